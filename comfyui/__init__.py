@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of ComfyUI for a Sparse-LaViDa server: what ComfyUI reads when it loads this folder."""
+"""ComfyUI nodes for a Sparse-LaViDa server; ComfyUI imports this folder."""
 
 from .nodes import NODES
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a server (`sparse-lavida serve`), made with the standard library alone."""
+"""Requests to a server (`sparse-lavida serve`), using only the standard library."""
 
 import dataclasses
 import http.client
@@ -11,28 +11,28 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-# No input of a node: ComfyUI writes those into every image that it saves.
+# Not an input of a node: ComfyUI writes inputs into every image that it saves.
 KEY = "SPARSE_LAVIDA_API_KEY"
 
 
 class ServerError(RuntimeError):
-    """A server that cannot be reached, or what it said to a request that it refused."""
+    """The server cannot be reached, or refused a request; then this is its message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server, which is sent the key in the variable `KEY` if there is one.
+    """A running server; requests include the key in the environment variable `KEY`, if set.
 
     Attributes:
         address: without a path, such as http://127.0.0.1:8000.
-        timeout: seconds to wait for an answer.
+        timeout: seconds to wait for a response.
     """
 
     address: str
     timeout: float
 
     def get(self, path: str) -> dict[str, Any]:
-        """Returns the answer at a path.
+        """Returns the response for a path.
 
         Raises:
             ServerError: there is none, or the request is refused; likewise for all requests.
@@ -40,13 +40,13 @@ class Server:
         return self._answer(path, None, {})
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to JSON."""
+        """Returns the response to JSON."""
         return self._answer(path, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def post_form(
         self, path: str, fields: Mapping[str, Any], pngs: Mapping[str, bytes]
     ) -> dict[str, Any]:
-        """Returns the answer to a form with images."""
+        """Returns the response to a form with images."""
         boundary = uuid.uuid4().hex
         parts = [(f'name="{name}"', str(value).encode()) for name, value in fields.items()]
         parts += [
@@ -90,7 +90,7 @@ class Server:
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
-    """Returns the sentence of a server that refuses a request."""
+    """Returns the message of a server that refuses a request."""
     try:
         return json.loads(error.read())["error"]["message"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes: each asks the server once for every image of its batch, all at the same time."""
+"""The nodes: each sends one request per image of its batch, all at the same time."""
 
 import concurrent.futures
 import json
@@ -11,7 +11,7 @@ import numpy as np
 from . import files
 from .client import Server
 
-TOGETHER = 16  # requests that are made at once: the server's usual batch
+TOGETHER = 16  # simultaneous requests: the server's usual batch
 CATEGORY = "Sparse-LaViDa"
 SERVER = ("SPARSE_LAVIDA_SERVER", {"tooltip": "What the node Sparse-LaViDa Connect returns."})
 IMAGE = ("IMAGE", {})
@@ -41,12 +41,12 @@ SETTINGS = {
 
 
 def text(tooltip: str, default: str = "") -> tuple[str, dict[str, Any]]:
-    """Returns an input of several lines."""
+    """Returns a multi-line text input."""
     return "STRING", {"multiline": True, "default": default, "tooltip": tooltip}
 
 
 def size(name: str) -> tuple[str, dict[str, Any]]:
-    """Returns an input of pixels."""
+    """Returns an input for a size in pixels."""
     told = f"The {name} in pixels; 0 in both: the model's own."
     return "INT", {"default": 0, "min": 0, "max": 16384, "tooltip": told}
 
@@ -73,7 +73,7 @@ class Connect:
 
 
 class Generate:
-    """Draws images of a prompt."""
+    """Draws images from a prompt."""
 
     CATEGORY = CATEGORY
     FUNCTION = "generate"
@@ -109,7 +109,7 @@ class Generate:
 
 
 class Edit:
-    """Changes each image as told."""
+    """Edits each image as instructed."""
 
     CATEGORY = CATEGORY
     FUNCTION = "edit"
@@ -129,7 +129,7 @@ class Edit:
 
 
 class Inpaint:
-    """Draws what is masked in each image again."""
+    """Redraws the masked part of each image."""
 
     CATEGORY = CATEGORY
     FUNCTION = "inpaint"
@@ -187,7 +187,7 @@ class Ask:
 
 
 class Ground:
-    """Finds things in an image; what it finds can be a mask to inpaint."""
+    """Finds things in an image; the result can be used as a mask to inpaint."""
 
     CATEGORY = CATEGORY
     FUNCTION = "ground"
@@ -221,22 +221,22 @@ NODES = (Connect, Generate, Edit, Inpaint, Ask, Ground)
 
 
 def _settings(steps: int, guidance: float) -> dict[str, Any]:
-    """Returns what is not left to the model."""
+    """Returns the settings that are not left to the model."""
     chosen = {"steps": steps or None, "guidance": None if guidance < 0 else guidance}
     return {name: value for name, value in chosen.items() if value is not None}
 
 
 def _each(rows: int, ask: Callable[[int], Any]) -> list[Any]:
-    """Returns what is answered for each row; asked at once, they share the server's batches."""
+    """Returns the answer for each row; sent at once, the requests share the server's batches."""
     with concurrent.futures.ThreadPoolExecutor(TOGETHER) as pool:
         return list(pool.map(ask, range(rows)))
 
 
 def _changed(server: Server, shown, mask, words: str, seed: int, steps: int, guidance: float):
-    """Returns edited images, or those that are drawn again where there is a mask.
+    """Returns edited images, or inpainted ones if there is a mask.
 
     Raises:
-        ValueError: images and masks do not go together.
+        ValueError: the numbers or sizes of images and masks do not match.
     """
     pixels = files.arrays(shown)
     masks = [] if mask is None else files.masks(mask)
@@ -258,7 +258,7 @@ def _changed(server: Server, shown, mask, words: str, seed: int, steps: int, gui
 
 
 def _said(server: Server, words: str, pixels: np.ndarray | None, asked: dict[str, Any]) -> str:
-    """Returns the answer to words, about an image if there is one."""
+    """Returns the text of an answer, about an image if there is one."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": words}]
     if pixels is not None:
         parts.append({"type": "image_url", "image_url": {"url": files.data_uri(pixels)}})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What the ablations share: the model of `configs/scenes.py`, images alone, laid out first.
+r"""Shared settings of the ablations: the model of `configs/scenes.py`, only images, laid out first.
 
     python -m sparse_lavida_jax.main --config=configs/ablation.py
 
-`configs/ablation_*.py` change it and are run by `bench.ablation`.
+`configs/ablation_*.py` modify it and are run by `bench.ablation`.
 """
 
 import ml_collections
@@ -15,7 +15,7 @@ def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
     c.name = name
     c.data.lessons = {}
     c.data.tasks = dict(plan=2.0, draw=4.0)
-    c.diffusion.merge_cells = c.model.num_registers  # whatever an ablation makes of those
+    c.diffusion.merge_cells = c.model.num_registers  # whatever number an ablation sets
     c.train = dict(
         train_steps=2000,
         batch_size=16,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How should masked tokens be put into blocks? Uniformly, as the paper has it, or by a schedule.
+r"""How should masked tokens be assigned to blocks? Uniformly, as in the paper, or by a schedule.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_blocks.py
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What is one token? One code, or a cell of four: laid out first or not, in one pass or several.
+r"""What is one token? One code or a cell of four, with or without layout, in one pass or several.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_cells.py
 
-Four codes of a cell are drawn independently, so what stands in it has to be decided before: by a
-layout, or by the codes of the cell that were drawn first (`sampling.cell_passes`). More passes are
-more work, so as many passes are also spent on more steps.
+The four codes of a cell are drawn independently, so its contents have to be decided before: by a
+layout, or by the codes of the cell that are drawn first (`sampling.cell_passes`). More passes are
+more work, so the same number of passes is also tried as more steps.
 """
 
 import ablation
@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
 
 
 def _both(name: str, changes: dict, sampled: dict) -> dict:
-    """A way with layouts, and one that never sees any."""
+    """Returns a way with layouts, and one that never sees any."""
     data = changes.get("data", {})
     without = changes | dict(data=data | dict(plan_drop=1.0))
     at_once = {key: one | dict(plan=False) for key, one in sampled.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What does the way of sampling change? One model a seed; its orders, registers, guidance.
+r"""What do sampling settings change? One model per seed; its orders, registers and guidance.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_sampling.py
 
-Training saw stratified orders alone. Every image has the order of its own seed.
+Training used only stratified orders. Each image has an order from its own seed.
 """
 
 import ablation

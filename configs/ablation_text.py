@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How many tokens may a text step commit? Shares right over forward passes, layouts alone.
+r"""How many tokens may a text step commit? Share correct against forward passes, only layouts.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_text.py
 
-A layout names objects and cells that nobody asked for at these very places, so tokens committed
-together may contradict each other.
+A layout names objects and cells that the prompt does not determine, so tokens committed together
+may contradict each other.
 """
 
 import ablation

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Of how many steps should a row of text predict the tokens? Answers to questions about an image.
+r"""How many steps should a row of text predict? Answers to questions about an image.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_text_blocks.py
 
-A sampler writes text block by text block, so a step-causal row of one step predicts what is masked
-of eight tokens, where a dense row predicts what is masked of all. `uniform`, the paper's words,
-masks all text blocks at once too, which no sampler does.
+A sampler writes one text block after another, so a step-causal row with one step predicts what is
+masked of eight tokens, while a dense row predicts what is masked of all. `uniform`, as in the
+paper, also masks all text blocks at once, which no sampler does.
 """
 
 import ablation

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What does the step-causal mask bring in fine-tuning, and from scratch? Table 8 of the paper.
+r"""What does the step-causal mask gain in fine-tuning, and from scratch? Table 8 of the paper.
 
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_training.py
 
-A dense model is trained, then for as many steps again as half of that: step-causally, with several
-masked blocks a row or with one; with registers and truncated, but full attention (one block, since
-others would see each other); densely. The paper: 0.78 step-causally, 0.71 truncated; without any
-training 0.24 when sampled sparsely, and 0.77 when sampled densely. From scratch there are as many
-steps as of the dense model, step-causal with blocks of a schedule or with uniform ones, as full
-attention masks.
+A dense model is trained, and then for half as many steps again: step-causally, with several masked
+blocks per row or one; with registers and truncation but full attention (one block, since several
+would see each other); or densely. The paper: 0.78 step-causally, 0.71 truncated; without further
+training 0.24 sampled sparsely and 0.77 sampled densely. Models from scratch train for as many steps
+as the dense model, step-causally, with blocks from a schedule, or with uniform ones, whose masking
+is that of full attention.
 """
 
 import ablation
 import ml_collections
 
-BEFORE, AFTER = 2000, 1000  # steps of the dense model, and of what starts from it
+BEFORE, AFTER = 2000, 1000  # steps of the dense model, and of those that start from it
 DENSE = dict(preset="dense")
 SPARSE = dict(preset="sparse")
 BOTH = dict(dense=DENSE, sparse=SPARSE)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Handwritten digits: a small real data set, 8x8 cells of 17 grey levels.
+r"""Handwritten digits: a small real data set, with 8x8 cells of 17 grey levels.
 
     pip install -e '.[digits]'
     python -m sparse_lavida_jax.main --config=configs/digits.py
 
-About 8 minutes on two CPU cores. The grey levels are the codes, so no image tokenizer is needed; a
-nearest-neighbour classifier judges what was drawn.
+Takes about 8 minutes on two CPU cores. The grey levels are the codes, so no image tokenizer is
+needed; a nearest-neighbour classifier judges the drawings.
 """
 
 import ml_collections
@@ -42,8 +42,8 @@ def get_config() -> ml_collections.ConfigDict:
         given=0.1,
     )
     c.diffusion = dict(blocks="schedule", num_masked_blocks=6, plan_steps=(16, 24, 32))
-    # Grey levels of neighbours depend on each other, and the codes of a step are drawn apart from
-    # each other: many steps.
+    # Grey levels of neighbours depend on each other, but the codes of one step are drawn
+    # independently: hence many steps.
     c.sampling = dict(num_steps=32, schedule="shift", shift=2.0, temperature=0.9, plan=False)
 
     c.optimizer = dict(

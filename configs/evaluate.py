@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The benchmarks of the paper, and the exact scores of a small model on the scenes.
+r"""The benchmarks of the paper, and exact scores of a small model on the scenes.
 
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/evaluate.py:scenes
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/evaluate.py:geneval \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval
 
 After the colon: chartqa, docvqa, dpg, geneval, imgedit, mathverse, mathvista, mjhq, mmbench, mme,
-mmmu, refcoco, refcoco_plus, refcocog, scenes. Each file of `sparse_lavida_jax/evals` says what its
-benchmark sets; docs/evaluation.md says where to get the official files, and who judges.
+mmmu, refcoco, refcoco_plus, refcocog, scenes. Each file of `sparse_lavida_jax/evals` states the
+settings of its benchmark; docs/evaluation.md lists the sources of official files, and the judges.
 """
 
 import ml_collections

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""LaViDa-O at its full size, 10.4 B parameters, trained sparsely: to measure without its weights.
+r"""LaViDa-O at full size, 10.4 B parameters, trained sparsely: to be measured without its weights.
 
     python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o.py --random-weights
 
@@ -77,23 +77,23 @@ def get_config() -> ml_collections.ConfigDict:
     return c
 
 
-# How training cuts responses into blocks (docs/training.md): `configs/sft_1024.py:paper`. What was
-# begun with one goes on with it; the last two were the default once.
+# How training cuts responses into blocks (docs/training.md): `configs/sft_1024.py:paper`. A run
+# must continue with the same assignment; the last two used to be the default.
 ASSIGNMENTS = dict(
-    # Ours. An image row has every step of a sampler's plan, merged until each has 128 cells; a text
-    # row the tokens of eight of its steps.
+    # Ours. An image row contains every step of a sampler's plan, merged until each has 128 cells; a
+    # text row contains the tokens of eight of its steps.
     plan=dict(blocks="plan", plan_steps=(64,), merge_cells=128, text_masked_blocks=8),
-    # Eight steps of an image, rivals of each other, and of a text.
+    # Eight rival steps of an image, and eight of a text.
     schedule=dict(num_masked_blocks=8, text_masked_blocks=8),
-    # The paper's words (Sec. 3.3, M and N of its figure) and its loss (Eq. 1).
+    # As in the paper (Sec. 3.3, M and N of its figure), with its loss (Eq. 1).
     paper=dict(blocks="uniform", num_clean_blocks=3, num_masked_blocks=2, weighting="1/t"),
-    # As `schedule`, but one step of a text.
+    # As `schedule`, but with a single step of a text.
     one_step=dict(num_masked_blocks=8, text_masked_blocks=1),
 )
 
 
 def for_training(name: str, assignment: str) -> ml_collections.ConfigDict:
-    """Returns what trainings that start from a converted release share.
+    """Returns the settings shared by training runs that start from a converted release.
 
     Args:
         assignment: one of `ASSIGNMENTS`.
@@ -108,7 +108,7 @@ def for_training(name: str, assignment: str) -> ml_collections.ConfigDict:
         folder="prepared",
         text_block_len=32,
         max_answer_len=256,
-        # Evaluations ask for up to as many (docs/evaluation.md).
+        # Evaluations ask for up to this many (docs/evaluation.md).
         sampled_answer_len=0 if assignment == "one_step" else 1024,
         source_drop=0.5,  # spec Sec. 9.2
     )

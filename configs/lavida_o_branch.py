@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The generation branch of LaViDa-O alone, as stage s2-1024 of the release trains it.
+r"""Only the generation branch of LaViDa-O, trained as in stage s2-1024 of the release.
 
     python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_branch.py
     python -m sparse_lavida_jax.main --config=configs/lavida_o_branch.py

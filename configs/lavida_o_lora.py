@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, adapters for the matrices of layers.
+r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, with adapters in the layers' matrices.
 
     python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_lora.py
     python -m sparse_lavida_jax.main --config=configs/lavida_o_lora.py
 
 The base is a converted release (`--mode=convert`). Rank, alpha and learning rate are ours.
-`configs/lavida_o_lora.py:paper` cuts responses into blocks in the paper's way (docs/training.md).
+`configs/lavida_o_lora.py:paper` assigns blocks as in the paper (docs/training.md).
 """
 
 import lavida_o

@@ -4,8 +4,8 @@ r"""LaViDa-O's structure at a tiny width: 32 layers, two branches, views of imag
     python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o_tiny.py --random-weights \
         --suite=headline
 
-`configs/lavida_o_tiny.py:lora` trains adapters of a frozen base in bfloat16. What runs here runs at
-full size; nothing about its speed follows from it.
+`configs/lavida_o_tiny.py:lora` trains adapters for a frozen base in bfloat16. What runs here also
+runs at full size, but its speed says nothing about the speed there.
 """
 
 import pathlib

@@ -3,7 +3,7 @@ r"""A small Sparse-LaViDa that learns to draw, edit, answer and point, from scra
 
     python -m sparse_lavida_jax.main --config=configs/scenes.py
 
-A quarter of an hour on two CPU cores, report included. One code a cell; images are laid
+Takes a quarter of an hour on two CPU cores, report included. One code per cell; images are laid
 out in text before they are drawn. Everything here is ours: the paper has no model of this size.
 `configs/scenes.py:schedule` cuts responses into blocks as this config once did (docs/training.md).
 """
@@ -11,9 +11,9 @@ out in text before they are drawn. Everything here is ours: the paper has no mod
 import ml_collections
 
 BLOCKS = dict(
-    # Every step of a sampler's plan in one row; of a text up to eight of them.
+    # Every step of a sampler's plan in one row; for a text, up to eight of them.
     plan=dict(blocks="plan", text_masked_blocks=8),
-    # A few steps of it. A run that was begun so goes on with it.
+    # A few steps of the plan. Runs that were started this way continue with it.
     schedule=dict(blocks="schedule", num_masked_blocks=4),
 )
 
@@ -56,7 +56,7 @@ def get_config(blocks: str = "plan") -> ml_collections.ConfigDict:
     c.data = dict(
         source="scenes",
         image_codec="scenes_g1",
-        # Drawing is taught first: with all tasks at once it is learned only near the end.
+        # Drawing is taught first: with all tasks at once, it is learned only near the end.
         lessons=dict(draw=dict(until=2000, tasks=dict(plan=3.0, draw=7.0))),
         tasks=dict(
             plan=3.2,

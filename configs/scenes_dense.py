@@ -3,8 +3,8 @@ r"""The dense baseline of the bundled model: trained and sampled with full atten
 
     python -m sparse_lavida_jax.main --config=configs/scenes_dense.py
 
-Size, data, steps and seed of `configs/scenes_long.py`; no blocks, registers or cache: LaViDa-O's
-own way, at this scale.
+Size, data, steps and seed are those of `configs/scenes_long.py`, without blocks, registers or
+cache: LaViDa-O's own method at this scale.
 """
 
 import ml_collections

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""`configs/scenes.py` with 2x2 token compression: four codes a cell, drawn layout-first.
+r"""`configs/scenes.py` with 2x2 token compression: four codes per cell, with a layout first.
 
     python -m sparse_lavida_jax.main --config=configs/scenes_g4.py
 
-The four codes of a cell are drawn independently given the same state, so what stands in a cell has
-to be decided before: the plan does that.
+The four codes of a cell are drawn independently given the same state, so the contents of a cell
+have to be decided before: the layout does that.
 """
 
 import ml_collections

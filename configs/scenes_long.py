@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The bundled model "scenes": `configs/scenes.py` trained longer, and more on what it answers.
+r"""The bundled model "scenes": `configs/scenes.py` trained longer, and more on questions.
 
     python -m sparse_lavida_jax.main --config=configs/scenes_long.py
 
-It took 277 minutes on one CPU core of a machine that did other work too. `runs/scenes_long/model`
-is what lies in `sparse_lavida_jax/assets/models/scenes`.
+It took 277 minutes on one CPU core of a machine under other load. `runs/scenes_long/model` was
+copied to `sparse_lavida_jax/assets/models/scenes`.
 """
 
 import ml_collections
@@ -14,13 +14,13 @@ import scenes
 def get_config() -> ml_collections.ConfigDict:
     c = scenes.get_config("schedule")
     c.name = "scenes_long"
-    # More heads find in an image what a text names in half the steps.
+    # With more heads it learns in half the steps to find in an image what a text names.
     c.model.num_heads = 6
     c.model.head_dim = 16
-    # To see comes before to draw: a model that learns all at once draws well and never learns to
-    # find in an image what a text names (28,000 steps: 86 % drawn, 4 % found; of five such tasks
-    # at once, none after 3,500). From `locate` alone it does in 1,000 steps, and 500 of the second
-    # lesson bring 20 % of the boxes.
+    # Seeing is taught before drawing: a model that learns all tasks at once draws well but never
+    # learns to find in an image what a text names (28,000 steps: 86 % drawn, 4 % found; with five
+    # such tasks at once, none after 3,500). From `locate` alone it learns that in 1,000 steps, and
+    # 500 steps of the second lesson are enough for 20 % of the boxes.
     c.data.lessons = dict(
         find=dict(until=2000, tasks=dict(locate=1.0)),
         look=dict(until=5000, tasks=dict(locate=2.0, point=2.0, answer=2.0, name=1.0, detect=1.0)),

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What the next bundled model is trained by: `configs/scenes.py` longer, and taught to look.
+r"""The training of the next bundled model: `configs/scenes.py`, longer, and taught to look.
 
     python -m sparse_lavida_jax.main --config=configs/scenes_look.py
 
-`configs/scenes_look.py:blind` is the same without eyes: what it gets right of a task that asks
-about an image can be had without looking.
+`configs/scenes_look.py:blind` is the same without vision: what it gets right in a task about an
+image can be known without looking.
 """
 
 import ml_collections
 import scenes
 
-# One skill after the other: with all tasks at once none that looks is learned for thousands of
-# steps. What was learned is rehearsed: without, it is forgotten within a thousand.
+# One skill after another: with all tasks at once, no task that needs looking is learned for
+# thousands of steps. Learned skills are rehearsed: otherwise they are forgotten within a thousand.
 LESSONS = dict(
-    # From a place to what stands there. Of a crowd few names follow from the others.
+    # From a place to its contents. In a crowd, few names follow from the others.
     name=dict(until=1000, tasks=dict(name_some=1.0)),
-    # And back; and first answers, four questions an image, none likelier right than another.
+    # And the reverse; and first answers: four questions per image, all answers equally likely.
     look=dict(
         until=4000, tasks=dict(name_some=1.0, locate=1.0, point=1.0, quiz_fair=1.5, answer=1.0)
     ),
-    # To count.
+    # Counting.
     ask=dict(
         until=10_000,
         tasks=dict(
@@ -59,10 +59,10 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.name = "scenes_look"
     c.model.num_heads = 8
     c.model.head_dim = 16
-    # A masked word has to gather from the words next to it what it is about before it can look.
+    # A masked word has to gather from its neighbours what it is about before it can look.
     c.model.neighbour_heads = (1, 2, 3, -1, -2, -3, -4, -5)
-    # All that a text block lacks is masked at once in a third of the rows: with some of the words
-    # known, or all other objects, what a word is follows without a look at the image.
+    # In a third of the rows, everything missing from a text block is masked at once: if some words
+    # or all other objects are known, a word can be guessed without looking at the image.
     c.diffusion.plan_text_steps = (1, 4, 8)
     c.data.sampled_answer_len = 40
     c.data.edit_keeps = 0.6
@@ -77,7 +77,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.optimizer.ema = 0.9995
     c.sampling.layout_temperature = 1.0
     c.train.train_steps = 100_000
-    c.train.microbatches = 4  # four rows at a time stay in a core's cache: a fifth faster
+    c.train.microbatches = 4  # four rows at a time fit in a core's cache: a fifth faster
     c.train.seconds = 0.0
     c.train.image_seconds = 0.0
     c.train.eval_every = 10_000

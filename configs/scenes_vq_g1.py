@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The image tokenizer of the scenes with one code a cell, as shipped in `assets/vq/scenes_g1`.
+r"""The image tokenizer of the scenes with one code per cell, as shipped in `assets/vq/scenes_g1`.
 
     python -m sparse_lavida_jax.main --config=configs/scenes_vq_g1.py
     cp -r runs/scenes_vq_g1/vq sparse_lavida_jax/assets/vq/scenes_g1

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A small model of a 16 x 16 image, so that anybody can measure what leaving tokens out saves.
+r"""A small model for 16 x 16 images, so that anyone can measure what leaving tokens out saves.
 
     python -m sparse_lavida_jax.bench.sampling --config=configs/speed_cpu.py --random-weights \
         --suite=cpu
 
-A minute on two cores.
+Takes a minute on two cores.
 """
 
 import ml_collections

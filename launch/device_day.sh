@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Asks a new accelerator everything that this project wants to know of one, most valuable first.
+# Measures everything that this project wants to know about a new accelerator, most valuable first.
 #
 #   launch/device_day.sh [--dry-run] [RESULTS]
 #
-# A part has nine minutes at most. What did not end in its time, or failed, is gone on with when the
-# command is given again; what is done is not done again. At the end it says what became of each
-# part, and which bars were met. Status 0: all parts are done.
+# Each part may take nine minutes. Run the command again to continue parts that failed or ran out of
+# time; finished parts are not repeated. At the end it prints the outcome of each part and which
+# bars were met. Status 0: all parts are done.
 #
 # RESULTS is a folder that can be committed as it is, by default sparse_lavida_jax/bench/results,
-# where the tables find the rows; RESULTS/device_day holds what each part printed, and parts.tsv.
+# where the tables find the rows; RESULTS/device_day holds the output of each part, and parts.tsv.
 # Tuning also rewrites sparse_lavida_jax/kernels/tile_sizes.json.
 #
-# --dry-run goes through every part with a tiny model on a CPU, into RESULTS that are named.
+# --dry-run runs every part with a tiny model on a CPU; RESULTS must then be given.
 #
 #   PYTHON  the interpreter (python); needs pip install -e '.[gpu,test]', or tpu
-#   PARTS   which parts, with spaces between them; by default all
+#   PARTS   the parts to run, separated by spaces; by default all
 set -euo pipefail
 
 dry=false
@@ -41,7 +41,7 @@ training=("$python" -m sparse_lavida_jax.bench.training)
 check=("$python" -m sparse_lavida_jax doctor --kernels)
 suites=(headline ablation edit reasoning quant fastpath batch)
 
-# Runs a part, unless it is done: its name and its command.
+# Runs a part, given its name and its command, unless it is done.
 part() {
     local name=$1 begin=$SECONDS status=0 became
     shift

@@ -4,11 +4,11 @@
 #
 #   launch/local.sh [--dry-run] --config=configs/scenes.py [--workdir=runs/scenes] [other flags]
 #
-# Flags are those of sparse_lavida_jax.main. Ctrl-C and SIGTERM save the state and end; the same
-# command goes on from there. A run that was killed is started again, at most RESTARTS times.
+# Flags are those of sparse_lavida_jax.main. Ctrl-C and SIGTERM save the state and end the run; the
+# same command resumes it. A run that was killed is restarted, at most RESTARTS times.
 #
 #   PYTHON    the interpreter (python)
-#   RESTARTS  0: none (0)
+#   RESTARTS  0: never (0)
 set -euo pipefail
 
 dry=false
@@ -25,9 +25,9 @@ if $dry; then
     exit
 fi
 
-# A signal for this shell is for training, which saves and ends; it may come before training is.
-# Training is a process group of its own: Ctrl-C, which reaches all of a group, would be a second
-# signal, and that ends it at once.
+# A signal to this shell is passed on to training, which saves and ends; it may come before training
+# has started. Training has its own process group: Ctrl-C, which reaches a whole group, would be a
+# second signal and end it at once.
 set -m
 child=
 early=false
@@ -48,12 +48,12 @@ for ((left = ${RESTARTS:-0}; ; left--)); do
     fi
     status=0
     wait "$child" || status=$?
-    while kill -0 "$child" 2>/dev/null; do # a signal came in between
+    while kill -0 "$child" 2>/dev/null; do # a signal interrupted the wait
         status=0
         wait "$child" || status=$?
     done
-    # 137: killed, by a machine that was short of memory for instance. Errors of ours are not
-    # worth another try.
+    # 137: killed, for example because the machine ran out of memory. Errors of ours are not worth
+    # another try.
     if [ "$status" != 137 ] || [ "$left" -le 0 ]; then
         exit "$status"
     fi

@@ -5,13 +5,13 @@
 #   NODES=1 GPUS=H200:8 SHARE=10.0.0.2:/share launch/skypilot.sh [--dry-run] --config=... \
 #       --workdir=/mnt/share/runs/... [other flags]
 #
-# What is run on the machines stands in skypilot.yaml. A preempted job is started again and goes on
-# from the state in --workdir, which must outlive the machines, and so must what training reads
+# skypilot.yaml says what is run on the machines. A preempted job is restarted and resumes from the
+# state in --workdir, which must outlive the machines, as must the inputs of training
 # (--config.train.init_from, --config.data.folder).
 #
-#   SHARE  an NFS export that the machines reach; it is mounted at /mnt/share. Without it the
-#          folders have to be on another volume. A bucket has no locks, and does not rename a
-#          folder at once
+#   SHARE  an NFS export that the machines can reach; it is mounted at /mnt/share. Without it the
+#          folders have to be on another volume. A bucket will not do: it has no locks, and does not
+#          rename folders atomically
 set -euo pipefail
 
 dry=false

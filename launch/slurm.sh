@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Trains on the GPUs of several nodes under SLURM, one process a GPU.
+# Trains on the GPUs of several nodes under SLURM, one process per GPU.
 #
 #   NODES=8 GPUS=8 launch/slurm.sh [--dry-run] --config=... --workdir=/shared/runs/... [other flags]
 #
-# Three minutes before its time is over, and when SLURM preempts it, the job saves its state, ends,
-# and stands in the queue again; it goes on from there. --workdir must be on a file system that all
-# nodes share. JAX finds its peers by SLURM's own variables.
+# Three minutes before its time limit, and when SLURM preempts it, the job saves its state, ends and
+# is queued again; it then resumes. --workdir must be on a file system that all nodes share. JAX
+# finds its peers by SLURM's own variables.
 #
-#   NODES (1), GPUS a node (8), TIME (24:00:00), PARTITION, ACCOUNT
-#   PER=node  one process a node instead, with all of its GPUs
+#   NODES (1), GPUS per node (8), TIME (24:00:00), PARTITION, ACCOUNT
+#   PER=node  one process per node instead, with all of its GPUs
 #   PYTHON    the interpreter on the nodes (python)
-#   XLA_FLAGS (--xla_gpu_deterministic_ops=true: slower, and a run that goes on has the same bits)
+#   XLA_FLAGS (--xla_gpu_deterministic_ops=true: slower, but a resumed run is bit-identical)
 set -euo pipefail
 
 dry=false
@@ -23,19 +23,19 @@ fi
 
 gpus=${GPUS:-8}
 tasks=$gpus
-# What the compiler finds fastest is kept next to the compiled programs (--compilation_cache), so
-# that a run which goes on finds the same.
+# The compiler's autotuning results are kept with the compiled programs (--compilation_cache), so
+# that a resumed run finds the same.
 environment=(env "XLA_FLAGS=${XLA_FLAGS---xla_gpu_deterministic_ops=true}")
 if [ "${PER:-gpu}" = node ]; then
     tasks=1
-    # A process under SLURM takes the GPU of its own number unless it is told to take more.
+    # By default a process under SLURM uses only the GPU with its own local number.
     environment+=("JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((gpus - 1)))")
 fi
 printf -v step '%q ' srun --kill-on-bad-exit=1 \
     "${environment[@]}" "${PYTHON:-python}" -m sparse_lavida_jax.main --distributed "$@"
 
-# The step runs behind the shell, which could not act on a signal otherwise. SIGTERM makes every
-# process save and end with status 0.
+# The step runs in the background, as the shell could not react to a signal otherwise. SIGTERM makes
+# every process save and end with status 0.
 job="#!/bin/bash
 again() {
     kill -TERM \$step

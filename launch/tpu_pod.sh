@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Trains on a Cloud TPU slice that is asked for as a queued resource.
+# Trains on a Cloud TPU slice, requested as a queued resource.
 #
 #   ZONE=us-east5-a SHARE=10.0.0.2:/share launch/tpu_pod.sh [--dry-run] --config=... [other flags]
 #
-# Asks for the slice, waits for it, mounts SHARE and installs what is committed here on all of its
-# hosts, and trains. Where a spot slice is preempted it is deleted and asked for again, until
-# training has ended. Needs gcloud, logged in, with a project.
+# Requests the slice, waits for it, mounts SHARE, installs what is committed here on all of its
+# hosts, and trains. A preempted spot slice is deleted and requested again, until training has
+# ended. Needs gcloud, logged in, with a project.
 #
-# SHARE is an NFS export, of Filestore for instance, that the user who logs in may write to. The
-# folders runs, models and prepared are those of the share, so the state outlives the slice. A
-# bucket cannot take its place: it has no locks, and does not rename a folder at once.
+# SHARE is an NFS export, such as one of Filestore, with write access for the user who logs in. The
+# folders runs, models and prepared are on the share, so the state outlives the slice. A bucket
+# cannot replace it: it has no locks, and does not rename folders atomically.
 #
 #   NAME (sparse-lavida), ZONE, TYPE (v5p-128: 64 chips), RUNTIME (v2-alpha-tpuv5), SPOT (true)
-#   NOTICE  seconds from the signal that a slice is taken away to when its state says so (180)
+#   NOTICE  seconds between a slice's preemption signal and the change of its state (180)
 set -euo pipefail
 
 dry=false
@@ -42,8 +42,8 @@ mount=(--command="sudo apt-get -qq -o DPkg::Lock::Timeout=300 install -y nfs-com
  && ln -sfn $share/runs $share/models $share/prepared sparse-lavida-jax")
 install=(--command="mkdir -p sparse-lavida-jax && tar xzf project.tar.gz -C sparse-lavida-jax\
  && cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
-# Hosts of a slice find each other without being told. The flag: OPTIONS of bench/aot.py.
-# 75: stopped by a signal, not at its end (EX_TEMPFAIL of sysexits.h).
+# Hosts of a slice find each other by themselves. For the flag see OPTIONS in bench/aot.py.
+# 75: stopped by a signal before its end (EX_TEMPFAIL of sysexits.h).
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
     python3 -m sparse_lavida_jax.main --distributed --stopped_exit_code=75 "$@"
 train=(--command="cd sparse-lavida-jax && $train")
@@ -78,8 +78,8 @@ while true; do
         "${delete[@]}"
         exit
     fi
-    # The slice is still there: not a preemption, so trying again would not help. A preemption tells
-    # training before the state of the slice shows it.
+    # If the slice is still there after this, it was not preempted, and trying again would not help.
+    # (Training learns of a preemption before the state of the slice shows it.)
     sleep "${NOTICE:-180}"
     if [ "$("${state[@]}")" = ACTIVE ]; then
         echo "training failed; the slice $name is left as it is: ${delete[*]}" >&2

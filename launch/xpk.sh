@@ -4,8 +4,8 @@
 #
 #   CLUSTER=my-cluster IMAGE=gcr.io/my/image launch/xpk.sh [--dry-run] --config=... --workdir=/mnt/share/runs/... [other flags]
 #
-# IMAGE holds this project, installed with its extra `tpu`, and is started in its folder. A workload
-# whose slice is preempted is started again, at most RESTARTS times, and goes on from the state in
+# IMAGE contains this project, installed with its extra `tpu`, and starts in its folder. A workload
+# whose slice is preempted is restarted, at most RESTARTS times, and resumes from the state in
 # --workdir.
 #
 # --workdir, --config.train.init_from and --config.data.folder have to be on a file system that all
@@ -14,7 +14,7 @@
 #   xpk storage attach share --cluster=my-cluster --type=gcpfilestore --vol=default \
 #       --mount-point=/mnt/share --readonly=false --auto-mount=true
 #
-# A bucket cannot take its place: it has no locks, and does not rename a folder at once.
+# A bucket cannot replace it: it has no locks, and does not rename folders atomically.
 #
 #   NAME (sparse-lavida), TYPE (v5p-128: 64 chips), SLICES (1), RESTARTS (100)
 set -euo pipefail
@@ -26,8 +26,8 @@ if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ]; then
     exit 2
 fi
 
-# The flag: OPTIONS of bench/aot.py. 75: stopped by a signal, not at its end, so that the
-# workload counts as failed and is started again (EX_TEMPFAIL of sysexits.h).
+# For the flag see OPTIONS in bench/aot.py. 75: stopped by a signal before its end, so that the
+# workload counts as failed and is restarted (EX_TEMPFAIL of sysexits.h).
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
     python3 -m sparse_lavida_jax.main --distributed --stopped_exit_code=75 "$@"
 create=(xpk workload create "--cluster=$CLUSTER" "--workload=${NAME:-sparse-lavida}"

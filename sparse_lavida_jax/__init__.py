@@ -19,7 +19,7 @@ OLDEST_JAX = (0, 10, 2)
 
 
 def _check_jax() -> None:
-    """Refuses a jax that is too old, which notebooks that bring their own may have."""
+    """Refuses a jax that is too old, such as one preinstalled in a notebook."""
     needed = ".".join(map(str, OLDEST_JAX))
     try:
         found = importlib.metadata.version("jax")
@@ -36,7 +36,7 @@ def _check_jax() -> None:
 
 _check_jax()
 
-# Public names by their modules.
+# Public names and their modules.
 PUBLIC = {
     "Conversation": "apps.conversation",
     "Request": "inference.requests",
@@ -46,7 +46,7 @@ PUBLIC = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first asked for: it takes seconds."""
+    """Imports a public name on first use, since importing takes seconds."""
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)

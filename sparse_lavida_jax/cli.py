@@ -30,17 +30,17 @@ from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import MISTAKE, MISTAKES, STOPPED
 from sparse_lavida_jax.version import __version__
 
-# Modes of `main`, with what may be given without its name.
+# Modes of `main`, with the arguments that may be given by position.
 MODES = {"train": ["config"], "sample": ["checkpoint", "prompt"], "evaluate": ["checkpoint"]} | {
     mode: list(folders) for mode, folders in full.FOLDERS.items()
 }
 FAILURE = 1
-LONGEST_MESSAGE = 500  # characters of argparse's, which repeat what was given
-NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # what jax says then
+LONGEST_MESSAGE = 500  # of argparse's messages, which repeat the arguments
+NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence."""
+    """Reports mistakes in one sentence."""
 
     def error(self, message: str):
         said = message.rstrip(".")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(program, name, rest)
     except Exception as error:
         sentence, code = _explained(error, name)
-        # A mistake in what a mode was given may be told as a list, a line each.
+        # A mistake in the arguments of a mode may be reported as a list, one per line.
         say(sentence if name in MODES and code == MISTAKE else " ".join(sentence.split()))
         return code
     except KeyboardInterrupt:
@@ -103,7 +103,7 @@ def _run(program: str, name: str, words: Sequence[str]) -> int:
 
 
 def _explained(error: Exception, name: str) -> tuple[str, int]:
-    """Returns the sentence that tells an error of a command, and the exit code."""
+    """Returns the sentence that reports an error of a command, and the exit code."""
     said = str(error)
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
@@ -136,7 +136,7 @@ def _overview() -> str:
 
 
 def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
-    """Returns a command line of `main`: what stands without a name gets it."""
+    """Returns a command line of `main`, with names added to positional arguments."""
     plain = [word for word in words if not word.startswith("-")]
     settings = [word for word in words if word.startswith("-")]
     names = MODES[mode]
@@ -145,13 +145,13 @@ def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
 
 
 def _underscored(word: str) -> str:
-    """Returns an option as `main` spells it: `--init-from=x` as `--init_from=x`."""
+    """Returns an option in the spelling of `main`: `--init-from=x` as `--init_from=x`."""
     name, equals, value = word.partition("=")
     return name[:2] + name[2:].replace("-", "_") + equals + value
 
 
 def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
-    """Refuses what `replay` does not take next to `generate --replay`."""
+    """Refuses options of `generate --replay` that `replay` does not take."""
     taken = vars(parser_of("replay").parse_args(["PNG"]))
     for key, value in vars(asked).items():
         if key not in taken and value != parser.get_default(key):
@@ -164,7 +164,7 @@ def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
 
 
 def _text(text: str) -> str:
-    """Reads what may not be empty, as a variable of a shell that was never set is."""
+    """Reads a value that may not be empty, as that of an unset shell variable would be."""
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty: give a value, or leave it out")
     return text
@@ -210,13 +210,13 @@ def _argument(
     group: str = "",
     **how: Any,
 ) -> tuple[str, list[str], dict[str, Any]]:
-    """Returns an argument of commands: its group, its names and how `argparse` reads it.
+    """Returns an argument of commands: its group, its names and its settings for `argparse`.
 
     Args:
-        names: with spaces between them; one without dashes is given without its name.
+        names: separated by spaces; one without dashes is positional.
         help: what it means.
-        type: reads its value; None: it has none, it is said or not.
-        group: a command line has at most one argument of a group.
+        type: reads its value; None: it is a flag without a value.
+        group: a command line may contain at most one argument of a group.
         default, how: see `argparse`.
     """
     how |= {"action": "store_true"} if type is None else {"type": type, "default": default}
@@ -237,7 +237,7 @@ _CHECKPOINT = (
     f" {DEFAULT_MODEL}"
 )
 ARGUMENTS = {
-    # What a task is about.
+    # Inputs of a task.
     "prompt": _argument("prompt", "what is wanted, in words", str, nargs="?"),
     "image": _argument("image", "PNG, JPEG or WebP", str, nargs="?"),
     "needed_image": _argument("image", "PNG, JPEG or WebP"),
@@ -252,7 +252,7 @@ ARGUMENTS = {
     "template": _argument("--template", "the text with gaps: ___ is one token, {4} four"),
     "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
     "batch": _argument("--batch", _LINES, Path, metavar="FILE"),
-    # Results.
+    # Outputs.
     "out": _argument("--out", "the file to write", Path, Path("out.png")),
     "boxes": _argument("--out", "the image with the boxes in it", Path),
     "turns": _argument("--out", "the folder to write to", Path, Path("turns")),
@@ -294,7 +294,7 @@ ARGUMENTS = {
         "--vq-dtype", f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}"
     ),
     "seed": _argument("--seed", "seed of the first row; by default 0", int),
-    # The model, and how it is served.
+    # The model and its server.
     "checkpoint": _argument("--checkpoint", _CHECKPOINT),
     "adapters": _argument("--adapters", full.ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
     "convert": _argument("--convert", "convert a released LaViDa-O of the hub, once", None),
@@ -407,7 +407,7 @@ def parser_of(name: str) -> Parser:
 
 
 def _any_parser(name: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command, or one of the same options as a mode of `main`."""
+    """Returns the parser of a command, or one with the options of a mode of `main`."""
     if name in COMMANDS:
         return parser_of(name)
     parser = Parser(prog=f"sparse-lavida {name}", description=f"As --mode={name} of main.")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of every experiment: names, defaults, units and ranges live here and only here.
+"""The settings of every experiment: names, defaults, units and ranges are defined only here.
 
-`configs/*.py` return an `ml_collections.ConfigDict` that may set what is named here and nothing
-else; `read` turns it into these frozen dataclasses. What a setting may be stands in its annotation:
-choices as a `Literal`, ranges as an `Allowed`. What ties several of them together stands in
+`configs/*.py` return an `ml_collections.ConfigDict` that may set only the names defined here;
+`read` turns it into these frozen dataclasses. The annotation of a setting says what it may be:
+choices as a `Literal`, ranges as an `Allowed`. Constraints between several settings are in
 `_rules` of their section. Both are checked whenever a section is made (`schema.py`).
 """
 
@@ -43,13 +43,13 @@ from sparse_lavida_jax.schema import changed as changed
 from sparse_lavida_jax.schema import changes as changes
 from sparse_lavida_jax.schema import to_dict as to_dict
 
-# LaViDa-O itself and the rows of the paper's ablation, for images and for text.
+# LaViDa-O's own sampler and the rows of the paper's ablation, for images and for text.
 Preset = Literal["dense", "none", "p", "r", "t", "pr", "pt", "rt", "sparse"]
-# Full attention with a cache that it makes inexact, for text only: LaViDa-O's own (the prompt),
-# and the two of Fast-dLLM.
+# Full attention with an inexact cache, for text only: LaViDa-O's own (it caches the prompt) and
+# the two of Fast-dLLM.
 TextPreset = Literal["prefix", "fast_dllm_prefix", "fast_dllm_dual"]
 Dtype = Literal["float32", "bfloat16"]
-Quantized = Literal["int8", "w8a8", "fp8"]  # matrices of the layers while sampling
+Quantized = Literal["int8", "w8a8", "fp8"]  # matrices of the layers, while sampling
 Schedule = Literal["shift", "cosine", "cosine2", "exp", "logit_normal", "linear"]
 Decay = Literal["constant", "linear", "cosine2", "shift", "exp"]  # of a scale over the steps
 
@@ -60,19 +60,19 @@ VQ_DTYPES, QUANTIZED = typing.get_args(Dtype), typing.get_args(Quantized)
 class Vision(Section):
     """The vision tower of the understanding branch: patches, transformer, pool, projector."""
 
-    image_size: Size = 96  # pixels a side
-    patch_size: Size = 8  # pixels a side
+    image_size: Size = 96  # pixels per side
+    patch_size: Size = 8  # pixels per side
     width: Size = 64
     num_layers: UpTo1024 = 2
     num_heads: Size = 4
     mlp_hidden: Size = 128
-    pool: Size = 2  # patches a side that one convolution merges into one token
-    # A learned vector after every row of tiles, and after an image seen whole (spec Sec. 4).
+    pool: Size = 2  # patches per side that one convolution merges into one token
+    # A learned vector after every row of tiles, and after an image seen as a whole (spec Sec. 4).
     newline: bool = False
-    # Sizes (width, height) in pixels of the grids of tiles that an image is cut into (spec Sec.
-    # 4, "anyres"); none: images are seen whole, resized to a square.
+    # Sizes (width, height) in pixels of the grids of tiles into which an image may be cut (spec
+    # Sec. 4, "anyres"); none: images are seen as a whole, resized to a square.
     grid_sizes: tuple[tuple[int, int], ...] = ()
-    # Released files hold an unused norm after the tower: kept, so that an export is complete.
+    # Released files contain an unused norm after the tower: kept, so that an export is complete.
     unused_post_norm: bool = False
 
     def _rules(self):
@@ -83,7 +83,7 @@ class Vision(Section):
 
     @property
     def num_tokens(self) -> int:
-        """Vision tokens an image becomes."""
+        """The number of vision tokens for an image."""
         return self.grid_side**2
 
     @property
@@ -95,7 +95,7 @@ class Vision(Section):
 class Model(Section):
     """The two-branch denoiser (paper Sec. 3; the base model's "Elastic-MoT")."""
 
-    # Text. Ids are those of the tokenizer that lies next to the parameters.
+    # Text. The ids are those of the tokenizer stored with the parameters.
     vocab_size: Size = 512
     end_of_text_id: int = 0  # also pads text
     text_mask_id: int = 1
@@ -103,7 +103,7 @@ class Model(Section):
     width: Size = 128
     mlp_hidden: Size = 384
     num_layers: UpTo1024 = 5
-    dual_tower_layers: int = 3  # index of the last joint layer, as the release counts
+    dual_tower_layers: int = 3  # index of the last joint layer, counted as in the release
     num_heads: Size = 4
     head_dim: Size = 32
     rope_theta: PositiveFloat = 500_000.0
@@ -113,38 +113,38 @@ class Model(Section):
     generation_mlp_hidden: Size = 256
     codebook_size: Size = 64
     codes_per_token: Literal[1, 4] = 1  # g: 4 compresses 2x2 codes into one backbone token
-    grid_size: Size = 6  # cells a side of the largest image
+    grid_size: Size = 6  # cells per side of the largest image
     # Layers between codes and backbone tokens (the release: "dit2"; spec Sec. 2.5): "embed", a
     # table and a matrix; "dit", norms and matrices between; "dit2", one more before the logits.
     image_head: Literal["embed", "dit", "dit2"] = "dit2"
     image_table_rows: Count = 0  # of the table of codes; 0: up to the mask id (the release: 8448)
     understanding_only: bool = False  # LLaDA: no generation branch, no vision tower
-    # Ours, off in the release, for small models, which have no time to learn it otherwise: learned
-    # embeddings of the row and the column of a cell, and of what the vision tower sees there.
+    # Ours, off in the release; small models take too long to learn it otherwise: learned
+    # embeddings of the row and column of a cell, and of what the vision tower sees there.
     cell_positions: bool = False
-    # Likewise: heads of the first layer that start out looking at the word so many positions after
-    # (below 0: before) each word, a head a number (`models/neighbours.py`).
+    # Likewise: heads of the first layer that start by attending to the word at this offset after
+    # (negative: before) each word, one head per number (`models/neighbours.py`).
     neighbour_heads: tuple[int, ...] = ()
     num_registers: UpTo1024 = 64  # Sec. 3.1
     vision: Vision = dataclasses.field(default_factory=Vision)
-    # "full" for a model that was trained without the step-causal mask.
+    # "full" for a model trained without the step-causal mask.
     trained_attention: Literal["full", "step_causal"] = "step_causal"
     compute_dtype: Dtype = "float32"
-    # Of the residual stream, the last norm and the image head; "compute": `compute_dtype`. With
-    # products in bfloat16 "float32" halves the error of the logits of images (docs/speed.md): for
-    # sampling, since training would keep twice as many bytes of a layer's input.
+    # Dtype of the residual stream, the last norm and the image head; "compute": `compute_dtype`.
+    # With products in bfloat16, "float32" halves the error of image logits (docs/speed.md). It is
+    # for sampling: in training it would double the memory for the inputs of the layers.
     residual_dtype: Literal["compute", "float32"] = "compute"
-    # Writes the layers out: a few small ones on a CPU take half the time, many compile for long.
+    # Unrolls the loop over layers: a few small ones on a CPU run twice as fast; many compile long.
     unroll_layers: bool = False
-    # What training computes again of a layer in the backward pass: nothing; all but its input and
-    # the output of the attention kernel; all but its input.
+    # What training recomputes of a layer in the backward pass: nothing; all but its input and the
+    # output of the attention kernel; all but its input.
     remat: Literal["none", "attention", "layer"] = "none"
-    # In which matrices of the layers, of adapters and around the codes sum their gradients, over
-    # tokens and over devices; "compute": as `compute_dtype`, with half the bytes between devices,
-    # and an error that grows with their number. Weights of norms are always summed in that; tables,
-    # the loss's part of the heads and the vision tower in float32.
+    # Dtype in which gradients of matrices in the layers, in adapters and around the codes are
+    # summed over tokens and devices; "compute": `compute_dtype`, which halves the bytes exchanged,
+    # with an error that grows with the devices. Weights of norms are always summed in
+    # `compute_dtype`; tables, the loss's share of the heads and the vision tower in float32.
     grad_reduce_dtype: Literal["float32", "compute"] = "float32"
-    # "": the fastest for the platform. The last two are interpreted elsewhere.
+    # "": the fastest on the platform. The last two are interpreted on other platforms.
     attention_implementation: Literal["", "reference", "blockwise", "pallas_tpu", "pallas_gpu"] = ""
 
     def _rules(self):
@@ -171,7 +171,7 @@ class Model(Section):
 
     @property
     def text_register_id(self) -> int:
-        """Stands for a register in the understanding stream; not in the vocabulary."""
+        """Represents a register in the understanding stream; not in the vocabulary."""
         return self.vocab_size
 
     @property
@@ -181,12 +181,12 @@ class Model(Section):
 
     @property
     def image_register_id(self) -> int:
-        """Stands for a register in the generation stream; it has no row in the table."""
+        """Represents a register in the generation stream; it has no row in the table."""
         return self.codebook_size + 2
 
     @property
     def num_cells(self) -> int:
-        """Backbone tokens of the largest image."""
+        """The number of backbone tokens of the largest image."""
         return self.grid_size**2
 
     @property
@@ -198,19 +198,19 @@ class Model(Section):
 class VQ(Section):
     """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3)."""
 
-    image_size: Size = 96  # pixels a side
-    channels: Sizes = (16, 16, 32, 48, 64)  # one entry a resolution
+    image_size: Size = 96  # pixels per side
+    channels: Sizes = (16, 16, 32, 48, 64)  # one entry per resolution
     layers_per_block: Blocks = 1  # residual layers of the encoder; the decoder has one more
     mid_attention: bool = False
     latent_channels: Size = 16
     codebook_size: Size = 64
     norm_groups: Size = 8
-    # Positions that share the statistics of a norm: "group", as released, the whole image;
-    # "pixel", ours, each alone, so that what stands in one cell cannot move the code of another.
+    # Positions that share the statistics of a norm. "group", as released: the whole image. "pixel",
+    # ours: each position alone, so that the contents of one cell cannot change the code of another.
     norm: Literal["group", "pixel"] = "group"
     # How the decoder doubles its sides. "nearest", as released, then a 3x3 convolution: it turns a
-    # field of equal codes into a field of equal pixels. "shuffle", ours: four outputs of a 1x1
-    # convolution side by side, which lets one code stand for a whole object.
+    # field of equal codes into a field of equal pixels. "shuffle", ours: the four outputs of a 1x1
+    # convolution side by side, so that one code can represent a whole object.
     upsampling: Literal["nearest", "shuffle"] = "nearest"
     commitment: NonNegative = 0.25  # weight of the commitment loss
 
@@ -222,24 +222,24 @@ class VQ(Section):
 
     @property
     def factor(self) -> int:
-        """Pixels a side that one code stands for."""
+        """Pixels per side for one code."""
         return 2 ** (len(self.channels) - 1)
 
 
 class Lesson(Section):
-    """The tasks of a part of a run, which begins where the lesson before it ends."""
+    """The tasks of one part of a run, which begins where the lesson before it ends."""
 
     until: Positive  # the batch after its last one
     tasks: Weights
 
 
 class Data(Section):
-    """Where examples come from and in which proportions."""
+    """Where examples come from, and in which proportions."""
 
     # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
     # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
     source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
-    folder: str = "prepared"  # what `--mode=prepare` wrote, of source "prepared"
+    folder: str = "prepared"  # of source "prepared": written by `--mode=prepare`
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # taught before `tasks`
@@ -247,24 +247,24 @@ class Data(Section):
     text_block_len: Size = 8  # S: tokens decoded together in a text answer
     max_prompt_len: Size = 96  # understanding tokens of the longest prompt, vision included
     max_answer_len: Size = 40  # text response tokens, a multiple of text_block_len
-    # Registers of a text row stand after a random length up to this; 0: right after its response.
+    # Registers of a text row are placed after a random length up to this; 0: after its response.
     sampled_answer_len: Count = 0
     plan_drop: Share = 0.1  # share of image rows without their layout plan
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked
     given: Share = 0.2  # share of rows that show a random part of the response as given
-    edit_keeps: Share = 0.0  # of laid out edits, with all else given; above 0 such edits keep it
-    blind: bool = False  # shows empty scenes for images: what can be had without looking
+    edit_keeps: Share = 0.0  # edits with a layout that give all else; above 0, sampling does too
+    blind: bool = False  # replaces seen images by empty scenes: what can be learned without looking
     workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
-    packing: Positive = 1  # examples that share a row, each a segment that sees itself alone
+    packing: Positive = 1  # examples that share a row; each is a segment that sees only itself
     length_buckets: Positive = 1  # static lengths of the batches of a group, a program each
-    max_sequence_len: Size = 8192  # of prepared records, as all that follows: tokens, with images
-    micro_condition: bool = True  # prompts tell sizes and measures of images (spec Sec. 5.4)
-    # Loss weight of the codes in the boxes of an edit (the mean over the masked codes of an image
-    # is 1): 1 as released, 5 where the release switches it on (spec Sec. 9.3).
+    max_sequence_len: Size = 8192  # from here on, of prepared records: tokens, with images
+    micro_condition: bool = True  # prompts state sizes and measures of images (spec Sec. 5.4)
+    # Loss weight of the codes inside the boxes of an edit (the mean over the masked codes of an
+    # image is 1): 1 as released, 5 where the release turns it on (spec Sec. 9.3).
     edit_area_weight: Annotated[float, at_least(1)] = 1.0
-    held_out: Share = 0.0  # of a group of 100 or more, kept from training for the report's loss
-    kinds: tuple[str, ...] = ()  # all that a model from scratch learned from; (): a LaViDa-O
+    held_out: Share = 0.0  # of a group of 100 or more, kept out of training for the report's loss
+    kinds: tuple[str, ...] = ()  # of records that a model from scratch learned; (): a LaViDa-O
 
     def _rules(self):
         whole = self.max_answer_len % self.text_block_len == 0
@@ -276,10 +276,10 @@ class Data(Section):
 class Prepare(Section):
     """From tables and images to shards of records (`--mode=prepare`; docs/data.md)."""
 
-    shard_rows: Positive = 512  # rows of a table that become one shard
-    max_bad_fraction: Share = 0.001  # of the rows of a dataset; more bad ones end the preparation
-    crops: Positive = 1  # random crops of an image to draw, of which training takes one at a time
-    encode_batch: Positive = 8  # images that the image tokenizer encodes together
+    shard_rows: Positive = 512  # rows of a table per shard
+    max_bad_fraction: Share = 0.001  # bad rows per dataset; with more, preparation stops
+    crops: Positive = 1  # random crops of an image to draw; training uses one at a time
+    encode_batch: Positive = 8  # images that the image tokenizer encodes at once
     engine: Literal["processes", "ray"] = "processes"  # on this machine, or on a cluster
     workers: Count = 0  # processes or Ray actors, each with an image tokenizer; 0: this process
 
@@ -288,33 +288,33 @@ class Diffusion(Section):
     """Time, corruption and blocks (paper Sec. 3.3; design of the loss in `diffusion.py`)."""
 
     # "full": every token in block 0, no registers (LaViDa-O). "truncated": the tokens and registers
-    # of one step-causal masked block, but every one sees all (a row of the paper's ablation).
+    # of one step-causal masked block, but all see each other (a row of the paper's ablation).
     attention: Literal["step_causal", "full", "truncated"] = "step_causal"
-    # "uniform": the paper's words. "plan": every step of a sampler's plan in one row.
+    # "uniform": as the paper says. "plan": every step of a sampler's plan in one row.
     blocks: Literal["schedule", "uniform", "plan"] = "schedule"
-    num_clean_blocks: Positive = 3  # M of `uniform`
-    num_masked_blocks: Blocks = 4  # N, of an image in `schedule` and of `uniform`
-    # N of a text in `schedule`: steps that are drawn for a row, each with a masked block of its own
-    # that sees what is clean before it; equal ones count once. `plan` has all, if no more than N.
+    num_clean_blocks: Positive = 3  # M for `uniform`
+    num_masked_blocks: Blocks = 4  # N for `uniform`, and for an image in `schedule`
+    # N for a text in `schedule`: steps drawn per row, each with its own masked block, which sees
+    # the tokens decoded before it; equal steps count once. `plan` uses all if there are at most N.
     text_masked_blocks: Blocks = 1
-    # Numbers of steps that a sampler's plan is drawn from: of an image, of a text block.
+    # Numbers of steps to draw a sampler's plan from: for an image, for a text block.
     plan_steps: Sizes = (8, 12, 18)
     plan_text_steps: Sizes = (2, 4, 8)
-    # In half of the rows of `schedule`, and in all of `plan`, steps of an image are merged into
-    # masked blocks of at least so many cells; -1: of as many as there are registers.
+    # In half of the rows with `schedule`, and in all with `plan`, steps of an image are merged into
+    # masked blocks of at least this many cells; -1: as many as there are registers.
     merge_cells: CountOrAuto = -1
-    # Share of an image's masked blocks of whose cells some codes, 1 to g - 1, are known: what a
-    # model has to know for `Sampling.cell_passes` above 1, and then a half.
+    # Share of an image's masked blocks in whose cells some codes, 1 to g - 1, are known. A model
+    # needs this for `Sampling.cell_passes` above 1, and then 0.5.
     partial_cells: Share = 0.0
-    weighting: Literal["1/t", "mean"] = "1/t"  # "mean": what the released code does
+    weighting: Literal["1/t", "mean"] = "1/t"  # "mean": as in the released code
     time_policy: Literal["uniform", "cosine", "logit_normal", "mode"] = "uniform"
-    # "blocks": a response is masked token by token and cut into blocks, as all of the above says.
+    # "blocks": a response is masked token by token and cut into blocks, as described above.
     # "released": LaViDa-O's own objective (spec Sec. 9.2, 9.3): text answer and image of a
-    # sequence are masked together, images code by code, each loss the mean over what is masked;
-    # needs attention "full" and weighting "mean"; `blocks` and `Data.given` mean nothing.
+    # sequence are masked together, images code by code, each loss the mean over the masked tokens;
+    # needs attention "full" and weighting "mean"; `blocks` and `Data.given` have no effect.
     corruption: Literal["blocks", "released"] = "blocks"
-    complementary: bool = False  # of "released": every row again with inverse masks; theirs: off
-    text_loss: bool = True  # of "released": False trains images alone, as it does at 256 px
+    complementary: bool = False  # with "released": repeats each row with inverse masks; theirs: off
+    text_loss: bool = True  # with "released": False: images alone, as it does at 256 px
 
     def _rules(self):
         if self.corruption == "released":
@@ -349,15 +349,15 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 0.0
     clip_norm: PositiveFloat = 1.0  # global norm of the gradient
-    ema: BelowOne = 0.0  # decay of the parameter average a step; 0 keeps none
-    # Of both moments of Adam; "bfloat16" halves them: they are rounded up or down at random.
+    ema: BelowOne = 0.0  # decay of the parameter average per step; 0: no average is kept
+    # Dtype of both moments of Adam; "bfloat16" halves them, with stochastic rounding.
     moments_dtype: Dtype = "float32"
-    # Parameters with a learning rate of their own: (regular expression, rate). The first that is
-    # found in the path of a parameter, such as `vision/tower/layers/q/kernel`, is for it. A rate of
-    # 0 freezes: no gradient and no moments are kept. The release: ((r"^vision/tower/", 2e-6),).
+    # Parameters with their own learning rate: (regular expression, rate). The first expression
+    # found in the path of a parameter, such as `vision/tower/layers/q/kernel`, applies. A rate of 0
+    # freezes: no gradient or moments are kept. The release: ((r"^vision/tower/", 2e-6),).
     groups: Groups = ()
-    # Of what is not trained; "bfloat16" halves it, "int8" halves the matrices of the layers once
-    # more (`models/quantize.py`; with adapters alone), and the rest is bfloat16.
+    # Dtype of what is not trained; "bfloat16" halves it, "int8" halves the matrices of the layers
+    # again (`models/quantize.py`; only with adapters), and keeps the rest in bfloat16.
     frozen_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def _rules(self):
@@ -370,10 +370,10 @@ class Lora(Section):
 
     rank: Count = 0  # 0: no adapters
     alpha: PositiveFloat = 32.0  # an adapter adds (alpha / rank) (x A) B
-    # Regular expression that is found in the paths of the matrices that get an adapter, such as
-    # `joint_layers/generation/q`: all matrices inside the layers of both branches.
+    # Regular expression for the paths of the matrices that get an adapter, such as
+    # `joint_layers/generation/q`; the default: all matrices inside the layers of both branches.
     targets: Pattern = "^(joint|split)_layers/"
-    # Likewise, of parameters that are trained whole: the base model has no registers of use.
+    # Likewise, for parameters that are trained in full: the base model has no usable registers.
     also: Pattern = "^register_"
 
 
@@ -382,28 +382,28 @@ class Train(Section):
 
     stage: Literal["denoiser", "vq"] = "denoiser"
     train_steps: Positive = 1000
-    batch_size: Positive = 16  # examples; as many rows, except for `data.packing`
-    microbatches: Positive = 1  # parts of a batch, one after another; same gradient as the whole
-    loss_chunk: Count = 0  # tokens of a row whose logits exist at a time (memory); 0: all
-    # Steps in a row whose gradient is not finite that are left out; one more ends the run.
+    batch_size: Positive = 16  # examples; as many rows, unless `data.packing` is above 1
+    microbatches: Positive = 1  # parts of a batch, processed in turn; same gradient as the whole
+    loss_chunk: Count = 0  # tokens per row whose logits exist at a time (saves memory); 0: all
+    # Consecutive steps with a non-finite gradient that may be skipped; one more ends the run.
     skip_steps: Count = 0
-    # Mesh sizes of data, fsdp, tensor, sequence; -1: all devices left; none given: one device.
+    # Mesh sizes of data, fsdp, tensor, sequence; -1: all remaining devices; none given: one device.
     mesh: Mesh = dataclasses.field(default_factory=dict)
     # The run ends, and the learning rate reaches its end, after this many seconds of training
-    # if that comes first; 0: steps alone decide.
+    # if that comes first; 0: only steps count.
     seconds: NonNegative = 0.0
     checkpoint_seconds: PositiveFloat = 120.0  # time between saved states
-    # States that stay: the newest, the one with the best score of images (where some are drawn),
-    # and those of every so many steps; 0: no others.
+    # Which states are kept: the newest, the one with the best image score (if images are drawn),
+    # and one every so many steps; 0: no others.
     keep_states: Positive = 2
     keep_every: Count = 0
-    image_seconds: NonNegative = 180.0  # time between grids of sampled images; 0: not by the clock
-    eval_every: Count = 0  # steps between them, which a clock does not move; 0: not by steps
-    # Steps. Several processes also agree then on whether it is time to save or to draw.
+    image_seconds: NonNegative = 180.0  # time between grids of sampled images; 0: not by time
+    eval_every: Count = 0  # steps between the same, independent of speed; 0: not by steps
+    # In steps. Several processes also agree at these steps whether to save or to draw.
     log_every: Positive = 20
-    init_from: str = ""  # a checkpoint folder or bundled name whose parameters to start from
-    eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, next to "draw"
-    eval_prompts: Count = 64  # prompts a task in the report; 0: no report
+    init_from: str = ""  # a checkpoint folder or bundled name: the parameters to start from
+    eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, in addition to "draw"
+    eval_prompts: Count = 64  # prompts per task in the report; 0: no report
 
     def _rules(self):
         divides = self.batch_size % self.microbatches == 0
@@ -416,83 +416,83 @@ class Sampling(Section):
     preset: Literal["", Preset] = ""  # "": sparse for a step-causal model, dense for a "full" one
     text_preset: Literal["", Preset, TextPreset] = ""  # "": as preset
     num_steps: Positive = 12  # image steps
-    # What "dense" decodes one at a time: "cell", as all other presets do, for models that were
-    # trained on whole cells; "code", as LaViDa-O does (a cell may be known in part). Conversion of
-    # a released checkpoint writes "code".
+    # The units that "dense" decodes: "cell", as all other presets do, for models that were trained
+    # on whole cells; "code", as LaViDa-O does (a cell may be partly known). Conversion of a
+    # released checkpoint sets "code".
     grid: Literal["cell", "code"] = "cell"
-    # Passes inside a step, each of which decodes as many codes of every cell; of whole cells only.
+    # Passes per step, each decoding equally many codes of every cell; for whole cells only.
     cell_passes: Positive = 1
-    # Steps of an image that would decode fewer cells are merged with those after them; of whole
-    # cells in a fixed order only. 0: none are. What changes from step to step then changes over the
-    # merged steps of an image without given cells.
+    # Steps of an image that would decode fewer cells are merged with the next ones; only for whole
+    # cells in a fixed order. 0: no merging. For an image without given cells, values that change
+    # from step to step then change over the merged steps.
     merge_cells: Count = 0
-    # "confidence" (the released "mmada") chooses after each pass among all cells, which only
-    # dense, none and p pass; every other order is fixed beforehand.
+    # "confidence" (the released "mmada") chooses among all cells after each pass, and only dense,
+    # none and p pass all cells; every other order is fixed in advance.
     order: Literal["stratified", "halton", "random", "raster", "confidence"] = "stratified"
-    order_seed: CountOrAuto = 42  # -1: every image has the order of its own seed
+    order_seed: CountOrAuto = 42  # -1: each image has an order from its own seed
     schedule: Schedule = "shift"
     shift: PositiveFloat = 3.0
-    # Gumbel noise on the log probability that "confidence" ranks by; it falls from this to the
-    # share `confidence_noise_end` of it.
+    # Gumbel noise on the log probability that "confidence" ranks by; it decreases from this value
+    # to the share `confidence_noise_end` of it.
     confidence_noise: NonNegative = 1.0
     confidence_noise_schedule: Decay = "constant"
     confidence_noise_end: Share = 0.01
-    confidence_noise_shift: NonNegative = 0.0  # of its schedule "shift"; 0: `shift`
-    temperature: Scale = 1.0  # of image codes; falls to the share `temperature_end`
+    confidence_noise_shift: NonNegative = 0.0  # for the schedule "shift"; 0: `shift`
+    temperature: Scale = 1.0  # of image codes; decreases to the share `temperature_end`
     temperature_schedule: Decay = "constant"
     temperature_end: PositiveShare = 1.0
-    top_k: Count = 0  # image codes that may be drawn, the most probable ones; 0: all
-    top_p: PositiveShare = 1.0  # the fewest image codes that hold this probability; 1: all
+    top_k: Count = 0  # the number of most probable image codes to draw from; 0: all
+    top_p: PositiveShare = 1.0  # the fewest image codes with this total probability; 1: all
     guidance: Scale = 0.0  # 0: one row; g: (1+g) cond - g uncond
-    guidance_edit: schema.ScaleOrAuto = -1.0  # of edits, in place of `guidance`; -1: the same
+    guidance_edit: schema.ScaleOrAuto = -1.0  # replaces `guidance` in edits; -1: the same
     guidance_image: Scale = 0.0  # edits: weight of the second row
     guidance_schedule: Decay = "constant"
-    guidance_end: Share = 1.0  # both guidance scales fall to this share
-    # First and last guided step as shares of num_steps; step i of 1, 2, ... is guided where
+    guidance_end: Share = 1.0  # both guidance scales decrease to this share
+    # First and last guided step as shares of num_steps; step i of 1, 2, ... is guided if
     # int(first * num_steps) <= i <= int(last * num_steps).
     guidance_interval: Interval = (0.0, 1.0)
-    # What the second of the three rows of an edit keeps: "source", ours, the source cells and the
-    # headers; or the released edit modes 0 to 3: "source_only"; everything but the source cells,
-    # "no_source"; the text, "no_image"; the image seen and the source cells, "no_text".
+    # What the second of the three rows of an edit keeps. Ours: "source", the source cells and the
+    # headers. The released edit modes 0 to 3: "source_only"; "no_source", all but the source cells;
+    # "no_image", the text; "no_text", the seen image and the source cells.
     edit_guidance: Literal["source", "source_only", "no_source", "no_image", "no_text"] = "source"
-    # Registers passed; -1: as many as trained. In images they may fall by halves, step by step, to
-    # `registers_end`: many stand in for much, few for little. -1: they do not fall.
+    # Registers per pass; -1: as many as in training. In images they may be halved step by step down
+    # to `registers_end`, as fewer tokens are left to stand in for. -1: they stay the same.
     registers: schema.UpTo1024OrAuto = -1
     registers_end: schema.UpTo1024OrAuto = -1
     text_temperature: Scale = 0.0
-    layout_temperature: schema.ScaleOrAuto = -1.0  # of layouts, not of edits'; -1: text_temperature
-    # Tokens of a text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
+    layout_temperature: schema.ScaleOrAuto = -1.0  # except in edits; -1: text_temperature
+    # Tokens per text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
     text_block_len: Count = 0
-    layout_block_len: Count = 0  # of layouts and verdicts; 0: as of other texts
-    text_top_k: Count = 0  # as `top_k`, of text; read where its temperature is above 0
+    layout_block_len: Count = 0  # for layouts and verdicts; 0: as for other texts
+    text_top_k: Count = 0  # as `top_k`, for text; used if the text's temperature is above 0
     text_top_p: PositiveShare = 1.0
-    text_steps: Positive = 8  # steps a text block
-    text_step_ratio: Share = 0.0  # steps a text block as a share of its tokens; 0: text_steps
-    text_schedule: Literal["even", Schedule] = "even"  # inside a text block
-    text_shift: PositiveFloat = 3.0  # of the text schedule "shift"
-    # What ranks the tokens of a text block: probability of the drawn one, margin between the two
-    # most probable, entropy (least first), random.
+    text_steps: Positive = 8  # steps per text block
+    text_step_ratio: Share = 0.0  # steps per text block as a share of its tokens; 0: text_steps
+    text_schedule: Literal["even", Schedule] = "even"  # within a text block
+    text_shift: PositiveFloat = 3.0  # for the text schedule "shift"
+    # What ranks the tokens of a text block: the probability of the drawn token, the margin between
+    # the two most probable, entropy (lowest first), or chance.
     text_confidence: Literal["probability", "margin", "entropy", "random"] = "probability"
-    # How many of them a step commits: as many as the schedule says, all that are at least as
-    # confident as `text_threshold`, by Fast-dLLM's factor rule, or those of least entropy while
+    # How many of them a step commits: the number given by the schedule; all that are at least as
+    # confident as `text_threshold`; by Fast-dLLM's factor rule; or those of lowest entropy while
     # the entropies of all but the last sum up to at most `text_entropy`. The last three commit at
-    # least one, at most `text_most` if that is not 0, and end a text block early.
+    # least one, at most `text_most` unless that is 0, and may end a text block early.
     text_commit: Literal["count", "threshold", "factor", "entropy"] = "count"
     text_threshold: Share = 0.9
     text_factor: PositiveFloat = 1.0  # n tokens need a confidence of 1 - factor / (n + 1)
     text_entropy: NonNegative = 0.1  # nats; ranks by entropy, whatever `text_confidence` says
     text_most: Count = 0
-    # Of text blocks: left_to_right, right_to_left, random (by `order_seed`), or "2,0,1" by number.
+    # Order of text blocks: left_to_right, right_to_left, random (by `order_seed`), or e.g. "2,0,1".
     text_block_order: str = "left_to_right"
-    # Text as the released code writes it: the mask token may be drawn (and then stays to be
-    # decoded), nothing ends at end-of-text, and the factor rule never leaves one token to itself.
+    # Writes text as the released code does: the mask token may be drawn (and remains to be
+    # decoded), nothing stops at end-of-text, and the factor rule never leaves a single token over.
     released_behaviour: bool = False
-    plan: bool = True  # lay the image out in text first, where the task allows
-    # Matrices of the layers in 8 bits: "" not; "int8" the weights alone; "w8a8" activations too;
-    # "fp8" both in float8. Other numbers come out, and on few tokens sooner.
+    plan: bool = True  # lay the image out in text first, if the task allows it
+    # Matrices of the layers in 8 bits: "": no; "int8": only the weights; "w8a8": activations too;
+    # "fp8": both in float8. Results differ, and passes of few tokens are faster.
     quantize: Literal["", Quantized] = ""
-    # Of the decoder of images. In bfloat16 grey levels of bundled ones move by at most 4 of 255
-    # (docs/speed.md). Codes of given images are always found in float32.
+    # Dtype of the decoder of images. In bfloat16, grey levels of the bundled ones change by at most
+    # 4 of 255 (docs/speed.md). Given images are always encoded in float32.
     vq_dtype: Dtype = "float32"
 
     def _rules(self):
@@ -505,7 +505,7 @@ class Sampling(Section):
 
     @property
     def block_numbers(self) -> tuple[int, ...] | None:
-        """The numbers that `text_block_order` spells out; None if it spells none."""
+        """The numbers in `text_block_order`; None if it is not a list of numbers."""
         words = self.text_block_order.split(",")
         return tuple(map(int, words)) if all(word.strip().isdecimal() for word in words) else None
 
@@ -513,15 +513,15 @@ class Sampling(Section):
 class Evaluate(Section):
     """One benchmark (`--mode=evaluate`; docs/evaluation.md)."""
 
-    benchmark: Identifier = "scenes"  # a file of `evals/`
-    checkpoint: str = ""  # what is evaluated unless --checkpoint names another
-    data: str = ""  # folder of the official files; docs/evaluation.md says how they lie there
-    split: str = ""  # of the benchmark, where it has several
-    limit: Count = 0  # how many items, the first ones (scenes: of each task); 0: all
+    benchmark: Identifier = "scenes"  # a file in `evals/`
+    checkpoint: str = ""  # the model to evaluate, unless --checkpoint names another
+    data: str = ""  # folder of the official files; docs/evaluation.md describes its structure
+    split: str = ""  # of the benchmark, if it has several
+    limit: Count = 0  # the number of items, from the first (scenes: per task); 0: all
     batch_size: Positive = 8  # rows decoded together
-    num_images: Positive = 1  # images drawn of each prompt
-    prefix: str = ""  # in front of every prompt of an image
-    sampler: str = ""  # a published one or a preset (`sampling/options.py`); "": of the checkpoint
+    num_images: Positive = 1  # images drawn per prompt
+    prefix: str = ""  # put before every prompt for an image
+    sampler: str = ""  # a published one or a preset (`sampling/options.py`); "": the checkpoint's
     max_new_tokens: Positive = 32  # room for an answer, rounded up to whole text blocks
 
 
@@ -530,7 +530,7 @@ class Config(Section):
 
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: Count = 0
-    # Of prompts (`data/templates.py`): of the small world, of LaViDa-O; "": found from the rest.
+    # Form of prompts (`data/templates.py`): small world or LaViDa-O; "": inferred from the rest.
     prompts: Literal["", "scenes", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)
@@ -552,7 +552,7 @@ class Config(Section):
             raise ConfigError(found[0])
 
     def _contradictions(self) -> Iterator[tuple[Any, str]]:
-        """Yields whether settings of several sections exclude each other, and what to do then."""
+        """Yields whether settings of several sections contradict each other, and the remedy."""
         data, lora, optimizer, train = self.data, self.lora, self.optimizer, self.train
         yield (
             train.stage == "vq" and (lora.rank or optimizer.groups),
@@ -584,13 +584,13 @@ class Config(Section):
 
 
 def read(path: pathlib.Path, base: Config | None = None) -> Config:
-    """Runs a config file and returns what its `get_config` gave, checked.
+    """Runs a config file and returns the checked result of its `get_config`.
 
-    It may import the config files next to it: `import scenes`. `configs/evaluate.py:mme` gives its
-    `get_config` an argument.
+    It may import the config files in its folder: `import scenes`. `configs/evaluate.py:mme` passes
+    an argument to its `get_config`.
 
     Args:
-        base: where everything comes from that the file does not set; None: the defaults.
+        base: the values of everything that the file does not set; None: the defaults.
 
     Raises:
         ConfigError: there is no such file, it cannot be run, or a setting is wrong.

@@ -2,27 +2,27 @@
 """Time, blocks and corruption: how a clean response becomes a training pass.
 
 Paper Sec. 3.3 and 7.1. Everything up to `Corrupted` is pure NumPy with an explicit generator and
-runs on the host, so that the random bits of an example depend on its index and on nothing else.
+runs on the host, so that the random bits of an example depend only on its index.
 
 Three block assignments (config `diffusion.blocks`):
 
-* `plan`, what our configs have: every step of a sampler's plan (order, counts) at once. Each block
-  is there clean, for those after it, and masked with an M of its own; the last one is masked only.
-  Every cell is predicted once, with weight 1: the sum is the sampler's negative log likelihood of
-  the whole plan, with nothing left to draw but the plan (docs/method.md). Of a text with more steps
-  than `text_masked_blocks`, that many are drawn.
-* `schedule`: draw a plan, then the step k that contains a uniform t, so with probability |C_k|/L.
+* `plan`, used by our configs: every step of a sampler's plan (order, counts) at once. Each block
+  is there twice: clean, for later ones, and masked, with an M of its own; the last one only masked.
+  Every cell is predicted once, with weight 1: the sum is the sampler's negative log likelihood
+  under the whole plan, so the plan is the only random draw (docs/method.md). If a text has more
+  steps than `text_masked_blocks`, that many of them are drawn.
+* `schedule`: draws a plan, then the step k that contains a uniform t, so with probability |C_k|/L.
   Clean tokens get the step that decoded them (M = k-1), the first masked block is C_k and further
   ones are cut from the rest of the order; other masked tokens are left out (truncation lemma). A
-  kept token weighs L / (kept tokens). For N = 1, and blocks of the sampler's own sizes, this is
-  unbiased for the sampler's own negative log likelihood, and with a random order and one token a
-  step it is Eq. 1. In half of the draws steps are merged into larger blocks, which trades this for
-  more tokens with a loss. In a text, whose sampler chooses among all that is masked of a text
-  block, that is the masked block; of several steps (`text_masked_blocks`) each has its own M, and
-  any number of them is unbiased.
-* `uniform`, the paper's words: mask each token with probability t; clean tokens fall uniformly
-  into blocks 1..M, masked tokens into M+1..M+N. The weight 1/(t p(t)), p the density from which t
-  was drawn, makes the loss Eq. 1.
+  kept token has weight L / (kept tokens). For N = 1 and blocks of the sampler's own sizes, this is
+  unbiased for the sampler's own negative log likelihood, and with a random order and one token per
+  step it is Eq. 1. In half of the draws steps are merged into larger blocks: no longer unbiased,
+  but with more tokens in the loss. In a text, the masked block is everything still masked in the
+  text block, among which the sampler chooses; several steps (`text_masked_blocks`) have an M each,
+  and any number of them is unbiased.
+* `uniform`, as the paper says: masks each token with probability t; clean tokens are assigned
+  uniformly to blocks 1..M, masked tokens to M+1..M+N. The weight 1/(t p(t)), where p is the density
+  from which t was drawn, makes the loss Eq. 1.
 
 LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blocks: see
 `lavida_o/objective.py`.
@@ -75,7 +75,7 @@ def time_from_uniform(policy: str, uniform: float) -> tuple[float, float]:
 
 
 def time_and_slope(policy: str, uniform: float) -> tuple[float, float]:
-    """Returns t, not floored, and |dt/du|."""
+    """Returns t, without its lower bound, and |dt/du|."""
     u = min(max(uniform, 1e-6), 1 - 1e-6)
     match policy:
         case "uniform":
@@ -113,24 +113,24 @@ def _normal_quantile(share: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What each token of one response is in one training pass.
+    """The state of each token of one response in one training pass.
 
-    After the tokens of the response there may be copies of some (`copies`): a token is there once
-    for each masked block that predicts it, and once more where it is clean for a later one.
+    The tokens of the response may be followed by copies of some (`copies`): a token occurs once for
+    each masked block that predicts it, and once more if it is clean for a later one.
 
     Attributes:
-        block: block of each token and copy, `ABSENT` where it is left out.
-        masked: where it is masked (and predicted).
+        block: block of each token and copy, `ABSENT` if it is left out.
+        masked: whether it is masked (and predicted).
         num_clean: M, the last clean block.
         masked_blocks: the masked blocks; each gets its own registers.
-        weight: loss weight of each token and copy, 0 where it is not predicted.
-        total: what the weights of a response are divided by (L, or the tokens predicted).
-        known: codes of masked cells that are in the input all the same and have no loss; None
-            where training has none of them (`partly_known`).
+        weight: loss weight of each token and copy, 0 if it is not predicted.
+        total: what the weights of a response are divided by (L, or the number of predicted tokens).
+        known: codes of masked cells that are shown to the model and have no loss; None if training
+            has none (`partly_known`).
         code_weight: the weight of each code of an image relative to its other codes
-            (`Data.edit_area_weight`); None: all alike.
-        copies: which token of the response each copy is of.
-        sees: the last clean block that a masked block sees, of those for which it is not M.
+            (`Data.edit_area_weight`); None: all equal.
+        copies: the index, in the response, of the token that each copy repeats.
+        sees: the last clean block that a masked block sees, for blocks where that is not M.
     """
 
     block: Int[np.ndarray, " n"]
@@ -146,7 +146,7 @@ class Blocks:
 
     @property
     def token(self) -> Int[np.ndarray, " n"]:
-        """Which token of the response each is, or is a copy of."""
+        """The index, in the response, of each token, or of the token that it copies."""
         return np.concatenate([np.arange(len(self.block) - len(self.copies)), self.copies])
 
 
@@ -157,7 +157,7 @@ def uniform_blocks(
 ) -> Blocks:
     """Masks tokens with probability t and scatters both kinds uniformly (Sec. 3.3).
 
-    At least one token that is not given is masked. Given tokens are block 1 of M.
+    At least one token that is not given is masked. Given tokens are in block 1 of M.
     """
     t, density = time_from_uniform(settings.time_policy, rng.random())
     draw = np.where(given, np.inf, rng.random(len(given)))
@@ -169,7 +169,7 @@ def uniform_blocks(
     block = np.where(masked, masked_block, clean_block)
     weight, total = masked.astype(float), float(masked.sum())
     if settings.weighting == "1/t":
-        # A token that is masked only so that there is one has no part in Eq. 1.
+        # A token that was masked only to have at least one does not count in Eq. 1.
         weight, total = np.where(draw <= t, 1 / (t * density), 0.0), float((~given).sum())
     masked_blocks = tuple(np.unique(block[masked]).tolist())
     return Blocks(block.astype(np.int32), masked, num_clean, masked_blocks, weight, total)
@@ -183,13 +183,13 @@ def schedule_blocks(
     settings: config.Diffusion,
     merge_cells: int,
 ) -> Blocks:
-    """Takes one step of a sampler's plan over an image response, and rival later steps.
+    """Takes one step of a sampler's plan over an image response, and later steps as rivals.
 
     Args:
         order: positions in the order in which the plan decodes them (all that are not given).
         sizes: |C_1|..|C_K|, summing to `len(order)`.
-        merge_cells: with probability 1/2 steps are merged until a block holds that many tokens,
-            since the sampler's own sizes alone leave few tokens with a loss.
+        merge_cells: with probability 1/2, steps are merged until a block has at least this many
+            tokens, since with the sampler's own sizes only few tokens have a loss.
     """
     ends = np.cumsum(sizes)
     step = int(np.searchsorted(ends, rng.random() * len(order), side="right"))
@@ -222,15 +222,15 @@ def plan_blocks(
 ) -> Blocks:
     """Takes every step of a sampler's plan over an image response.
 
-    What the last step decodes stands masked in its own place. What the others decode stands there
-    clean, and its copies are masked; those of a step see what is clean before it. So the length of
-    a row depends on the plan alone, not on its order.
+    Tokens of the last step stay in their own place, masked. Those of earlier steps are clean in
+    their own place and have masked copies, which see the tokens decoded before their step. So the
+    length of a row depends only on the plan's sizes, not on its order.
 
     Args:
         order: positions in the order in which the plan decodes them (all that are not given).
-        sizes: of the steps, summing to `len(order)`.
-        merge_cells: steps are merged until each decodes that many cells, as those of
-            `Sampling.merge_cells` are.
+        sizes: tokens per step, summing to `len(order)`.
+        merge_cells: steps are merged until each decodes at least this many cells, as with
+            `Sampling.merge_cells`.
     """
     sizes = orders.merged(sizes, merge_cells)
     steps, ends = np.arange(len(sizes)), np.cumsum(sizes)
@@ -264,17 +264,18 @@ def text_schedule_blocks(
 ) -> Blocks:
     """Takes steps inside text blocks: earlier text blocks clean, later ones absent.
 
-    A step's text block is drawn uniformly in tokens; its masked block is all that is masked of that
-    text block. A random order inside each text block and an even split into steps give the clean
-    tokens the step that decoded them. `Diffusion.text_masked_blocks` steps are drawn, of which
-    equal ones count once; in `plan`, a text with no more steps than that has each of them, as often
-    as it decodes tokens. What the furthest one predicts stands in its own place, what the others
-    predict are copies; each sees what is clean before it. With "1/t" each has its share of the
-    weight, with "mean" each token it predicts.
+    A text block is drawn in proportion to its tokens, and a step in it; the masked block is
+    everything still masked in that text block. The tokens of a text block are put in random order
+    and split evenly into steps; a clean token gets the step that decoded it.
+    `Diffusion.text_masked_blocks` steps are drawn, and equal ones count once; with `plan`, a text
+    with no more steps than that uses all of them, weighted by the tokens they decode. Tokens
+    predicted by the last step stay in their place, those predicted by the others are copies; each
+    step sees the tokens decoded before it. With "1/t" each step has its share of the weight, with
+    "mean" each token that it predicts.
 
     Args:
-        length: tokens that the sampler may reach (whole text blocks; after the first end-of-text
-            it never decodes). Tokens of `given` after it are absent.
+        length: tokens that the sampler may reach (whole text blocks; it never decodes beyond the
+            first end-of-text). Tokens of `given` after that are absent.
     """
     plan = _text_plan(rng, length, block_len, steps_per_block, given)
     most = settings.text_masked_blocks
@@ -341,10 +342,10 @@ def _text_plan(
 def _text_steps(
     rng: np.random.Generator, sizes: list[Int[np.ndarray, " _k"]], count: int
 ) -> tuple[Int[np.ndarray, " r"], Int[np.ndarray, " r"]]:
-    """Draws `count` steps, stratified; returns the distinct ones and how often each was drawn.
+    """Draws `count` stratified steps; returns the distinct ones and how often each was drawn.
 
     Args:
-        sizes: of the steps of each text block; they are numbered across text blocks.
+        sizes: tokens per step of each text block; steps are numbered across text blocks.
     """
     ends = np.cumsum([size.sum() for size in sizes])
     text_blocks = np.searchsorted(ends, _stratified(rng, count) * ends[-1], side="right")
@@ -357,15 +358,15 @@ def _text_steps(
 
 
 def _stratified(rng: np.random.Generator, count: int) -> Float[np.ndarray, " n"]:
-    """Returns uniform numbers in [0, 1), one in each of `count` equal parts."""
+    """Returns uniform numbers in [0, 1), one in each of `count` equal intervals."""
     return (np.arange(count) + rng.random(count)) / count
 
 
 @functools.cache
 def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
-    """Splits `count` tokens over at most `steps` steps, the remainder to the earliest (spec 6).
+    """Splits `count` tokens over at most `steps` steps, the remainder to the first ones (spec 6).
 
-    Read-only, as every caller gets the same array.
+    The result is read-only, as every caller gets the same array.
     """
     steps = min(steps, count)
     sizes = np.full(steps, count // steps) + (np.arange(steps) < count % steps)
@@ -374,7 +375,7 @@ def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
 
 
 def _decoded_before(order, ends, step, given) -> Int[np.ndarray, " l"]:
-    """Returns the block of every token that the plan decoded before `step`; the others ABSENT."""
+    """Returns the block of every token that the plan decoded before `step`; ABSENT for others."""
     block = np.full(len(given), ABSENT, np.int32)
     block[given] = GIVEN_BLOCK
     done = order[: ends[step - 1]] if step else order[:0]
@@ -389,10 +390,10 @@ def partly_known(
     codes_per_token: int,
     settings: config.Diffusion,
 ) -> Blocks:
-    """Makes some codes of every cell known in a share of an image's masked blocks.
+    """Reveals some codes of every cell in a share of an image's masked blocks.
 
     All cells of a block show the same number of codes, 1 to g - 1, chosen separately in each cell.
-    This is what the later passes of a step see (`Sampling.cell_passes`). Text is left as it is.
+    Later passes of a step see such cells (`Sampling.cell_passes`). Text is left as it is.
     """
     known = np.zeros((len(blocks.block), codes_per_token), bool)
     total = blocks.total
@@ -416,15 +417,15 @@ class Corrupted:
     """One training forward pass: tokens, tags, targets and weights of both streams.
 
     Attributes:
-        understanding, generation: the streams, sorted by block; None where the group has none.
-        pixels: the image that the vision tower sees, one a row, or the views of a row's
+        understanding, generation: the streams, sorted by block; None if the group has none.
+        pixels: the image that the vision tower sees, one per row, or the views of a row's
             images, or None.
         text_target, text_weight: target id and loss weight of each understanding token.
         image_target, image_weight: target codes of each generation token, and the loss weight of
             the token or of each of its codes.
-        text_total, image_total: what the weighted sums are divided by, summed over the rows; in
-            tokens, of which a partly masked cell is a part.
-        predicts: the streams that hold responses, static.
+        text_total, image_total: what the weighted sums are divided by, summed over the rows, in
+            tokens; a partly masked cell counts as a fraction.
+        predicts: the streams that contain responses, static.
     """
 
     understanding: Stream | None
@@ -441,15 +442,15 @@ class Corrupted:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Tokens of one stream of one row, neither sorted nor padded.
+    """Tokens of one stream of one row, not sorted or padded.
 
     Attributes:
         tokens: ids [s] of the understanding stream, codes [s g] of the generation stream.
         index: as in `layout.Stream`.
         position, block: tags.
-        last_clean: the last clean block that each token sees, next to its own block.
-        target, weight: what is predicted, and with which weight in the loss.
-        total: what the weighted sum of their losses is divided by.
+        last_clean: the last clean block that each token sees, in addition to its own block.
+        target, weight: the value to predict, and its weight in the loss.
+        total: what the weighted sum of the losses is divided by.
     """
 
     tokens: Int[np.ndarray, "s *g"]
@@ -463,14 +464,14 @@ class Tokens:
 
     @classmethod
     def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
-        """Returns tokens one after another, in the order of the parts."""
+        """Concatenates tokens, in the order of the parts."""
         names = [name for name in vars(parts[0]) if name != "total"]
         columns = {name: np.concatenate([vars(one)[name] for one in parts]) for name in names}
         return cls(**columns, total=sum(one.total for one in parts))
 
     @classmethod
     def of_prompt(cls, tokens, index, position, *, weight_by_code: bool = False) -> "Tokens":
-        """Returns tokens of block 0 that nothing is predicted of."""
+        """Returns tokens of block 0, which are not predicted."""
         block = np.zeros_like(index) + PROMPT_BLOCK
         weight = np.zeros(tokens.shape if weight_by_code else index.shape)
         return cls(tokens, index, position, block, block, np.zeros_like(tokens), weight)
@@ -478,11 +479,11 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class CorruptedRow:
-    """One example in one training pass, neither sorted nor padded.
+    """One example in one training pass, not sorted or padded.
 
     Attributes:
         understanding, generation: the tokens of both streams.
-        predicts: the streams that hold a response.
+        predicts: the streams that contain a response.
     """
 
     understanding: Tokens
@@ -503,7 +504,7 @@ def corrupt(
 
     Args:
         response: clean ids of a text response (g = 1) or codes of an image response.
-        kind: the stream in which the response and its registers live.
+        kind: the stream that contains the response and its registers.
         full_attention: every token in block 0 and no registers (LaViDa-O).
     """
     by_code = blocks.known is not None or blocks.code_weight is not None
@@ -534,7 +535,7 @@ def _response_tokens(
     *,
     is_text: bool,
 ) -> Tokens:
-    """Returns the tokens of a response that are not left out: [s] of a text, [s g] of an image."""
+    """Returns the tokens of a response that are not left out: text [s], or image [s g]."""
     hidden, weight = blocks.masked, blocks.weight
     if is_text:
         response = response[:, 0]
@@ -562,7 +563,7 @@ def _response_tokens(
 def _registers(
     prompt: PromptRow, blocks: Blocks, register_id: int, answer: Tokens, count: int
 ) -> Tokens:
-    """Returns `count` registers of each masked block, of the shape of the tokens of `answer`."""
+    """Returns `count` registers for each masked block, shaped like the tokens of `answer`."""
     last_clean = [blocks.sees.get(number, blocks.num_clean) for number in blocks.masked_blocks]
     total = count * len(last_clean)
     shape = total, *answer.tokens.shape[1:]
@@ -580,7 +581,7 @@ def _registers(
 def _by_code(
     blocks: Blocks, codes_per_token: int
 ) -> tuple[Bool[np.ndarray, "l g"], Float[np.ndarray, "l g"]]:
-    """Returns which codes are hidden, and their loss weights, whose sum `code_weight` leaves."""
+    """Returns which codes are hidden, and their loss weights; `code_weight` keeps their sum."""
     hidden = np.repeat(blocks.masked[:, None], codes_per_token, axis=1)
     if blocks.known is not None:
         hidden &= ~blocks.known

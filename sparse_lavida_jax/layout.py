@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens stand and what they may see: positions, blocks and horizons.
+"""Positions of tokens and what they may see: positions, blocks and horizons.
 
-Only `make_layout` makes horizons. Every token carries three integers: `position` (for the
-rotary embedding), `block` (the paper's A[i]) and `horizon` (the last block it may look back to).
-Order inside a sequence carries no meaning, so tokens may be sorted, dropped or appended freely.
+Only `make_layout` makes horizons. Every token has three integers: `position` (for the rotary
+embedding), `block` (the paper's A[i]) and `horizon` (the last block that it may look back to).
+The order inside a sequence has no meaning, so tokens may be sorted, dropped or appended freely.
 Two lemmas make the method exact; both follow from `visibility.visible` and are tested for every
 assignment of up to six tokens:
 
 * **Truncation.** For a masked block k and M clean blocks, the set {blocks <= M} + {block k} is
-  closed: no member sees outside it. Deleting every other masked block changes nothing for block
-  k, at any depth. So the sampler may leave tokens out, and training may hold several rival masked
-  blocks at once and need not hold all masked tokens.
+  closed: no member sees outside it. Deleting all other masked blocks changes nothing for block
+  k, at any depth. So the sampler may leave tokens out, and training may use several rival masked
+  blocks at once and need not include all masked tokens.
 * **Caching.** A prompt or clean token of block j sees only blocks <= j, so its keys and values
   are final once computed. So tokens decoded in one step may be stored in the next, and the cache
   is exact.
 
-Examples that share a row (`segment`) never see each other: the tokens of one of them are closed
-too, so what it computes is what it would compute in a row of its own.
+Examples that share a row (`segment`) never see each other: the tokens of each are closed too, so
+the results are the same as in a row of its own.
 
-The functions on NumPy arrays run on the host (grain workers); `TokenLayout` is what the model
-takes, and it takes no mask.
+The functions on NumPy arrays run on the host (grain workers); the model takes a `TokenLayout`,
+never a mask.
 """
 
 import flax.struct
@@ -31,11 +31,11 @@ from jaxtyping import Int
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
 PROMPT_BLOCK = 0
-GIVEN_BLOCK = 1  # known cells, a prefix, template words: clean before the first step
-FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, whether or not anything is given
+GIVEN_BLOCK = 1  # known cells, a prefix, words of a template: clean before the first step
+FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, even if nothing is given
 NO_FEATURE = -1  # an understanding token that is text
 NO_EMBEDDING = -2  # an understanding token whose embedding is zeros (`Blank`)
-NO_CELL = -1  # a generation token that is no cell of an image (registers, padding)
+NO_CELL = -1  # a generation token that is not a cell of an image (registers, padding)
 
 
 @flax.struct.dataclass
@@ -43,12 +43,12 @@ class TokenLayout:
     """Tags of the tokens of one stream.
 
     Attributes:
-        position: absolute index in the whole un-truncated sequence of the row.
+        position: absolute index in the whole untruncated sequence of the row.
         block: 0 for the prompt, the step that decoded it for a clean token, the step that will
-            decode it for a masked token or register (in training any number after the clean ones
-            may stand for it), `PAD_BLOCK` for padding.
-        horizon: last block the token may look back to, `PAD_HORIZON` for padding.
-        segment: which example of the row a token is of, where several share a row; else None.
+            decode it for a masked token or register (in training, any number after the clean ones),
+            `PAD_BLOCK` for padding.
+        horizon: last block that the token may look back to, `PAD_HORIZON` for padding.
+        segment: the example that each token belongs to, if several share a row; else None.
     """
 
     position: Int[AnyArray, "b s"]
@@ -70,11 +70,11 @@ def make_layout(
     """Returns the layout of tokens whose last visible clean block is `last_clean` (M).
 
     `last_clean` is a number, or anything that broadcasts to [b s] (each response of a sequence
-    may have its own). NumPy arrays give a layout of NumPy arrays: the host lays rows out without
-    touching a device.
+    may have its own). NumPy arrays give a layout of NumPy arrays, so the host can lay rows out
+    without touching a device.
 
     Args:
-        segment: the example of each token, where several share a row.
+        segment: the example of each token, if several share a row.
     """
     xp = np if isinstance(block, np.ndarray) else jnp
     padding = block == PAD_BLOCK
@@ -88,7 +88,7 @@ def make_layout(
 
 
 def without_blocks(layout: TokenLayout) -> TokenLayout:
-    """Returns the same tokens all in block 0: full bidirectional attention, as LaViDa-O has it."""
+    """Returns the same tokens all in block 0: full bidirectional attention, as in LaViDa-O."""
     xp = np if isinstance(layout.block, np.ndarray) else jnp
     block = xp.where(layout.block == PAD_BLOCK, PAD_BLOCK, PROMPT_BLOCK)
     return make_layout(layout.position, block, PROMPT_BLOCK, layout.segment)
@@ -100,8 +100,8 @@ class Stream:
 
     Attributes:
         tokens: text ids [b s] of the understanding stream, codes [b s g] of the generation stream.
-        index: the vision feature that replaces a text embedding, or `NO_FEATURE`, or
-            `NO_EMBEDDING`; the raster index of a cell, or `NO_CELL`.
+        index: for understanding tokens, the vision feature that replaces the text embedding, or
+            `NO_FEATURE` or `NO_EMBEDDING`; for others, the raster index of a cell, or `NO_CELL`.
         layout: tags.
     """
 
@@ -111,7 +111,7 @@ class Stream:
 
 
 def concatenate(*layouts: TokenLayout) -> TokenLayout:
-    """Returns the layouts one after the other along the token axis."""
+    """Concatenates layouts along the token axis."""
     return jax.tree.map(lambda *tags: jnp.concatenate(tags, axis=1), *layouts)
 
 
@@ -123,9 +123,9 @@ def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]
 def sort_by_block(
     block: Int[np.ndarray, " s"], *groups: Int[np.ndarray, " s"]
 ) -> Int[np.ndarray, " s"]:
-    """Returns the stable permutation that sorts by block, so that kernels skip tiles.
+    """Returns the stable permutation that sorts by block, so that kernels can skip tiles.
 
     Args:
-        groups: what it sorts by before that, the last one first: segments, and then rows.
+        groups: keys that take precedence over the block, the last one most: segments, then rows.
     """
     return np.lexsort((block, *groups))

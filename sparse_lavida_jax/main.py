@@ -57,9 +57,9 @@ FOLDERS = {  # flags that these modes need, and what they name
         "dst": "the folder of shards to write",
     },
 }
-# Of --mode=sample, and what the commands call them.
+# Tasks of --mode=sample, with their names in the commands.
 SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"}
-# Flags that a mode takes besides its folders and those that every mode takes.
+# Flags of each mode, besides its folders and the flags of all modes.
 TAKES = {
     "train": "config data init_from workdir profile_steps stopped_exit_code"
     " distributed coordinator num_processes process_id",
@@ -103,10 +103,10 @@ def run(argv: list[str]) -> int:
     """Runs a command line and returns the exit code of what was done, or stopped and saved.
 
     Raises:
-        one of OURS: something could not be done; the message says why.
+        one of OURS: something failed; the message says why.
     """
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # grain asks for flags of its own
+        flags.FLAGS.mark_as_parsed()  # grain reads flags of its own
     parsed = parse(argv)
     if parsed is None:
         return 0
@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
     if asked.compilation_cache:
         runtime.keep_programs(asked.compilation_cache)
     try:
-        # Training saves everything before it stops.
+        # Training saves its state before it stops.
         with contextlib.nullcontext() if asked.mode == "train" else _cleared_up_when_stopped():
             if done := MODES[asked.mode](asked, settings):
                 print(done)
@@ -125,7 +125,7 @@ def run(argv: list[str]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
-# The modes. Each returns what it has to say in the end, if anything.
+# The modes. Each returns its final message, if any.
 
 
 def _train(asked: flags.FlagValues, settings: config.Config) -> None:
@@ -226,7 +226,7 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
 
     src, dst = pathlib.Path(asked.src), pathlib.Path(asked.dst)
     mixture, codec = own_images.mixture_of(src, dst, say), settings.data.image_codec
-    # A mixture alone leaves the tokenizers where they are, next to the model that is trained.
+    # With a mixture alone, the tokenizers stay where they are, with the model to be trained.
     with_tokenizers, text = src.is_dir() or asked.image_tokenizer or asked.tokenizer, ""
     if with_tokenizers:
         text = own_images.text_tokenizer(asked.tokenizer)
@@ -250,7 +250,7 @@ def _workdir(asked: flags.FlagValues, settings: config.Config) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _cleared_up_when_stopped() -> Iterator[None]:
-    """Lets SIGTERM end the command like Ctrl-C does: what is half-written is removed."""
+    """Makes SIGTERM end the command like Ctrl-C does, so that incomplete files are removed."""
 
     def stop(number, frame):
         raise SystemExit(128 + number)
@@ -277,12 +277,12 @@ MODES: dict[str, Callable[[flags.FlagValues, config.Config], str | None]] = {
 
 
 def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
-    """Reads a command line; None where it only asked for help, which is then printed.
+    """Parses a command line; returns None if it only asked for help, which is then printed.
 
     Raises:
         ConfigError, CheckpointError, UsageError: it cannot be followed; the message says why.
     """
-    # Values of our own, so that a second call in one process starts from nothing.
+    # A FlagValues of our own, so that a second call in the same process starts afresh.
     asked = flags.FlagValues()
     _define(asked)
     overrides = [word for word in argv if word.lstrip("-").startswith(("config.", "noconfig."))]
@@ -313,7 +313,7 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
 
 
 def _check_taken(asked: flags.FlagValues) -> None:
-    """Refuses a flag that the mode would pass over."""
+    """Refuses a flag that the mode would ignore."""
     taken = [*FOLDERS.get(asked.mode, ()), *TAKES.get(asked.mode, "").split()]
     given = [name for name in asked if not asked[name].using_default_value]
     if wrong := [name for name in given if name not in (*taken, *TAKEN_BY_ALL)]:
@@ -324,7 +324,7 @@ def _check_taken(asked: flags.FlagValues) -> None:
 
 
 def _refuse_addresses(given: dict[str, str]) -> None:
-    """Refuses what would silently be a folder called `gs:` of this machine."""
+    """Refuses addresses, which would silently become a local folder named `gs:`."""
     for name, path in given.items():
         if "://" in path:
             raise UsageError(
@@ -334,7 +334,7 @@ def _refuse_addresses(given: dict[str, str]) -> None:
 
 
 def _together(asked: flags.FlagValues) -> tuple[str, int, int] | None:
-    """Returns what `runtime.connect` is told where several processes train; None for one."""
+    """Returns the arguments of `runtime.connect` if several processes train; None for one."""
     given = (asked.coordinator, asked.num_processes, asked.process_id)
     is_whole = asked.coordinator and asked.num_processes > 0 and asked.process_id >= 0
     if given != ("", 0, -1) and not is_whole:
@@ -367,7 +367,7 @@ _SHARD = (
     "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on. By default each"
     " process of a cluster takes its share."
 )
-# Name, default, meaning. The kind is that of the default; of a tuple, one of its values is taken.
+# Name, default, description. The default sets the type; a tuple lists the allowed values.
 FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("mode", tuple(MODES), "What to do."),
     ("task", tuple(SAMPLE_TASKS), "What to sample."),
@@ -399,7 +399,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
 
 
 def _define(asked: flags.FlagValues) -> None:
-    """Makes the flags."""
+    """Defines the flags."""
     kinds: dict[type, Callable[..., Any]] = {
         str: flags.DEFINE_string,
         int: flags.DEFINE_integer,
@@ -412,13 +412,13 @@ def _define(asked: flags.FlagValues) -> None:
             flags.DEFINE_enum(name, default[0], default, meaning, flag_values=asked)
         else:
             kinds[type(default)](name, default, meaning, flag_values=asked)
-    flags.DEFINE_alias("picture", "image", flag_values=asked)  # its older name
+    flags.DEFINE_alias("picture", "image", flag_values=asked)  # an older name
     meaning = "Exit code of training that SIGTERM stopped with everything saved."
     flags.DEFINE_integer("stopped_exit_code", 0, meaning, 0, 255, flag_values=asked)
 
 
 def _base_config(asked: flags.FlagValues) -> config.Config:
-    """Returns the settings of a command line, before single ones are changed."""
+    """Returns the settings of a command line before `--config.x.y` changes."""
     mode, checkpoint = asked.mode, asked.checkpoint
     path = pathlib.Path(asked.config) if asked.config else None
     for name, meaning in FOLDERS.get(mode, {}).items():
@@ -451,9 +451,9 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
     if mode == "sample" and path is not None:
         return config.read(path)
     settings = model_folder.read_config(model_folder.find_model(checkpoint))
-    if path is not None:  # settings of an evaluation, in place of those of the checkpoint
+    if path is not None:  # these replace the checkpoint's evaluation settings
         return config.read(path, settings)
-    if mode == "evaluate":  # its results have a folder of their own
+    if mode == "evaluate":  # results go to a folder of their own
         return dataclasses.replace(settings, name=f"eval_{settings.name}")
     return settings
 
@@ -482,7 +482,7 @@ def _training_config(asked: flags.FlagValues, path: pathlib.Path | None) -> conf
 
 
 def _override(base: config.Config, words: list[str]) -> config.Config:
-    """Returns the config with settings like `--config.train.train_steps=200` put in."""
+    """Returns the config with overrides such as `--config.train.train_steps=200` applied."""
     settings = config.to_dict(base)
     words = [schema.renamed(word) for word in words]
     for word in words:

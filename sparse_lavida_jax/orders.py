@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmasking orders and schedules: what the sampler's plans and the training blocks follow.
+"""Unmasking orders and schedules, which the sampler's plans and the training blocks follow.
 
 Paper Sec. 3.2: which tokens C_k are decoded in step k is fixed before the first step. An order is
-a permutation of the cells of an image, and a schedule says how many of them each step takes. Each
-is one function, registered by name in `ORDERS`, `SCHEDULES` or `COOLING`. NumPy on the host.
+a permutation of the cells of an image, and a schedule gives the number of cells per step. Each is
+one function, registered by name in `ORDERS`, `SCHEDULES` or `COOLING`. NumPy on the host.
 """
 
 import functools
@@ -23,21 +23,21 @@ def _registered(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------
-# Orders: a permutation of the cells of a grid, raster indices.
+# Orders: permutations of the cells of a grid, as raster indices.
 
 
 def stratified(
     height: int, width: int, seed: int, *, shuffle: bool = True
 ) -> Int[np.ndarray, " l"]:
-    """Returns the base model's order: one random cell of every quadrant, then of theirs, ...
+    """Returns the base model's order: one random cell per quadrant, then per quadrant of these, ...
 
-    After 4^k cells of a 2^n square every cell of its 2^k x 2^k tiling holds exactly one. Bit-equal
-    to the released order on such squares (spec Sec. 7.4), Python's generator included. Another
-    grid gets the order of the next larger square without the cells outside.
+    The first 4^k cells of a 2^n square include exactly one of every tile in its 2^k x 2^k tiling.
+    Bit-equal to the released order on such squares (spec Sec. 7.4), including Python's generator.
+    For other grids, cells outside are dropped from the order of the next larger square.
 
     Args:
-        shuffle: visit the quadrants of a size in random order, as the released sampler does;
-            otherwise row by row inside each larger one.
+        shuffle: visit the quadrants of each size in random order, as the released sampler does;
+            otherwise row by row within each larger one.
     """
     x, y = _stratified_square(1 << (max(height, width) - 1).bit_length(), seed, shuffle).T
     inside = (y < height) & (x < width)
@@ -115,7 +115,7 @@ ORDERS: dict[str, Callable[[int, int, int], Int[np.ndarray, " l"]]] = {
 }
 
 
-@functools.lru_cache(maxsize=1024)  # more than the seeds that training draws
+@functools.lru_cache(maxsize=1024)  # more than the number of seeds that training draws
 def order(name: str, height: int, width: int, seed: int) -> Int[np.ndarray, " l"]:
     """Returns the order called `name` over a grid of cells, read-only.
 
@@ -131,11 +131,11 @@ def order(name: str, height: int, width: int, seed: int) -> Int[np.ndarray, " l"
 
 
 # ---------------------------------------------------------------------------------------------
-# Schedules: how many tokens each step decodes.
+# Schedules: the number of tokens per step.
 
 
 def _shift(t: np.ndarray, shift: float) -> np.ndarray:
-    # Both factors are rounded to float32 by themselves, as released: shift 1/3 shows it.
+    # Both factors are rounded to float32 separately, as released: it matters for shift 1/3.
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -149,12 +149,12 @@ def _logit_normal(t: np.ndarray, _: float) -> np.ndarray:
 
 
 def _cos(angle: np.ndarray) -> np.ndarray:
-    """Returns the float32 nearest to the cosine: the last bit of NumPy's depends on the machine."""
+    """Returns the cosine rounded to float32: NumPy's last bit depends on the machine."""
     return np.cos(angle.astype(float)).astype(angle.dtype)
 
 
-# The cumulated share of tokens as a function of the share t of steps, in float32, and of the shift;
-# `counts` reverses it.
+# The cumulative share of tokens as a function of the share t of steps, in float32, and of the
+# shift; `counts` reverses it.
 SCHEDULES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "shift": _shift,
     "cosine": lambda t, _: 1 - np.float32(0.5) * (1 + _cos(np.float32(np.pi) * t)),
@@ -164,7 +164,7 @@ SCHEDULES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "linear": lambda t, _: t,
 }
 
-# The share of a temperature that is left after a share t of the steps.
+# The remaining share of a temperature after a share t of the steps.
 COOLING: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "constant": lambda t, _: np.ones_like(t),
     "linear": lambda t, _: 1 - t,
@@ -178,11 +178,11 @@ COOLING: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
 def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.ndarray, " k"]:
     """Returns how many of `length` tokens each step decodes (spec Sec. 7.3), read-only.
 
-    Every step decodes at least one token, so there are min(num_steps, length) of them.
+    Every step decodes at least one token, so there are min(num_steps, length) steps.
 
     Args:
         schedule: a name in `SCHEDULES`.
-        shift: of the schedule "shift" only; above 1 the first steps decode less.
+        shift: only for the schedule "shift"; above 1 the first steps decode fewer tokens.
 
     Raises:
         ValueError: an unknown schedule, or a number out of range.
@@ -194,7 +194,7 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
             f" {length=}, {shift=}."
         )
     steps = min(num_steps, length)
-    # The release truncates a float32 product: in float64 other steps would get the odd token.
+    # The release truncates a float32 product: in float64, other steps would get the extra token.
     share = cumulated_share(_shares(steps), shift).astype(np.float32)
     cumulated = (share * np.float32(length)).astype(np.int64)
     per_step = np.maximum(np.diff(cumulated), 1)
@@ -213,9 +213,9 @@ def counts(schedule: str, num_steps: int, length: int, shift: float) -> Int[np.n
 
 
 def _shares(steps: int) -> Float[np.ndarray, " k1"]:
-    """Returns the shares 0 to 1 of the steps, rounded as `torch.linspace` rounds them in float32.
+    """Returns the shares 0 to 1 of the steps, rounded as `torch.linspace` does in float32.
 
-    It counts up from 0 in the lower half and, in fused products, down from 1 in the upper.
+    It counts up from 0 in the lower half and down from 1, in fused products, in the upper half.
     """
     if not steps:
         return np.zeros(1, np.float32)
@@ -225,9 +225,9 @@ def _shares(steps: int) -> Float[np.ndarray, " k1"]:
 
 
 def merged(per_step: Int[np.ndarray, " k"], least: int) -> Int[np.ndarray, " k2"]:
-    """Returns the counts of fewer steps, merged until each decodes at least so many tokens.
+    """Returns the counts of fewer steps, merged until each decodes at least `least` tokens.
 
-    What is left at the end goes to the last one.
+    A remainder at the end goes to the last step.
     """
     result, held = [], 0
     for count in per_step.tolist():
@@ -245,8 +245,8 @@ def cooling(name: str, num_steps: int, least: float, shift: float) -> Float[np.n
 
     Args:
         name: a name in `COOLING`; "shift" and "exp" fall as those schedules rise.
-        num_steps: steps asked for, even where `counts` makes fewer (as released).
-        shift: of "shift" only.
+        num_steps: as requested, even if `counts` makes fewer (as released).
+        shift: only for "shift".
 
     Raises:
         ValueError: an unknown name.
@@ -267,10 +267,10 @@ def guided_steps(interval: tuple[float, float], num_steps: int) -> Bool[np.ndarr
 
 
 def register_counts(first: int, last: int, num_steps: int) -> Int[np.ndarray, " k"]:
-    """Returns how many registers each step passes: halved from `first` down to `last`.
+    """Returns the number of registers in each step: halved from `first` down to `last`.
 
-    Every level lasts as long as the others, give or take a step, so that a schedule costs few
-    programs: 64 to 8 are four.
+    Each level lasts equally long, give or take a step, so that few programs are needed: four
+    for 64 to 8.
     """
     levels = [first]
     while levels[-1] // 2 > last:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python interface: a checkpoint with its tokenizers, and what it can be asked to do.
+"""The Python interface: a checkpoint with its tokenizers, and the tasks that it can do.
 
     pipe = SparseLaViDa.from_pretrained("scenes")
     image = pipe.generate("a red circle above a blue square", seed=0)
     edited = pipe.edit(image, "make the red circle green")
     print(pipe.ask(edited, "how many squares are there?").text)
 
-Every task takes one thing or a list of them, and returns one `Result` with an entry for each.
-`apps.conversation.Conversation` lets tasks take turns.
+Every task takes one input or a list of them, and returns one `Result` with an entry for each.
+`apps.conversation.Conversation` chains tasks.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 # By `config.Config.prompts`.
 LANGUAGES: dict[str, type[PromptLanguage]] = {"scenes": ScenePrompts, "chat": ChatPrompts}
-MASKED_GREY = 168  # of cells that are not decoded yet, in previews
+MASKED_GREY = 168  # of undecoded cells, in previews
 
 
 class SparseLaViDa:
@@ -73,13 +73,13 @@ class SparseLaViDa:
         model: the denoiser.
         settings: the configuration it was trained with.
         prompts: how tasks are put to the model.
-        codec: of images; None for a model that knows none.
-        batch_size: most rows that are decoded together.
+        codec: for images; None if the model has none.
+        batch_size: the largest number of rows decoded together.
         source: the checkpoint it came from.
 
     Attributes:
         engine: the model and the sampler.
-        warned: whether it was said that the model was never trained for what was asked.
+        warned: whether a warning was given that the model was never trained for what was asked.
     """
 
     def __init__(
@@ -114,26 +114,26 @@ class SparseLaViDa:
         adapters: str | Mapping[str, float] = "",
         merge_adapters: bool = True,
     ) -> S:
-        """Loads a model folder, a run directory, or a bundled or the hub's model by its name.
+        """Loads a model folder, a run directory, or a bundled model or one from the hub by name.
 
         On one GPU, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
 
         Args:
             mesh: splits the parameters over several devices (`sharding.RULES`), each of which
-                reads its own part only; results are those of one device.
+                reads only its own part; results are the same as on one device.
             dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
-            task: "image" for images that are not laid out in text first, "text" for text: what
-                only the other reads is not kept, and what needs it is refused.
-            revision, local_files_only: of a hub's model, `org/name`: see `hub.fetch`.
-            convert: whether to convert a released LaViDa-O of the hub, once.
+            task: "image" for images without a layout in text, "text" for text: parameters that
+                only the other task reads are dropped, and requests that need them are refused.
+            revision, local_files_only: for a model `org/name` on the hub: see `hub.fetch`.
+            convert: whether to convert a released LaViDa-O from the hub, once.
             adapters: folders of adapters with their weights, as a mapping or as
                 "mine,runs/other:0.5" (`convert/adapters.py`).
             merge_adapters: whether to add them to their matrices, see `adapters.added`.
 
         Raises:
-            model_folder.CheckpointError: there is none, or it is damaged.
-            ValueError: the mesh has axes that are not ours, or there is a task with a mesh or with
-                adapters that are kept apart.
+            model_folder.CheckpointError: there is no such model, or it is damaged.
+            ValueError: the mesh has unknown axes, or `task` is set together with a mesh or with
+                unmerged adapters.
         """
         whole = mesh is not None or not merge_adapters
         if whole and task != "both":
@@ -168,16 +168,16 @@ class SparseLaViDa:
         return cls(model, settings, prompts, codec, batch_size, source)
 
     def save_pretrained(self, folder: pathlib.Path | str) -> None:
-        """Writes the model folder that this was loaded from anew, with safetensors.
+        """Writes the model folder that this was loaded from to a new folder, with safetensors.
 
         Raises:
-            CheckpointError: `folder` holds something else, the disk is full, or this was not
-                loaded, or from what has changed since.
+            CheckpointError: `folder` contains something else, the disk is full, or this was not
+                loaded from a folder, or the folder has changed since.
         """
         model_folder.copy(self._loaded_from(), folder)
 
     def push_to_hub(self, name: str, *, private: bool = False) -> str:
-        """Copies that folder with a card to the hub as `org/name`; returns its address there.
+        """Uploads that folder with a card to the hub as `org/name`; returns its address there.
 
         Raises:
             CheckpointError: as `save_pretrained`, or see `cards.push`.
@@ -200,23 +200,23 @@ class SparseLaViDa:
 
     @property
     def batch_size(self) -> int:
-        """Most rows that are decoded together."""
+        """The largest number of rows decoded together."""
         return self.engine.batch_size
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the text."""
+        """The text tokenizer."""
         return self.prompts.tokenizer
 
     @property
     def encoder(self) -> Encoder:
-        """What makes training examples of the small world; a converted LaViDa-O has none."""
+        """Makes training examples of the small world; a converted LaViDa-O has none."""
         if self.prompts.encoder is None:
             raise config.ConfigError("only models of the small world have its examples.")
         return self.prompts.encoder
 
     def with_model(self: S, model: Denoiser, source: Origin | None = None) -> S:
-        """Returns the same pipeline around other parameters, and where those came from."""
+        """Returns the same pipeline with other parameters, and their origin."""
         return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size, source)
 
     def with_sampling(self: S, sampling: config.Sampling) -> S:
@@ -230,8 +230,8 @@ class SparseLaViDa:
         """Compiles what one image and one short answer need, so that the first is not slow.
 
         Args:
-            prompt: of the lengths that will come; programs are compiled for lengths that are
-                rounded up, those of a prompt and of one that is followed by a layout.
+            prompt: as long as the ones to come; programs are compiled for lengths that are
+                rounded up, with and without a layout after the prompt.
         """
         for words in [prompt] if isinstance(prompt, str) else prompt:
             if not self.prompts.refusal("generate"):
@@ -248,17 +248,17 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[ImageOptions],
     ) -> Result:
-        """Draws an image of each prompt.
+        """Draws an image for each prompt.
 
         Args:
             size: height and width in pixels; by default those of the largest image.
-            callback: called before the first step and after each segment of what is made
+            callback: called before the first step and after each segment of each stage
                 (`sample.Progress`).
             options: see `ImageOptions`; likewise for all tasks.
 
         Raises:
-            RequestError: an empty or too long prompt, a size or task that the model does not
-                know, an option that the task cannot honour.
+            RequestError: an empty or overlong prompt, a size or task that the model does not
+                support, an option that the task cannot honour.
             ConfigError: sampling settings out of range.
         """
         return self.run(self.requests("generate", prompt, size=size, **options), callback)
@@ -271,10 +271,10 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
-        """Changes each image as told; everything else stays.
+        """Edits each image as instructed; everything else stays.
 
         Args:
-            shown: of any size; what is changed is the image at the size of the model's own.
+            shown: of any size; they are edited at the model's own size.
         """
         return self.run(self.requests("edit", instruction, shown, **options), callback)
 
@@ -289,17 +289,17 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
-        """Draws a part of each image again; the codes of all other cells stay, bit for bit.
+        """Redraws a part of each image; the codes of all other cells stay, bit for bit.
 
         Args:
-            prompt: what the whole image shall show.
-            mask: where to draw: an array [h w] or a Pillow image of the size of the image, True
-                or white there. A cell that it touches is drawn.
-            box: where to draw, in place of a mask: x1, y1, x2, y2 in pixels of the image.
-            known: in place of both, the grid of cells to keep, or one for each row.
+            prompt: what the whole image should show.
+            mask: where to draw: an array [h w] or a Pillow image of the size of the image, True or
+                white there. Every cell that it touches is drawn.
+            box: where to draw, instead of a mask: x1, y1, x2, y2 in pixels of the image.
+            known: instead of both, the grid of cells to keep, or one for each row.
 
         Raises:
-            ImageError: a mask of another size, a box outside, or both or neither.
+            ImageError: a mask of another size, a box outside the image, or both or neither.
         """
         where = {"mask": mask, "box": box, "known": known}
         return self.run(self.requests("inpaint", prompt, shown, **where, **options), callback)
@@ -314,18 +314,18 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
-        """Draws what surrounds each image; the codes of its own cells stay, bit for bit.
+        """Draws the surroundings of each image; the codes of its own cells stay, bit for bit.
 
         Args:
-            prompt: what the whole new image shall show.
-            box: where the old image stands in the new one, x1, y1, x2, y2 in pixels of the new
-                one; by default in its middle, at its own size, or at half the new one's if it is
-                larger. Moved outwards to whole cells.
-            known: in place of a box, the grid of cells to keep, or one for each row, of images
-                that have the size of the new ones.
+            prompt: what the whole new image should show.
+            box: where the old image goes in the new one, x1, y1, x2, y2 in pixels of the new one;
+                by default in the middle, at its own size, or at half the new image's size if it is
+                larger. Expanded to whole cells.
+            known: instead of a box, the grid of cells to keep, or one for each row, for images that
+                already have the size of the new ones.
 
         Raises:
-            ImageError: a box outside, or one that leaves nothing to draw.
+            ImageError: a box outside the new image, or one that leaves nothing to draw.
         """
         where = {"box": box, "known": known}
         return self.run(self.requests("outpaint", prompt, shown, **where, **options), callback)
@@ -338,13 +338,13 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[ImageOptions],
     ) -> Result:
-        """Draws, judges what it drew, and draws again with what was wrong, until nothing is.
+        """Draws, judges the result, and redraws to correct its faults, until there are none.
 
-        A model of the small world mends its own image by an edit; a LaViDa-O is shown its
-        attempts with what is wrong with each. Prompts are taken one after another.
+        A model of the small world corrects its image by an edit; a LaViDa-O is shown its
+        attempts, each with its faults. Prompts are processed one after another.
 
         Args:
-            rounds: most attempts at an image.
+            rounds: the largest number of attempts at an image.
         """
         return self.run(self.requests("reflect", prompt, rounds=rounds, **options), callback)
 
@@ -357,7 +357,7 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """Answers each question, about the image that goes with it if there is one.
+        """Answers each question, about its image if there is one.
 
         Args:
             max_new_tokens: rounded up to whole text blocks; by default a short answer.
@@ -374,7 +374,7 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """Answers each question step by step: as `ask`, with room for a long answer."""
+        """Answers each question step by step: like `ask`, with room for a long answer."""
         more = {"max_new_tokens": max_new_tokens, **options}
         return self.run(self.requests("reason", question, shown, **more), callback)
 
@@ -397,15 +397,15 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """Describes an image in a text that is given in part.
+        """Describes an image in a text of which some parts are given.
 
         Args:
             template: the text with gaps (`parse_template`).
-            words: required words, in their order; with none missing from a free caption that is
-                the answer, otherwise they are put into one with room around each.
+            words: required words, in order; if a free caption contains them all, it is the
+                answer; otherwise they are put into a template with gaps around each.
 
         Raises:
-            RequestError: neither template nor words, or both.
+            RequestError: neither a template nor words, or both.
         """
         more = {"template": template, "required": words or None, **options}
         return self.run(self.requests("constrained_caption", None, shown, **more), callback)
@@ -418,7 +418,7 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """Fills the gaps of each text; what stands around a gap, on both sides, is seen.
+        """Fills the gaps in each text, seeing the text on both sides of a gap.
 
         Args:
             text: `___` is a gap of one token, `{4}` one of four.
@@ -434,10 +434,10 @@ class SparseLaViDa:
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """Finds things in an image, all of them in parallel.
+        """Finds things in an image, all in parallel.
 
         Returns:
-            A box a phrase, in pixels of the image as it was given.
+            A box per phrase, in pixels of the image as given.
         """
         return self.run(self.requests("ground", phrases, shown, **options), callback)
 
@@ -448,15 +448,15 @@ class SparseLaViDa:
         *,
         callback: Callback | None = None,
     ) -> Result:
-        """Draws an image again, bit for bit on the same device and software.
+        """Draws a recorded image again, bit for bit on the same device and software.
 
         Args:
             record: `Result.records`, or `image_files.read_record` of a PNG.
-            shown: the image that it was drawn after; by default the file that it was read from.
+            shown: the image it was based on; by default the file that it was read from.
 
         Raises:
-            RequestError: a record of another version or checkpoint, a damaged one, or another
-                image.
+            RequestError: the record is damaged or from another version or checkpoint, or the
+                image is another one.
         """
         records.check(record)
         name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
@@ -488,21 +488,21 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown] | None = None,
         **given: Any,
     ) -> list[Request]:
-        """Returns what is asked of a task as requests: the one place where they are checked.
+        """Returns requests for a task: the one place where they are checked.
 
         Args:
             task: a key of `requests.TASKS`.
-            words: prompt, instruction, question, phrases or text; None where a task has none.
-            shown: what the task is about.
+            words: prompt, instruction, question, phrases or text; None if a task has none.
+            shown: the images that the task is about.
             given: its options (`TaskSpec.takes`); None: not given.
 
         Raises:
-            RequestError: the model or the task cannot do it, or words and images do not go
-                together.
-            ImageError: what is shown is no image, or a mask or a box does not fit it.
+            RequestError: the model or the task does not support it, or words and images do not
+                go together.
+            ImageError: `shown` is not an image, or a mask or a box does not fit it.
             ConfigError: sampling settings out of range.
 
-        It is said once if the model was never trained for the settings.
+        Warns once if the model was never trained for the settings.
         """
         side = 0 if self.codec is None else self.codec.image_size
         made = RequestMaker(self.settings, self.prompts, side).make(task, words, shown, given)
@@ -526,17 +526,17 @@ class SparseLaViDa:
         padding: Padding = "fit",
         programs: Programs = contextlib.nullcontext,
     ) -> Result:
-        """Does what is asked: requests of one task with the same sampling settings.
+        """Executes requests of one task with the same sampling settings.
 
         Args:
             callback: called before the first step and after each segment (`sample.Progress`).
             bucket: the shapes to pad images to, for `replay`; by default as `padding` says.
             padding: see `batches.Padding`.
-            programs: entered around each batch, with what chooses its compiled programs.
+            programs: entered around each batch, with the key of its compiled programs.
 
         Raises:
-            RequestError: several tasks or settings, or none; an image, text or size that the
-                model cannot do.
+            RequestError: several tasks or settings, or no request; an image, text or size that
+                the model does not support.
             ConfigError: sampling settings that do not fit the response.
         """
         tasks = {(request.task, request.sampling) for request in requests}
@@ -559,10 +559,10 @@ class SparseLaViDa:
     ) -> list[Int[np.ndarray, "_l g"]]:
         """Decodes the responses of examples of one kind, for training and benchmarks.
 
-        Examples may differ in response length; those of one length are decoded together.
+        Examples may differ in response length; those of equal length are decoded together.
 
         Args:
-            seed: of the first row, from which the others count on; or one for each.
+            seed: of the first row, from which the others count up; or one for each.
             shared: whether to pad to shapes that many batches share.
             callback: see `run`.
 
@@ -576,11 +576,11 @@ class SparseLaViDa:
         return done.responses
 
     def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
-        """Returns the text of responses, up to the first end-of-text."""
+        """Returns the texts of responses, up to the first end-of-text."""
         return [self.prompts.text(ids) for ids in responses]
 
     def preview(self, cells: Int[np.ndarray, "l g"], rows: int | None = None) -> Pixels:
-        """Returns an image of which cells are still masked: those are grey.
+        """Returns an image whose cells may still be masked: those are grey.
 
         Args:
             rows: of cells; by default the image is a square.
@@ -594,5 +594,5 @@ class SparseLaViDa:
 
     @property
     def _codec(self) -> ImageCodec:
-        assert self.codec is not None  # a task that needs one was refused (`prompts.refusal`)
+        assert self.codec is not None  # tasks that need one were refused (`prompts.refusal`)
         return self.codec

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a run, their memory, the folder of compiled programs, and Ctrl-C.
 
-Where several processes train one model together, each runs the same program on its own devices.
-Arrays lie over the devices of all, and every process takes part in every computation on such an
-array. The first process alone writes what is not an array. With one process nothing here
-communicates.
+When several processes train one model together, each runs the same program on its own devices.
+Arrays are spread over the devices of all of them, and every process takes part in every computation
+on such an array. Everything else is written by the first process alone. With one process nothing
+here communicates.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import filelock
 import jax
 import numpy as np
-from jax._src import distributed  # what is public of it touches the devices
+from jax._src import distributed  # the public part of it touches the devices
 from jax.experimental import multihost_utils
 
 from sparse_lavida_jax.version import __version__
@@ -31,21 +31,21 @@ from sparse_lavida_jax.version import __version__
 T = TypeVar("T")
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
-MOST_BYTES = 5 * 2**30  # of compiled programs; beyond it the oldest are deleted
-LOCK_SECONDS = 10  # to wait for the lock of their folder
+MOST_BYTES = 5 * 2**30  # of compiled programs; beyond that the oldest are deleted
+LOCK_SECONDS = 10  # to wait for the lock on their folder
 
 
 class ProcessError(Exception):
-    """Processes that do not find each other, or that disagree."""
+    """Processes cannot find each other, or disagree."""
 
 
 def connect(coordinator: str = "", count: int = 0, index: int = -1) -> None:
     """Connects this process to the others of a run. No device may have been used before.
 
     Args:
-        coordinator: address and port of the first process, such as `10.0.0.2:8476`; empty where
-            the environment gives it: TPU pods, SLURM, Open MPI, Kubernetes.
-        count: how many processes there are; 0: as the environment says.
+        coordinator: address and port of the first process, such as `10.0.0.2:8476`; empty if
+            the environment provides it: TPU pods, SLURM, Open MPI, Kubernetes.
+        count: the number of processes; 0: as the environment says.
         index: of this process, from 0; -1: as the environment says.
 
     Raises:
@@ -66,7 +66,7 @@ def connect(coordinator: str = "", count: int = 0, index: int = -1) -> None:
 
 
 def disconnect() -> None:
-    """Ends the connection, after every process has come here."""
+    """Closes the connection, once every process has arrived here."""
     jax.distributed.shutdown()
 
 
@@ -76,18 +76,18 @@ def is_first() -> bool:
 
 
 def are_several() -> bool:
-    """Whether other processes train with this one."""
+    """Whether other processes train together with this one."""
     return jax.process_count() > 1
 
 
 def wait_for_all(place: str) -> None:
-    """Waits until every process has come here; all of them give the same name of the place."""
+    """Waits until every process has arrived here; all must give the same name for the place."""
     if are_several():
         multihost_utils.sync_global_devices(place)
 
 
 def first_does(action: Callable[[], T]) -> T | None:
-    """Lets the first process do something while the others wait; returns its result there.
+    """Lets the first process run `action` while the others wait; returns its result there.
 
     Raises:
         ProcessError: it failed in the first process, which raises the error itself.
@@ -98,7 +98,7 @@ def first_does(action: Callable[[], T]) -> T | None:
     if is_first():
         try:
             result = action()
-        except Exception as error:  # the others hear of it before it is raised
+        except Exception as error:  # tell the others before raising it
             failure = error
     if any(agreed_on_first(failure is not None)):
         if failure is not None:
@@ -108,10 +108,10 @@ def first_does(action: Callable[[], T]) -> T | None:
 
 
 def first_decides(what: str, decide: Callable[[], str], wait_s: float) -> str:
-    """Returns, in every process, the words that the first one finds; no device is touched.
+    """Returns, in every process, the answer of the first one; no device is touched.
 
     Args:
-        what: names the question, which is asked once in a run.
+        what: names the question, which is asked once per run.
         wait_s: how long the others wait.
     """
     state = distributed.global_state
@@ -124,21 +124,21 @@ def first_decides(what: str, decide: Callable[[], str], wait_s: float) -> str:
 
 
 def agreed_on_first(*values: float) -> tuple[float, ...]:
-    """Returns, in every process, the numbers that the first one has."""
+    """Returns, in every process, the numbers of the first one."""
     if not are_several():
         return values
     return tuple(multihost_utils.broadcast_one_to_all(np.array(values, np.float32)).tolist())
 
 
 def holds_everywhere(holds: bool) -> bool:
-    """Whether something holds in every process."""
+    """Whether a condition holds in every process."""
     if not are_several():
         return holds
     return bool(multihost_utils.process_allgather(np.int32(holds)).min())
 
 
 def check_same(settings: dict[str, Any]) -> None:
-    """Checks that all processes have the same settings and the same version of this program.
+    """Checks that all processes have the same settings and the same version of this package.
 
     Args:
         settings: of the run (`config.to_dict`).
@@ -180,18 +180,18 @@ def is_asked_to_stop(step: int) -> bool:
 
 
 def pass_signal_on(number: int) -> None:
-    """Passes a signal on to all processes: where there are several, JAX listens for SIGTERM."""
+    """Forwards a signal to all processes: if there are several, JAX listens for SIGTERM."""
     if number != signal.SIGTERM:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def keep_freed_memory() -> None:
-    """Keeps what a step on the CPU frees for the next one, where the C library is glibc.
+    """Keeps memory that a step on the CPU frees for the next one, if the C library is glibc.
 
-    Otherwise it gives arrays of 32 MB and more back to the system, which clears every page again
-    when the next step touches it: a sixth of the time of a step of `configs/scenes.py`.
+    Otherwise arrays of 32 MB and more go back to the system, which clears every page again when
+    the next step touches it: a sixth of the time of a step of `configs/scenes.py`.
 
-    Only commands call it: a library changes no setting of its process.
+    Only commands call this: a library should not change settings of its process.
     """
     if jax.default_backend() != "cpu" or sys.platform != "linux":
         return
@@ -206,12 +206,12 @@ def keep_freed_memory() -> None:
 
 
 def programs_folder() -> pathlib.Path:
-    """Returns where compiled programs are kept by default: a folder of the user's cache."""
+    """Returns the default folder for compiled programs, in the user's cache."""
     return _cache() / "sparse-lavida-jax"
 
 
 def models_folder() -> pathlib.Path:
-    """Returns where models of the hub lie that were converted: next to that folder."""
+    """Returns the folder for converted models from the hub, beside that folder."""
     return _cache().expanduser() / "sparse-lavida-jax-models"
 
 
@@ -222,11 +222,11 @@ def _cache() -> pathlib.Path:
 def keep_programs(folder: pathlib.Path | str | None = None) -> None:
     """Keeps compiled programs, so that the next process does not compile them again.
 
-    At most `MOST_BYTES` of them, unless `JAX_COMPILATION_CACHE_MAX_SIZE` says otherwise. Commands
-    call it, and a notebook may: a library changes no setting of its process.
+    Keeps at most `MOST_BYTES`, unless `JAX_COMPILATION_CACHE_MAX_SIZE` is set. Commands call this,
+    and a notebook may: a library should not change settings of its process.
 
     Args:
-        folder: by default that of `JAX_COMPILATION_CACHE_DIR`, otherwise `programs_folder()`.
+        folder: by default `JAX_COMPILATION_CACHE_DIR`, otherwise `programs_folder()`.
     """
     given = None if folder else os.environ.get("JAX_COMPILATION_CACHE_DIR")
     folder = pathlib.Path(given or folder or programs_folder()).expanduser()
@@ -238,11 +238,11 @@ def keep_programs(folder: pathlib.Path | str | None = None) -> None:
 
 
 def _complete(folder: pathlib.Path) -> None:
-    """Completes the programs in a folder of which one of two files is missing.
+    """Repairs programs in a folder that lack one of their two files.
 
     jax keeps a program in one file and the time of its last use in another. A process without a
-    limit writes the first alone, and so does one that is killed in between: every process with a
-    limit would then fail to write, for good. A time without its program is removed.
+    size limit writes only the first, as does one that is killed in between: afterwards every
+    process with a limit would fail to write, permanently. A time without its program is removed.
     """
     if not folder.is_dir():
         return
@@ -262,13 +262,13 @@ def _complete(folder: pathlib.Path) -> None:
 
 
 class _Held:
-    """Remembers Ctrl-C in place of raising KeyboardInterrupt."""
+    """Records Ctrl-C instead of raising KeyboardInterrupt."""
 
     def __init__(self):
         self.came = False
 
     def note(self, number: int, frame: types.FrameType | None) -> None:
-        """Takes the first Ctrl-C down; the second one ends what is done at once."""
+        """Records the first Ctrl-C; a second one interrupts at once."""
         if self.came:
             raise KeyboardInterrupt
         self.came = True
@@ -276,10 +276,10 @@ class _Held:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Holds Ctrl-C back until the block asks for it (`check_interrupt`), or ends.
+    """Holds Ctrl-C back until the block checks for it (`check_interrupt`) or ends.
 
-    A process that ends while XLA still computes for it crashes. Only where Ctrl-C would raise
-    KeyboardInterrupt: training, a server and other threads than the main one have their own ways.
+    A process that exits while XLA is still computing crashes. This acts only where Ctrl-C would
+    raise KeyboardInterrupt: training, servers and threads other than the main one do without it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -294,7 +294,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 def check_interrupt() -> None:
-    """Raises KeyboardInterrupt, with nothing left to compute, if Ctrl-C came and was held back."""
+    """Raises KeyboardInterrupt if Ctrl-C was held back; nothing may be left to compute by then."""
     held = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     is_main = threading.current_thread() is threading.main_thread()
     if isinstance(held, _Held) and held.came and is_main:

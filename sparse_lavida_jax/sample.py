@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler: prefill once, then one jitted loop a segment (paper Sec. 3.2).
+"""The sampler: one prefill, then one jitted loop per segment (paper Sec. 3.2).
 
-A host-side plan (`sampling/plans.py`) says which positions a step passes; consecutive steps of one
-width form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`. Nothing
-returns to Python inside a segment and no shape changes. Image and text, every preset and every
-ablation row run this same `step`; which tokens the plan passes and which are committed is data
+A host-side plan (`sampling/plans.py`) says which positions each step passes; consecutive steps of
+equal width form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`.
+Within a segment nothing returns to Python and no shape changes. Image and text, every preset and
+every ablation row run this same `step`; which tokens are passed and which are committed is data
 (`sampling/presets.py`).
 
-A plan decodes whole cells, or single codes of cells that are then known in part: what is masked
-is what the canvas holds the mask id for, and a token is decoded when all its codes are.
+A plan decodes whole cells, or single codes of cells that are then partly known: the masked codes
+are those whose canvas entry is the mask id, and a token is decoded when all its codes are.
 """
 
 import contextlib
@@ -62,11 +62,11 @@ from sparse_lavida_jax.sampling.state import (
 )
 from sparse_lavida_jax.sequence import Kind
 
-# A segment is run in compiled loops of these lengths, so that requests with any number of steps
+# Segments are run in compiled loops of these lengths, so that requests with any number of steps
 # share them. Small models on CPUs compile faster as one loop.
 TRIPS = (16, 8, 4, 2, 1)
 
-OWN_DRAWS = Draws()  # not recorded ones
+OWN_DRAWS = Draws()  # drawn here, not read from a record
 STEP_FIELDS = dataclasses.fields(StepTokens)
 
 _slot_multiple = functools.cache(slot_multiple)
@@ -90,7 +90,7 @@ def step(
     Args:
         policy: chooses which candidates to commit.
         draws: where random numbers come from.
-        tables: of attention, where they were made before the loop (`_tables_ahead`).
+        tables: for attention, if they were made before the loop (`_tables_ahead`).
     """
     how = settings.choice.confidence
     if settings.head_tile:
@@ -135,7 +135,7 @@ def _mask_id(model: config.Model, kind: Kind) -> int:
 def _open(
     state: SamplerState, now: StepTokens, mask_id: int
 ) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
-    """Returns the codes of the tokens to decode, which are masked, and the candidates."""
+    """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
     known = take(state.canvas, jnp.maximum(now.decode, 0))
     masked = (now.decode >= 0)[..., None] & (known == mask_id)
     together = now.candidates.shape[-1] == 1
@@ -151,7 +151,7 @@ def step_logits(
     settings: StepSettings,
     tables: StepTables | None = None,
 ) -> tuple[Float[Array, "b w g v"], KVCache | None]:
-    """Returns guided logits of the tokens to decode, float32, and the cache after this step."""
+    """Returns guided logits of the tokens to decode, in float32, and the cache after this step."""
     hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
     candidates = hidden.reshape(-1, *hidden.shape[2:])
     if settings.kind == "text":
@@ -168,15 +168,15 @@ def step_logits(
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """A batch before its first step, or between two segments.
+    """The state of a batch before its first step, or between two segments.
 
     Attributes:
-        making: what is made: "layout", "image" or "text".
-        steps, total: forward passes that are done, and all of the plan.
+        making: what is being made: "layout", "image" or "text".
+        steps, total: forward passes done so far, and in the whole plan.
         canvas: the responses; `mask_id` where nothing is decoded yet.
         decoded_at: the block that decoded each token (`SamplerState`).
-        blocks: of the segment that has ended; none before the first step.
-        rows: numbers of the requests that the first rows are of; the others fill the batch up.
+        blocks: those of the segment that has just ended; none before the first step.
+        rows: request numbers of the first rows; any further rows fill the batch up.
     """
 
     making: str
@@ -207,9 +207,9 @@ def run_segment(
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
 ) -> SamplerState:
-    """Runs the steps of one segment, all of one width, in one compiled loop.
+    """Runs the steps of one segment, all of equal width, in one compiled loop.
 
-    It ends early where nothing is left to decode, which only some choices can bring about.
+    It ends early if nothing is left to decode, which can happen only with some commit rules.
     """
     policy = draw.policy_of(settings.choice)
     num_steps = segment.block.shape[0]
@@ -239,10 +239,10 @@ def _tables_ahead(
     prompt: Prompt,
     settings: StepSettings,
 ) -> StepTables | None:
-    """Returns the tables of attention of every step, a first axis counting steps.
+    """Returns the attention tables of every step, stacked along a first axis.
 
-    None where a step makes its own: who decodes when depends on what was drawn, the prompt is
-    passed again, or devices share the work. Nothing at all is made for the reference.
+    None if each step makes its own: if decoding times depend on what is drawn, if the prompt is
+    passed again, or if devices share the work. The reference implementation needs no tables.
     """
     cache, whole = state.cache, segment.candidates.shape[-1] == 1
     known = settings.kind == "image" and settings.choice.commit == "all" and whole
@@ -250,7 +250,7 @@ def _tables_ahead(
     possible = settings.tables_ahead and known and alone
     if cache is None or not possible or jax.sharding.get_abstract_mesh().size > 1:
         return None
-    # When each token is decoded, by this segment or before it.
+    # The time at which each token is decoded, in this segment or before it.
     candidates = segment.candidates[..., 0] & (segment.decode >= 0)
     at = jnp.where(candidates, segment.decode, state.decoded_at.shape[1])
     rows = jnp.arange(at.shape[1])[None, :, None]
@@ -293,17 +293,17 @@ def sample(
     Args:
         examples: each with its request.
         segments: the plan (`presets.plan`), a row for each example.
-        prompt_len: least padded prompt lengths (`prepare`).
-        prompt: the examples laid out; by default that is done here.
-        stop_early: for text, leave out segments once every row holds an end-of-text after all that
-            is given, with everything before it decoded (never with `settings.released`).
-        callback: called before the first step and after each segment, which the host then waits
-            for; without, it starts a segment while the one before runs.
-        making: what is made, a key of `state.NOISE`, which gives it noise of its own; `callback` is
-            told, too. By default the kind.
-        draws: recorded random numbers of every step of the plan.
-        in_trips: whether a segment is run by programs of `TRIPS` steps; by default not on CPUs.
-        prefixes: where what requests share is kept (`sampling/prefixes.py`), of this very model.
+        prompt_len: lower bounds of the padded prompt lengths (`prepare`).
+        prompt: the examples already laid out; by default that is done here.
+        stop_early: for text, skip segments once every row has an end-of-text after everything
+            given, with all tokens before it decoded (never with `settings.released`).
+        callback: called before the first step and after each segment, for which the host then
+            waits; without one, it starts each segment while the previous one runs.
+        making: what is made, a key of `state.NOISE`, which gives it noise of its own; also
+            passed to `callback`. By default the kind.
+        draws: recorded random numbers for every step of the plan.
+        in_trips: whether segments are run by programs of `TRIPS` steps; by default not on CPUs.
+        prefixes: storage for shared prompt prefixes (`sampling/prefixes.py`) of this model.
 
     Returns:
         The responses.
@@ -337,29 +337,29 @@ def sample(
             blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
             seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
             tell(int(seen[0]), *seen[1:], blocks)
-        # While a segment runs the next one is started, and no more: an interrupt is heard early.
+        # One segment is started ahead, and no more, so that an interrupt is noticed early.
         jax.block_until_ready(ended)
-        ended = jnp.copy(state.passes)  # the next segment is written over the state
+        ended = jnp.copy(state.passes)  # the next segment overwrites the state
         runtime.check_interrupt()
         if stop_early and ends and _has_ended(state, model.settings.end_of_text_id):
             break
     canvas = np.array(state.canvas)
     if ends:
-        # What stands after the first end-of-text would depend on when the batch stopped.
+        # Anything after the first end-of-text would depend on when the batch stopped.
         ended = np.cumsum(_ends(state, model.settings.end_of_text_id), axis=1) > 0
         canvas[ended] = model.settings.end_of_text_id
     return canvas
 
 
 def _ends(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
-    """Returns where texts hold an end-of-text that counts."""
+    """Returns where texts have an end-of-text that counts."""
     decoded = np.asarray(state.decoded_at) != NOT_DECODED
     may_end = np.arange(decoded.shape[1]) >= np.asarray(state.rows.ends_from)[:, None]
     return (np.asarray(state.canvas)[..., 0] == end) & decoded & may_end
 
 
 def _has_ended(state: SamplerState, end: int) -> bool:
-    """Whether every text holds an end with everything before it decoded."""
+    """Whether every text has an end-of-text with everything before it decoded."""
     ended, decoded = _ends(state, end), np.asarray(state.decoded_at) != NOT_DECODED
     first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
     before = np.arange(ended.shape[1])[None] < first_end[:, None]
@@ -371,10 +371,10 @@ class Begun:
     """A batch after its prefill.
 
     Attributes:
-        canvas: the responses at first, on the host.
+        canvas: the initial responses, on the host.
         prompt: on the device.
-        program: what chooses the compiled programs.
-        state: None where nothing is left to decode.
+        program: the key of the compiled programs.
+        state: None if nothing is left to decode.
     """
 
     canvas: Int[np.ndarray, "b l g"]
@@ -394,7 +394,7 @@ def begin(
     prefixes: Prefixes | None = None,
     making: str = "",
 ) -> Begun:
-    """Lays a batch out, unless that was done, and passes its prompts (`sample`)."""
+    """Lays a batch out, unless that was done already, and passes its prompts (`sample`)."""
     canvas, given = _first_canvas(examples, _mask_id(model.settings, settings.kind))
     if segments and segments[0].decode.shape[1] != len(examples):
         raise ValueError(
@@ -413,7 +413,7 @@ def begin(
     room = capacity(prompt, segments, settings, multiple)
     with _over_mesh(model):
         parts = []
-        # Over a mesh rows are split: parts of a few would not be.
+        # Over a mesh, rows are split over devices; parts with few rows could not be.
         if jax.sharding.get_abstract_mesh().empty:
             if settings.caches_prompt:
                 keeping = prefixes is not None
@@ -438,7 +438,7 @@ def begin(
 def _first_canvas(
     examples: Sequence[Example], mask_id: int
 ) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
-    """Returns the responses at first, and which of their tokens are known."""
+    """Returns the initial responses, and which of their tokens are known."""
     lengths = sorted({len(example.given) for example in examples})
     if len(lengths) > 1:
         raise ValueError(
@@ -450,7 +450,7 @@ def _first_canvas(
 
 
 def _over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:
-    """Returns the context in which programs see the mesh that parameters lie on, if they do."""
+    """Returns the context in which programs see the mesh of the parameters, if there is one."""
     alone = jax.device_count() == 1
     return contextlib.nullcontext() if alone else mesh_in_use(model)
 
@@ -458,7 +458,7 @@ def _over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:
 def _passed(
     model: Denoiser, parts: list[PromptPart], kind: Kind, prefixes: Prefixes | None
 ) -> tuple[KVCache, ...]:
-    """Passes the parts of a batch, except for what is kept."""
+    """Passes the parts of a batch, except for those that are cached."""
 
     def make(part: PromptPart) -> KVCache:
         return pass_prompt(model, part.prompt, kind=kind)
@@ -480,7 +480,7 @@ def advance(
     draws: Draws | None = None,
     in_trips: bool | None = None,
 ) -> SamplerState:
-    """Runs the steps of a segment (`sample`); `draws` are those of its steps."""
+    """Runs the steps of a segment (`sample`) with the `draws` of these steps."""
     if in_trips is None:
         in_trips = jax.default_backend() != "cpu"
     now = dataclasses.replace(
@@ -503,7 +503,7 @@ def advance(
 
 
 def trips(segment: plans.Segment) -> list[plans.Segment]:
-    """Returns a segment in parts of `TRIPS` steps, the long ones first."""
+    """Splits a segment into parts of `TRIPS` steps, longest first."""
     parts, start = [], 0
     for length in TRIPS:
         while segment.num_steps - start >= length:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How settings are checked, read and written, whatever they are called (`config.py` names them).
+"""How settings are checked, read and written, whatever their names (`config.py` has those).
 
 Config files are Python programs that return settings. Run only your own.
 """
@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 T = TypeVar("T")
 
-# Older names of settings and of a value, which files and command lines may still use.
+# Older names of settings and of one value, still accepted in files and on command lines.
 OLD_NAMES = {
     "picture_codec": "image_codec",
     "picture_seconds": "image_seconds",
@@ -30,7 +30,7 @@ OLD_NAMES = {
 }
 
 
-SHOWN = 200  # characters of a wrong value
+SHOWN = 200  # characters of an invalid value in messages
 
 
 class ConfigError(ValueError):
@@ -39,11 +39,11 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """The values that a setting may have: part of its annotation.
+    """The values that a setting may have; part of its annotation.
 
     Attributes:
         holds: whether a value is one of them.
-        sentence: which ones they are, for the person who gave another one.
+        sentence: describes them, in the message about an invalid value.
     """
 
     holds: Callable[[Any], bool]
@@ -51,12 +51,12 @@ class Allowed:
 
 
 def at_least(least: int) -> Allowed:
-    """Returns a lower bound, itself allowed."""
+    """Returns a lower bound, inclusive."""
     return Allowed(lambda value: value >= least, f"it must be {least} or more")
 
 
 def between(least: int, most: int) -> Allowed:
-    """Returns bounds, themselves allowed."""
+    """Returns bounds, inclusive."""
     return Allowed(lambda value: least <= value <= most, f"it must lie in {least}..{most}")
 
 
@@ -78,7 +78,7 @@ def _is_mesh(sizes: dict[str, int]) -> bool:
     return all(n > 0 or n == -1 for n in sizes.values()) and [*sizes.values()].count(-1) <= 1
 
 
-# Kinds of settings. Whole numbers are bounded: what counts with them would otherwise never end.
+# Kinds of settings. Whole numbers are bounded: loops over them might otherwise never end.
 _ABOVE_0 = Allowed(lambda value: value > 0, "it must be greater than 0")
 _COUNTABLE = Allowed(lambda value: value < 2**31, "it must be less than 2**31")
 Positive = Annotated[int, _ABOVE_0, _COUNTABLE]
@@ -90,7 +90,7 @@ UpTo1024OrAuto = Annotated[int, between(-1, 1024)]
 NonNegative = Annotated[
     float, Allowed(lambda x: 0 <= x < math.inf, "it must be 0 or more, and finite")
 ]
-# Of guidance and temperatures: ours, far above what is of use and far below what overflows.
+# For guidance and temperatures: our limit, far above useful values and far below overflow.
 LARGEST_SCALE = 100
 Scale = Annotated[float, between(0, LARGEST_SCALE)]
 ScaleOrAuto = Annotated[
@@ -139,7 +139,7 @@ Mesh = Annotated[dict[str, int], Allowed(_is_mesh, "sizes above 0, at most one o
 
 @functools.cache
 def _allowed(schema: type) -> list[tuple[str, Allowed]]:
-    """Returns what the annotations of a section allow, by field."""
+    """Returns the constraints in the annotations of a section, by field."""
     found = []
     for name, kind in _kinds(schema).items():
         if typing.get_origin(kind) is Literal:
@@ -162,7 +162,7 @@ class Section:
         ConfigError: a value is not allowed; the message says which ones are.
     """
 
-    __no_type_check__ = True  # the check of the tests stays out: the one below explains itself
+    __no_type_check__ = True  # the tests' type checker skips it: our own check explains more
 
     def __init_subclass__(cls):
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -174,32 +174,32 @@ class Section:
             self._check(*rule)
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yields what ties settings together: a field, whether it holds, and what is allowed."""
+        """Yields constraints between settings: a field, whether it holds, and what is allowed."""
         return iter(())
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             value = _shown(getattr(self, name))
-            allowed = allowed.replace("self.", "")  # of rules: f"a multiple of {self.width=}"
+            allowed = allowed.replace("self.", "")  # in rules: f"a multiple of {self.width=}"
             raise ConfigError(f"{type(self).__name__}.{name}={value} is out of range: {allowed}.")
 
 
 def build(schema: type[T], given: Any) -> T:
     """Turns a config section, and the sections in it, into its frozen dataclass.
 
-    An older name of a setting (`OLD_NAMES`) is taken for the new one.
+    Older names of settings (`OLD_NAMES`) are accepted.
 
     Args:
-        given: a `ConfigDict`, or a dict as JSON has it.
+        given: a `ConfigDict`, or a dict as in JSON.
 
     Raises:
-        ConfigError: no settings by name, an unknown name (lists the known ones), a wrong type, or a
-            value out of range.
+        ConfigError: not a mapping of settings, an unknown name (the message lists the known
+            ones), a wrong type, or a value out of range.
     """
     if not isinstance(given, dict | ConfigDict):
         raise ConfigError(f"{schema.__name__} is {_shown(given)}: it must hold settings by name.")
     kinds = _kinds(schema)
-    # Only what a person set has an old name: it comes last and replaces a default.
+    # Only a person's setting can have an old name: it comes last and replaces a default.
     old_last = sorted(given, key=OLD_NAMES.__contains__)
     current = {OLD_NAMES.get(name, name): given[name] for name in old_last}
     if unknown := sorted(set(current) - set(kinds)):
@@ -215,7 +215,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def changes(settings: Any) -> dict[str, Any]:
-    """Returns what is not the default, section by section, as `to_dict` has it."""
+    """Returns all settings that differ from their defaults, by section, as `to_dict` does."""
     plain, defaults, found = to_dict(settings), type(settings)(), {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -226,7 +226,7 @@ def changes(settings: Any) -> dict[str, Any]:
 
 
 def with_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `to_dict` or `changes` gave under the older names, which digests are made of."""
+    """Returns the result of `to_dict` or `changes` under older names, for use in digests."""
     old = {new: old for old, new in OLD_NAMES.items()}
     return {
         old.get(name, name): with_old_names(value) if isinstance(value, Mapping) else value
@@ -235,7 +235,7 @@ def with_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(word: str) -> str:
-    """Returns a word of a command line, such as `--config.seed=1`, with the setting's new name."""
+    """Returns a command-line word, such as `--config.seed=1`, with the setting's new name."""
     path, equals, value = word.partition("=")
     section, dot, name = path.rpartition(".")
     return f"{section}{dot}{OLD_NAMES.get(name, name)}{equals}{value}"
@@ -283,7 +283,7 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as it is written, the beginning alone where that is long."""
+    """Returns a value as text, cut off if it is long."""
     written = repr(value)
     return written if len(written) <= SHOWN else f"{written[:SHOWN]}..."
 
@@ -293,9 +293,9 @@ def _shown(value: Any) -> str:
 
 
 def changed(base: T, given: ConfigDict | dict[str, Any]) -> T:
-    """Returns settings with those of `given` in their place, section by section, checked.
+    """Returns `base` with the settings in `given` replaced, section by section, checked.
 
-    What is no section, such as the weights of tasks, is replaced as a whole.
+    What is not a section, such as the weights of tasks, is replaced as a whole.
 
     Raises:
         ConfigError: `given` sets what does not exist or is out of range.
@@ -310,11 +310,11 @@ def changed(base: T, given: ConfigDict | dict[str, Any]) -> T:
 
 
 def run(path: pathlib.Path, function: str) -> Any:
-    """Runs a config file and returns what a function of it gives.
+    """Runs a config file and returns the result of one of its functions.
 
     Args:
-        path: the file, with an argument for the function after a colon, if it takes one.
-            `eval_mme.py` is the older name of `evaluate.py:mme`.
+        path: the file, followed by a colon and an argument of the function if it takes one.
+            `eval_mme.py` is an older name for `evaluate.py:mme`.
 
     Raises:
         ConfigError: there is no such file, it has no such function, or it cannot be run.
@@ -332,12 +332,12 @@ def run(path: pathlib.Path, function: str) -> Any:
             return made(*arguments)
     except ConfigError:
         raise
-    except Exception as error:  # the file may do anything
+    except Exception as error:  # the file may raise anything
         raise ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
 
 
 def _split(path: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
-    """Returns the file, and the argument for its function if there is one."""
+    """Returns the file, and the argument of its function if there is one."""
     if match := re.fullmatch(r"(.*\.py):(\w+)", str(path)):
         return pathlib.Path(match[1]), [match[2]]
     benchmarks = path.parent / "evaluate.py"
@@ -348,7 +348,7 @@ def _split(path: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
 
 @contextlib.contextmanager
 def _importable(folder: pathlib.Path) -> Iterator[None]:
-    """Lets the files of a folder be imported by name, and forgets them afterwards."""
+    """Makes the files in a folder importable by name, and forgets them afterwards."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
@@ -361,7 +361,7 @@ def _importable(folder: pathlib.Path) -> Iterator[None]:
 
 
 def listed(folder: pathlib.Path) -> str:
-    """Returns a sentence that names the Python files of a folder."""
+    """Returns a sentence that lists the Python files in a folder."""
     names = ", ".join(sorted(str(path) for path in folder.glob("*.py")))
     if names:
         return f"There are: {names}."

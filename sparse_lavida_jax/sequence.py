@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence as its parts, and a prompt laid out: what stands where, and what the model is shown.
+"""The parts of a sequence, and the layout of a prompt: positions, and what the model is shown.
 
-Everything here runs on the host, on NumPy arrays. `prompt_row` is the one function that lays a
-prompt out, for training and for sampling.
+Everything here runs on the host, on NumPy arrays. `prompt_row` is the only function that lays
+prompts out, for training and for sampling.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, NO_FEATURE
 from sparse_lavida_jax.visibility import AnyArray
 
 Kind = Literal["text", "image"]
-# What the vision tower sees of an image: bytes, or numbers in [-1, 1] that it takes as they are.
-# Of a batch, one image a row or the views of its images.
+# Input of the vision tower: bytes, or numbers in [-1, 1], which it takes as they are.
+# For a batch, one image per row or the views of its images.
 Views = UInt8[np.ndarray, "_n h w 3"] | Float[np.ndarray, "_n h w 3"]
 SeenBatch = UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Text of the prompt. `keep`: guidance and prompt drop leave it as it is (headers)."""
+    """Text of the prompt. `keep`: guidance and prompt drop do not change it (headers)."""
 
     ids: Int[np.ndarray, " n"]
     keep: bool = False
@@ -37,12 +37,12 @@ class VisionTokens:
     """An image seen through the vision tower, as `num_tokens` of its features.
 
     Attributes:
-        index: which feature of this image each token is; by default one after another.
-        num_features: features of this image, after which come those of the row's next image;
-            by default as many as tokens.
+        index: the feature of this image that each token stands for; by default in order.
+        num_features: the number of features of this image, after which those of the row's next
+            image are numbered; by default the number of tokens.
 
     Raises:
-        ValueError: `index` has not one feature of the image for each token.
+        ValueError: `index` does not give one feature of the image per token.
     """
 
     num_tokens: int
@@ -77,16 +77,16 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedText:
-    """Text that training on whole sequences predicts (`lavida_o.objective`); nothing drops it."""
+    """Text that training on whole sequences predicts (`lavida_o.objective`); never dropped."""
 
     ids: Int[np.ndarray, " n"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blank:
-    """Tokens whose embedding is zeros: how the released code pads rows on the right.
+    """Tokens with a zero embedding: how the released code pads rows on the right.
 
-    They are attended to like any text, and the prompt drop makes text masks of them.
+    They are attended to like any text, and the prompt drop turns them into text masks.
     """
 
     num_tokens: int
@@ -94,7 +94,7 @@ class Blank:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """Where the response stands; its tokens are laid out by training or by the sampler."""
+    """Where the response goes; training or the sampler lays out its tokens."""
 
     num_tokens: int
 
@@ -103,7 +103,7 @@ Part = Text | VisionTokens | Source | LearnedText | Blank | Response
 
 
 def num_tokens(part: Part) -> int:
-    """Returns how many positions of the sequence a part takes."""
+    """Returns the number of positions that a part takes in the sequence."""
     match part:
         case Text() | LearnedText():
             return len(part.ids)
@@ -113,7 +113,7 @@ def num_tokens(part: Part) -> int:
 
 
 def prompt_tokens(parts: Iterable[Part]) -> tuple[int, int]:
-    """Returns how many tokens of a prompt are text, and how many stand for images."""
+    """Returns how many tokens of a prompt are text, and how many represent images."""
     asked = [part for part in parts if not isinstance(part, Response)]
     tokens = [(num_tokens(part), isinstance(part, VisionTokens | Source)) for part in asked]
     image = sum(count for count, is_image in tokens if is_image)
@@ -122,20 +122,20 @@ def prompt_tokens(parts: Iterable[Part]) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class PromptRow:
-    """One row of prompt, laid out: what is in block 0, and where the response goes.
+    """One row of prompt, laid out: the contents of block 0, and where the response goes.
 
     Attributes:
-        ids: text ids of the understanding tokens (vision tokens hold the text mask id).
+        ids: text ids of the understanding tokens (vision tokens have the text mask id).
         feature: index of the vision feature that replaces the embedding, or `NO_FEATURE`, or
             `NO_EMBEDDING`.
         position: positions of the understanding tokens.
-        is_answer: which understanding tokens are of a `LearnedText`.
+        is_answer: which understanding tokens belong to a `LearnedText`.
         codes: codes of the source cells.
         cell: raster index of the source cells.
         source_position: positions of the source cells.
         response_position: position of the first response token.
-        length: tokens of the whole sequence with prompt, response and what follows it; registers
-            have the positions after it (Sec. 7.2).
+        length: tokens in the whole sequence: prompt, response and what follows it; registers
+            have the positions after that (Sec. 7.2).
     """
 
     ids: Int[np.ndarray, " u"]
@@ -159,18 +159,18 @@ def prompt_row(
     drop_kept: bool = False,
     drop_vision: bool | None = None,
 ) -> PromptRow:
-    """Lays a prompt out, with the parts that guidance or training drops replaced by text masks.
+    """Lays a prompt out, replacing the parts that guidance or training drops by text masks.
 
-    Positions are those of the full sequence whatever is dropped. A dropped text or vision token
+    Positions are those of the full sequence, whatever is dropped. A dropped text or vision token
     becomes a text mask at its position; a dropped source cell becomes a text mask at its position
-    *in the understanding stream* (spec Sec. 7.6). The one function for training and sampling.
+    *in the understanding stream* (spec Sec. 7.6). Used for training and for sampling.
 
     Args:
         parts: the sequence in order; exactly one `Response`.
         drop_prompt: drop text (without `keep`), vision and blanks.
         drop_source: drop the source cells.
         drop_kept: drop the text with `keep` too.
-        drop_vision: drop vision or not, whatever `drop_prompt` says.
+        drop_vision: whether to drop vision; overrides `drop_prompt`.
 
     Raises:
         ValueError: there is not exactly one `Response`.
@@ -218,12 +218,12 @@ def prompt_row(
 
 
 def cells_from_codes(codes, codes_side: int):
-    """Groups a raster grid of codes [b y x] into cells [b l g], raster order inside and out."""
+    """Groups a raster grid of codes [b y x] into cells [b l g], in raster order at both levels."""
     return einops.rearrange(codes, "b (y p) (x q) -> b (y x) (p q)", p=codes_side, q=codes_side)
 
 
 def codes_from_cells(cells, height: int, codes_side: int):
-    """Spreads cells [b l g] of an image `height` cells high back over a grid of codes [b y x]."""
+    """Spreads cells [b l g] of an image `height` cells high over a grid of codes [b y x]."""
     return einops.rearrange(
         cells, "b (y x) (p q) -> b (y p) (x q)", y=height, p=codes_side, q=codes_side
     )
@@ -238,7 +238,7 @@ def stack_images(
 
 
 def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:
-    """Stacks the views of each row's images, filled up with blanks that no token looks at."""
+    """Stacks the views of each row's images, padded with blanks that no token looks at."""
     shown = [view for views in rows for view in views]
     if not shown:
         return None
@@ -258,18 +258,18 @@ def stacked_features(
     newline: bool,
     before: int = 0,
 ) -> Int[np.ndarray, " u"]:
-    """Returns the features of a row as `Denoiser.see` numbers them for stacked views.
+    """Returns the features of a row in the numbering of `Denoiser.see` for stacked views.
 
-    A `PromptRow` counts on from image to image, a newline after each; `see` has the features
-    of all views and one newline after them.
+    A `PromptRow` numbers features image by image, with a newline after each; `see` returns the
+    features of all views, followed by a single newline.
 
     Args:
         feature: of each token, `PromptRow.feature`.
-        views: how many views each image of the row has.
-        most: views of a row of the batch, blanks included.
-        per_view: features of a view.
+        views: the number of views of each image in the row.
+        most: views per row of the batch, blanks included.
+        per_view: features per view.
         newline: whether there are newlines.
-        before: views of the row of the batch that are of other examples and come first.
+        before: views in the row of the batch that belong to earlier examples.
     """
     if not views:
         return feature

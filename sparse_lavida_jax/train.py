@@ -25,21 +25,21 @@ from sparse_lavida_jax.training.step import TrainState, train_step
 
 
 class DivergedError(runs.RunError):
-    """The loss, or its gradient, is no longer a number."""
+    """The loss, or its gradient, is not a number any more."""
 
 
 def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> None:
-    """Trains until the configured steps or seconds have passed, resuming what `run` holds.
+    """Trains until the configured steps or seconds have passed, resuming any state in `run`.
 
     Leaves in the run directory: the states, `metrics.jsonl`, sheets of images, and at the end a
     model folder and `report.md`.
 
     Args:
-        profile: steps of which a trace is written to `profile/` in the run directory.
+        profile: steps whose trace is written to `profile/` in the run directory.
 
     Raises:
         DivergedError: the loss or its gradient is not finite.
-        runs.Interrupted: a signal came; the state is saved.
+        runs.Interrupted: a signal arrived; the state is saved.
     """
     trained = "step_causal" if settings.diffusion.attention == "step_causal" else "full"
     model = dataclasses.replace(settings.model, trained_attention=trained)
@@ -55,14 +55,14 @@ def averaged(state: TrainState) -> Denoiser:
 
 
 class _Loop:
-    """A run that is open: what is trained, how far it is, and what tells of it.
+    """A run in progress: its state, how far it is, and its reporter.
 
     Attributes:
         state: what is trained.
         step: optimizer steps done.
-        seconds: of training, also in earlier processes.
+        seconds: of training, including earlier processes.
         reporter: writes the metrics and shows progress.
-        feed: gives the batches from this step on.
+        feed: provides the batches from this step on.
     """
 
     def __init__(self, settings: config.Config, run: runs.Run, mesh: Mesh | None):
@@ -92,13 +92,13 @@ class _Loop:
         return {"state": self.state.saved, "seconds": np.float64(self.seconds)}
 
     def progress(self) -> float:
-        """Returns the share of the run that is done, in steps or in seconds: the larger one."""
+        """Returns the finished share of the run, in steps or in seconds, whichever is larger."""
         settings = self._settings.train
         by_time = self.seconds / settings.seconds if settings.seconds else 0.0
         return max(self.step / settings.train_steps, by_time)
 
     def train(self, profile: range) -> None:
-        """Takes the steps that are left, saving and drawing in between and at the end."""
+        """Takes the remaining steps, saving and drawing in between and at the end."""
         start, trace = self.step, metrics.Profile(self._run.folder / "profile", profile)
         with self.reporter, trace, contextlib.closing(self.feed):
             while self.progress() < 1:
@@ -137,20 +137,20 @@ class _Loop:
                 loss_chunk=settings.train.loss_chunk,
             )
         self.step += 1
-        # The numbers of the step before: fetching this step's would wait for it.
+        # Log the numbers of the previous step: fetching this step's would wait for it.
         self._record()
         self._count(batch)
         self._unrecorded = (self.step, logged, rate)
 
     def _count(self, batch: Corrupted) -> None:
-        """Counts the work of a batch, of which this process has made one of several shares."""
+        """Counts the work of a batch; each of several processes has made only its share."""
         state = self.state
         sizes = [sum(x.size for x in jax.tree.leaves(m)) for m in (state.params, state.frozen)]
         work = flops.work_of(batch, self._settings.model, sizes[0] / sum(sizes))
         self.reporter.meter.count(work, self._share[1])
 
     def _what_is_due(self, now: float) -> tuple[bool, bool]:
-        """Returns whether it is time to save and to draw: the same in all processes."""
+        """Returns whether it is time to save and to draw, the same in all processes."""
         settings = self._settings.train
         is_late = now - self._last_saved > settings.checkpoint_seconds
         is_to_draw = 0 < settings.image_seconds < now - self._last_drawn
@@ -163,7 +163,7 @@ class _Loop:
         else:
             is_late = is_to_draw = False
         every = settings.eval_every
-        if every and self.step % every == 0 and self.progress() < 1:  # the last one is drawn anyway
+        if every and self.step % every == 0 and self.progress() < 1:  # the last is drawn anyway
             is_to_draw = True
         return bool(is_late), bool(is_to_draw)
 
@@ -173,7 +173,7 @@ class _Loop:
         self._run.states.save(self.step, self._saved(), note=note, score=score)
 
     def _draw(self) -> float | None:
-        """Draws in the first process; returns the score in all of them, None where there is none.
+        """Draws in the first process; returns the score in all of them, or None if there is none.
 
         Raises:
             DivergedError: the last step diverged.
@@ -194,10 +194,10 @@ class _Loop:
         return None if score < 0 else score
 
     def _record(self, every: int | None = None) -> None:
-        """Logs the step whose numbers are still on the device, if it is one of every so many.
+        """Logs the last step if its number is a multiple of `every`, by default `log_every`.
 
         Raises:
-            DivergedError: more steps in a row were left out than the settings allow.
+            DivergedError: more consecutive steps were skipped than the settings allow.
         """
         if self._unrecorded is None:
             return
@@ -223,7 +223,7 @@ class _Loop:
             model, trained = runtime.on_host((model, trained))
         with _inside(None if runtime.are_several() else self._mesh):
             if self._settings.diffusion.attention == "full" and self.state.frozen is None:
-                model.set_registers()  # so that sparse fine-tuning can start from here
+                model.set_registers()  # so that sparse fine-tuning can start from this model
             if runtime.is_first():
                 self._write_folders(model, trained)
         runtime.wait_for_all("the end")
@@ -268,7 +268,7 @@ def _inside(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def _check_rows(sizes: dict[str, int], per_row: int, mesh: Mesh | None) -> None:
-    """Refuses batches that processes cannot share: so many examples of each group."""
+    """Refuses batches that the processes cannot share, given the examples of each group."""
     parts = 1 if mesh is None else sharding.row_parts(mesh)
     for group, examples in sizes.items():
         rows = examples // per_row
@@ -285,7 +285,7 @@ def _peak() -> float | None:
 
 
 def _first_model(settings: config.Config) -> Denoiser:
-    """Returns random parameters, or their shapes alone where they come from a checkpoint."""
+    """Returns random parameters, or just their shapes if they come from a checkpoint."""
 
     def make():
         return Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))

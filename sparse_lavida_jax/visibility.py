@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Int
 
 AnyArray = Array | np.ndarray  # on a device, or on the host
 
-# Padding and empty cache slots carry these tags. No horizon reaches the block, so as keys they
-# are seen by nobody outside padding; attention writes 0 where a *query* carries it.
+# Tags of padding and empty cache slots. No horizon reaches the block, so as keys they are seen
+# by nothing but padding; attention writes 0 where a *query* carries it.
 PAD_BLOCK = 2**30
 PAD_HORIZON = -1
 
@@ -50,5 +50,5 @@ def visible(
 
 
 def is_padding(block: Int[AnyArray, "..."]) -> Bool[AnyArray, "..."]:
-    """Returns where a token is padding: attention output there is exactly 0."""
+    """Returns where a token is padding: its attention output is exactly 0."""
     return block == jnp.int32(PAD_BLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markers by folder, eight CPU devices, programs compiled fast and once, no deadlines."""
+"""Markers by folder, eight CPU devices, fast compilation shared by all tests, no deadlines."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ import pytest
 FOLDERS = ("unit", "property", "parity", "gpu", "gpu_aot", "tpu_aot", "e2e")
 CHECKOUT = pathlib.Path(__file__).parents[1]
 MOST_MAPS = 20_000
-# The suite compiles for longer than it computes; with these it compiles in a fifth of the time.
+# The suite spends more time compiling than computing; these flags cut compilation to a fifth.
 FAST_COMPILATION = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -37,13 +37,13 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST_COMPILATION])
     jax.config.update("jax_num_cpu_devices", 8)
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        # Workers and the commands that tests run share compiled programs, and only they do, unless
-        # JAX_COMPILATION_CACHE_DIR names a folder: the next run of the tests then compiles less.
+        # Compiled programs are shared only by the workers and commands of this run, unless
+        # JAX_COMPILATION_CACHE_DIR names a folder: then the next run of the tests compiles less.
         folder = tempfile.mkdtemp(prefix="sparse-lavida-cache-")
         os.environ["XDG_CACHE_HOME"] = folder
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-        # jax looks through the whole folder at every write where there is a limit.
+        # With a limit, jax scans the whole folder at every write.
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -63,9 +63,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def room_for_programs():
-    """Compiled programs hold memory maps, and XLA aborts when a process has no more of them.
+    """Compiled programs use memory maps, and XLA aborts when a process runs out of them.
 
-    Linux grants 65,530. Dropping the programs of finished modules gives theirs back.
+    Linux allows 65,530. Dropping the programs of finished modules frees theirs.
     """
     yield
     maps = pathlib.Path("/proc/self/maps")
@@ -75,7 +75,7 @@ def room_for_programs():
 
 @pytest.fixture(scope="session")
 def golden_dir() -> pathlib.Path:
-    """The recorded cases of the released model: $GOLDEN_DIR, or next to the checkout."""
+    """The recorded cases of the released model: $GOLDEN_DIR, or a folder next to the checkout."""
     folder = pathlib.Path(os.environ.get("GOLDEN_DIR", CHECKOUT.parent / "shared" / "golden"))
     if not folder.is_dir():
         pytest.skip(f"no recorded cases in {folder}: set GOLDEN_DIR to the folder that holds them")

@@ -2,9 +2,9 @@
 """One step of sampling as the paper writes it: the whole sequence at once, no cache, float64.
 
 Written from Sec. 3.2, Sec. 7.2 and Algorithm 1, with the layers of the base model from
-`oracles.py`. Of our code it reads the parameters of a model and the parts of a request. Nothing
-is left out of the sequence: prompt, the whole response with its masks, what follows it, and
-registers for every masked block. Algorithm 1 alone says who sees whom.
+`oracles.py`. From our code it uses only the parameters of a model and the parts of a request.
+Nothing is left out of the sequence: prompt, the whole response with its masks, what follows it,
+and registers for every masked block. Who sees whom is decided by Algorithm 1 alone.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from sparse_lavida_jax import sequence
 PROMPT = 0  # C_0
 GIVEN = 1  # known before the first step, so clean; the first step decodes block 2
 FIRST = 2
-REGISTER = -1  # stands in place of an id or a code (`oracles.plain_hidden`)
-TINY = 1e-6  # of the norms of the vision tower, and where features are brought to size
+REGISTER = -1  # in place of an id or a code (`oracles.plain_hidden`)
+TINY = 1e-6  # epsilon of the norms of the vision tower, and of the normalisation of features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Token:
         position: its place in the sequence, for the rotary embedding.
         block: A[i] of Algorithm 1.
         text: its id, if the understanding branch computes it.
-        codes: those of its cell, if the generation branch does.
+        codes: of its cell, if the generation branch computes it.
         cell: raster index of the cell.
         vector: a vision feature in place of the embedding of `text`.
     """
@@ -50,7 +50,7 @@ def in_float64(model):
 
 
 def step_logits(model, example, canvas, block, now, scale, scale_image=None):
-    """Returns the guided logits [l g v] of what step `now` may decode, and NaN elsewhere.
+    """Returns the guided logits [l g v] of tokens that step `now` may decode, NaN elsewhere.
 
     Args:
         model: in float64.
@@ -59,7 +59,7 @@ def step_logits(model, example, canvas, block, now, scale, scale_image=None):
         block: A[i] of the response [l]: `GIVEN`, the step that decoded a clean token, `now` for
             what this step may decode, later numbers for other masks.
         scale: of guidance; 0: none.
-        scale_image: of guidance away from the source alone, of edits: they have three rows.
+        scale_image: of guidance away from the source alone; for edits, which have three rows.
     """
 
     def row(**dropped):
@@ -81,7 +81,7 @@ def row_logits(model, example, canvas, block, now, *, drop_prompt=False, drop_so
     for i, codes in enumerate(canvas):
         own = {"codes": codes, "cell": i} if is_image else {"text": codes[0]}
         tokens.append(Token(start + i, block[i], **own))
-    # A group of registers for every masked block, all at L .. L+m-1: after the whole sequence.
+    # Registers for every masked block, all at positions L .. L+m-1, after the whole sequence.
     for masked in range(now, max(block) + 1):
         for i in range(model.settings.num_registers):
             own = {"codes": np.full_like(canvas[0], REGISTER)} if is_image else {"text": REGISTER}
@@ -98,8 +98,8 @@ def row_logits(model, example, canvas, block, now, *, drop_prompt=False, drop_so
 def prompt_tokens(model, example, drop_prompt, drop_source):
     """Returns the tokens of C_0, where the response begins, and L, the length of everything.
 
-    Guidance leaves text masks where it drops something. So a source cell that is dropped is text,
-    which the other branch computes (spec Sec. 2.2 and 7.6).
+    Guidance replaces what it drops by text masks. So a dropped source cell becomes text, which the
+    other branch computes (spec Sec. 2.2 and 7.6).
     """
     tokens, position, start = [], 0, 0
     for part in example.parts:
@@ -136,7 +136,7 @@ def hidden(model, tokens, num_clean):
 
 
 def features(model, pixels):
-    """Returns what the vision tower sees in an image, row by row (spec Sec. 4)."""
+    """Returns the features of the vision tower for an image, row by row (spec Sec. 4)."""
     vision, settings = model.vision, model.settings.vision
     x = _windows((pixels / 255 - 0.5) / 0.5, settings.patch_size)
     x = _convolved(x, vision.tower.patch_embedding) + _array(vision.tower.position_embedding)
@@ -147,7 +147,7 @@ def features(model, pixels):
     x = _linear(vision.projector.fc1, x)
     exact_gelu = x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
     x = _linear(vision.projector.fc2, exact_gelu)
-    if model.settings.cell_positions:  # ours: brought to size, and told where they are
+    if model.settings.cell_positions:  # ours: normalised, plus position embeddings
         x /= np.sqrt((x**2).mean(axis=-1, keepdims=True) + TINY)
         row, column = np.divmod(np.arange(len(x)), side // settings.pool)
         x += _array(model.seen_row)[row] + _array(model.seen_column)[column]
@@ -168,7 +168,7 @@ def _tower_layer(layers, n, x, num_heads):
 
 
 def _windows(grid, side):
-    """Returns the values [windows, side * side * channels] of windows next to each other."""
+    """Returns the values [windows, side * side * channels] of adjacent windows."""
     height, width = (n // side for n in grid.shape[:2])
     return np.stack(
         [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tags that attention kernels have to get right, and what the dense reference says of them."""
+"""Tags that attention kernels must handle, checked against the dense reference."""
 
 import functools
 
@@ -31,13 +31,13 @@ def unsorted_tags(rng):
 
 
 def several_horizons(rng):
-    """Masked blocks that see the clean ones up to another one each (`diffusion.Blocks.sees`)."""
+    """Masked blocks that each see clean blocks up to a different one (`diffusion.Blocks.sees`)."""
     block = np.sort(rng.integers(0, 9, (2, T)), axis=1)
     return block[:, :S], np.minimum(block, (block * 5) % 4 + 1)[:, :S], block, None, None
 
 
 def padded_tags(rng):
-    """Padding in the middle and at the end, a whole tile of it too, and a row of nothing else."""
+    """Padding in the middle and at the end, also a whole tile, and a row of only padding."""
     query_block, _, block, *_ = sorted_tags(rng)
     block[:, 5:9], block[:, -20:], query_block[:, 16:35] = PAD_BLOCK, PAD_BLOCK, PAD_BLOCK
     query_block[1] = PAD_BLOCK
@@ -66,7 +66,7 @@ def cache_tags(rng):
 
 
 def nothing_seen(rng):
-    """Queries whose own block has no key and whose horizon comes before all."""
+    """Queries whose own block has no key and whose horizon is before all keys."""
     block = np.sort(rng.integers(2, 7, (2, T)), axis=1)
     query_block = np.full((2, S), 9)
     query_block[:, ::3] = 4
@@ -134,7 +134,7 @@ def check_output_and_gradients(run, tags, rng, heads, kv_heads, head_dim):
 
 
 def check_bfloat16_twice(run, tags):
-    """Checks that two heads of 8 in bfloat16 are near the reference, and the same bits again."""
+    """Checks two heads of 8 in bfloat16: near the reference, and the same bits on repetition."""
     *qkv, pulled = draw(np.random.default_rng(0), 2, 2, 8, jnp.bfloat16)
     nothing = jnp.zeros((2, 2, S))
     first, again = (run(*qkv, pulled, nothing, tags) for _ in range(2))
@@ -146,7 +146,7 @@ def check_bfloat16_twice(run, tags):
 
 
 def check_drawn_blocks(run, drawn):
-    """Checks one head of 8 under what `any_blocks` drew."""
+    """Checks one head of 8 with tags drawn by `any_blocks`."""
     query_block, key_block, num_clean = drawn
     tags = as_arrays((query_block, horizons(query_block, num_clean), key_block, None, None))
     *qkv, pulled = draw(np.random.default_rng(0), 1, 1, 8)
@@ -158,12 +158,12 @@ def check_drawn_blocks(run, drawn):
 
 
 def records_of_races(monkeypatch, module, name: str) -> list:
-    """Returns a list that gets the record of every kernel: JAX keeps that of the last one only."""
+    """Returns a list that collects the record of every kernel: JAX keeps only the last one."""
     records, made = [], getattr(module, name)
 
     def recorded(*args, **kwargs):
         records.append(made(*args, **kwargs))
-        records[-1].on_race = "warn"  # jax 0.12 would raise, which stops a program half way
+        records[-1].on_race = "warn"  # jax 0.12 would raise and stop the program halfway
         return records[-1]
 
     monkeypatch.setattr(module, name, recorded)

@@ -2,8 +2,8 @@
 """The paper's mask and the released model's forward pass, in plain NumPy, slow on purpose.
 
 Written from the paper and from the description of the base model, not from our code: one
-sequence with a boolean modality mask that gathers and scatters in every layer, a mask matrix that
-is written out, float64.
+sequence with a boolean modality mask that gathers and scatters in every layer, an explicit mask
+matrix, float64.
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people have before they prepare it: images, tables, and a mixture file that names them."""
+"""Raw user data for tests: images, tables, and a mixture file that names them."""
 
 import functools
 import io
@@ -20,7 +20,7 @@ ROWS = 10
 
 
 class Averages:
-    """An image tokenizer that needs no training: a code is the mean of its pixels, by fours."""
+    """An image tokenizer that needs no training: a code is a quarter of the mean of its pixels."""
 
     side, factor, codebook_size, digest = 32, 8, 64, "averages"
 
@@ -49,7 +49,7 @@ def images(folder: pathlib.Path, count: int = ROWS, **size) -> list[str]:
 
 
 def lines(path: pathlib.Path, rows: list) -> pathlib.Path:
-    """Writes rows as JSON lines; strings as they are."""
+    """Writes rows as JSON lines; strings are written unchanged."""
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
     return path
 
@@ -61,7 +61,7 @@ def mixture(path: pathlib.Path, *datasets: dict, **top) -> pathlib.Path:
 
 
 def captioned(folder: pathlib.Path, rows: list | None = None, **fields) -> pathlib.Path:
-    """Writes images, a table of captions and the mixture file of both."""
+    """Writes images, a table of captions and a mixture file for them."""
     names = images(folder / "pictures")
     if rows is None:
         rows = [{"image": name, "caption": f"image {name}"} for name in names]
@@ -74,7 +74,7 @@ def captioned(folder: pathlib.Path, rows: list | None = None, **fields) -> pathl
 
 
 def settings(tokenizer: chat.ChatTokenizer | None = None, **sections) -> config.Config:
-    """Returns a configuration whose model takes the codes of `Averages`."""
+    """Returns a configuration whose model uses the codes of `Averages`."""
     model = {
         "codes_per_token": 4,
         "grid_size": 2,
@@ -104,7 +104,7 @@ def settings(tokenizer: chat.ChatTokenizer | None = None, **sections) -> config.
 
 
 def prepared(source: pathlib.Path, folder: pathlib.Path, load=Averages, **settings_of_prepare):
-    """Prepares a mixture file with the stand-in of an image tokenizer; returns the summary."""
+    """Prepares a mixture file with the stand-in image tokenizer; returns the summary."""
     return prepare(source, folder, settings(prepare=settings_of_prepare), load)
 
 

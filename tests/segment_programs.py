@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler's own segment program at the release's widths, for compilers without their device.
+"""The sampler's own segment program at the release's widths, compiled for absent devices.
 
 No array is made: the program is lowered from shapes. What a loop does to the cache is read from
 the optimised HLO.
@@ -28,9 +28,9 @@ from sparse_lavida_jax.sampling import presets, prompts
 from sparse_lavida_jax.sampling.state import program_of
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
-WORDS = 500  # of the prompt: as many slots as no matrix has rows
-# Instructions that pass a buffer on, or change it where it lies. A fusion is judged by what is in
-# it. Whatever else has the cache for its result has made another one.
+WORDS = 500  # of the prompt: no matrix has as many rows as it needs slots
+# Instructions that pass on a buffer, or change it in place. A fusion is judged by its contents.
+# Any other instruction with the cache as its result has made a copy.
 IN_PLACE = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "dynamic-update-slice", "fusion",
     "while", "conditional", "call", "optimization-barrier", "opt-barrier",
@@ -71,8 +71,8 @@ class Program:
     Attributes:
         hlo: optimised.
         cache_shapes: dimensions of the two buffers, of one layer of each, and with a leading 1.
-        weight_shapes: of the matrices of a layer, either way round.
-        memory: by the compiler's account, on one device.
+        weight_shapes: of the matrices of a layer and their transposes.
+        memory: on one device, according to the compiler.
     """
 
     hlo: str
@@ -83,7 +83,7 @@ class Program:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Trees of shapes stand where annotations ask for arrays."""
+    """Turns off type checks: trees of shapes are passed where annotations require arrays."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
@@ -103,14 +103,14 @@ def compiled(
     """Compiles the longest segment of a response: two rows, of guidance or of a batch.
 
     Args:
-        sharding: of what is not split; parameters and the cache are split over the axes of its
-            mesh, if they have names of ours.
+        sharding: of arrays that are not split; parameters and the cache are split over the axes
+            of its mesh, if they have our names.
         by_layer: fused parameters (`fuse.for_inference`); None: as they are stored.
     """
     splits = "tensor" in sharding.mesh.axis_names
 
     def given(tree):
-        """The same arrays on the described devices; parameters in the width they are stored in."""
+        """The same arrays on the described devices; parameters in their stored dtype."""
 
         def leaf(path, x):
             own, of_model = sharding, tree is model_shapes
@@ -171,7 +171,7 @@ def compiled(
 
 
 def shapes_of(cache) -> frozenset[tuple[int, ...]]:
-    """Returns dimensions of keys and values, of those of a layer, and with a leading 1."""
+    """Returns the shapes of keys and values: of all layers, of one, and with a leading 1."""
     keys = (cache.joint[0], cache.split[0])
     whole = {shape for x in keys for shape in (x.shape, x.sharding.shard_shape(x.shape))}
     layers = {shape[1:] for shape in whole}
@@ -187,7 +187,7 @@ def _requests(kind: sequence.Kind, model: config.Model, number: int) -> list[Exa
 
 
 def loop_bodies(hlo: str) -> dict[str, list[tuple[str, str]]]:
-    """Returns (result, opcode) of every instruction that some loop runs, by computation."""
+    """Returns (result, opcode) of every instruction inside loops, by computation."""
     computations: dict[str, list[tuple[str, str]]] = {}
     calls: dict[str, set[str]] = {}
     bodies: set[str] = set()
@@ -210,7 +210,7 @@ def loop_bodies(hlo: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def copies(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
-    """Returns every instruction inside a loop that makes another array of one of `shapes`."""
+    """Returns every instruction inside a loop that makes a new array of one of `shapes`."""
     return [
         f"{name}: {result} {opcode}"
         for name, result, opcode in _of_shapes(hlo, shapes)
@@ -219,16 +219,16 @@ def copies(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
 
 
 def weights_made(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
-    """Returns every instruction inside a loop, outside a product, that makes a matrix of `shapes`.
+    """Returns instructions inside loops, other than products, that make matrices of `shapes`.
 
-    That is a layer taken out of a stack, a copy, or a change of its type or its order.
+    Such an instruction slices a layer from a stack, copies it, or changes its type or layout.
     """
     products = {
         name for name, instructions in loop_bodies(hlo).items()
         if any(opcode == "dot" for _, opcode in instructions)
         and not any(opcode in ("while", "fusion") for _, opcode in instructions)
     }  # fmt: skip
-    # A leading 1 is what is left of a stack.
+    # The slice of a stack has a leading 1.
     both = shapes | {(1, *shape) for shape in shapes}
     return [
         f"{name}: {result} {opcode}"
@@ -240,7 +240,7 @@ def weights_made(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
 
 
 def in_place(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
-    """Returns the writes into such arrays inside a loop; without any there was nothing to see."""
+    """Returns the writes into such arrays inside loops; there must be some to check."""
     return [
         f"{name}: {result} {opcode}"
         for name, result, opcode in _of_shapes(hlo, shapes)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that takes a step when a test lets it, to look at what stands in a queue.
+"""A model that steps only when a test allows it, to inspect a queue.
 
-Requests for a batch of them are named by their words, one after another: "a b".
+The requests of a batch are named by their words, in order: "a b".
 """
 
 import threading
@@ -16,12 +16,12 @@ from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 
-PATIENCE = 20  # seconds until a test gives up
+PATIENCE = 20  # seconds; time limit of a test
 TOKENS = (np.array([[5], [0]], np.int32),)  # a word and the end of text
 
 
 class Staged(SparseLaViDa):
-    """Takes a step whenever it is let, three for all, and says what it was asked."""
+    """Takes a step whenever allowed, three in all, and records its requests."""
 
     settings = config.Config()
     source = Origin("runs/staged", "ab")
@@ -32,7 +32,7 @@ class Staged(SparseLaViDa):
         tokenizer=types.SimpleNamespace(encode=str.split),
     )
     codec = None
-    batch_size = 1  # no property here
+    batch_size = 1  # not a property here
 
     def __init__(self, batch_size=1):
         self.batch_size = batch_size
@@ -60,7 +60,7 @@ class Staged(SparseLaViDa):
         return Result(task, words, (0,) * number, *settings, {}, **counts, **made)
 
     def preview(self, cells, rows):
-        """An image of how many cells are decoded."""
+        """An image filled with the number of decoded cells."""
         return np.full((rows, rows, 3), (cells > 0).sum(), np.uint8)
 
     def _take_steps(self, making, words, callback):
@@ -84,7 +84,7 @@ class Staged(SparseLaViDa):
 
 
 def after(making, steps, rows=1, total=3):
-    """Images of four cells, of which a step decodes one."""
+    """Images of four cells; each step decodes one."""
     decoded = np.repeat(np.arange(4)[None] < steps, rows, axis=0).astype(np.int32)
     canvas = decoded[..., None]
     return Progress(making, steps, total, canvas, decoded, range(1), 0, (*range(rows),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny experiment on the scenes, with stand-ins for what costs time or has to be trained."""
+"""A tiny experiment on scenes, with stand-ins for everything slow or trained."""
 
 import contextlib
 import functools
@@ -78,7 +78,7 @@ def settings(**sections) -> config.Config:
 
 
 def model_of_every_task(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a model folder, with arbitrary weights, that says it was trained on every task."""
+    """Writes a model folder with arbitrary weights, marked as trained on every task."""
     every_task = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
     given = settings(data={"tasks": every_task, "max_answer_len": 16})
     model_folder.save_model(
@@ -93,7 +93,7 @@ def model_of_every_task(folder: pathlib.Path) -> pathlib.Path:
 
 
 def command_line(folder: pathlib.Path, given: config.Config) -> list[str]:
-    """Writes a config file with the tasks, and returns the words that set everything else."""
+    """Writes a config file with the tasks, and returns flags for everything else."""
     path = folder / f"{given.name}.py"
     sections = {"name": given.name, "data": {"tasks": given.data.tasks}}
     path.write_text(
@@ -128,17 +128,17 @@ def batches(given: config.Config) -> SceneBatches:
 
 
 def without_waiting(monkeypatch) -> None:
-    """Puts the exact codec in the place of the trained one; looks at few examples for shapes."""
+    """Replaces the trained codec by the exact one; uses few examples to determine shapes."""
     monkeypatch.setattr(sources, "ImageCodec", Codec)
     monkeypatch.setattr(data_batches, "LENGTH_PROBE", 16)
 
 
 class Knowing(pipelines.SparseLaViDa):
-    """Knows right responses by heart, or answers nothing and draws empty images.
+    """Returns correct responses from memory, or empty texts and images.
 
     Args:
-        samples: what it will be asked; those of one prompt and image have one right response.
-        ignorant: it does not look at them.
+        samples: the expected requests; those with the same prompt and image share a response.
+        ignorant: ignore the samples.
     """
 
     def __init__(self, given: config.Config, samples: Iterable[tasks.Sample], *, ignorant=False):
@@ -174,7 +174,7 @@ class Knowing(pipelines.SparseLaViDa):
         return [self._answer(example) for example in examples]
 
     def _answer(self, example):
-        """What is given is right already, as is an image; other answers are known by heart."""
+        """Given tokens and images are correct already; other answers come from memory."""
         if example.given.any() or example.kind == "image":
             return example.response
         words = [p.ids for p in example.parts if isinstance(p, sequence.Text) and not p.keep]
@@ -211,7 +211,7 @@ def _key(prompt, image):
 
 @contextlib.contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Compiles fast rather than well: what is run a few times costs its compilation."""
+    """Compiles fast rather than well, for programs that run only a few times."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model with arbitrary weights, and the requests that the proofs put to it."""
+"""A tiny model with arbitrary weights, and requests to it for the tests."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling import draw, presets, prompts
 from sparse_lavida_jax.sampling.state import StepTokens, take
 
-# A tiny program is run a few times: what it costs is its compilation.
+# A tiny program runs only a few times: compilation dominates its cost.
 _QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-if jax.__version_info__ < (0, 11):  # two thirds of the time that is left; gone in jax 0.12
+if jax.__version_info__ < (0, 11):  # saves a third of the remaining time; removed in jax 0.12
     _QUICK_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
 quick_jit = functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
 
@@ -37,7 +37,7 @@ TEXT_BLOCK_LEN = 4
 
 
 def model_settings(**changes) -> config.Model:
-    """Returns two joint layers and a split one, 2 heads of 16."""
+    """Returns settings with two joint layers and a split one, 2 heads of 16."""
     values = {
         "vocab_size": 40,
         "width": 32,
@@ -59,10 +59,10 @@ def model_settings(**changes) -> config.Model:
 
 @functools.cache
 def denoiser(settings: config.Model) -> Denoiser:
-    """Returns a model no parameter of which has the value it would start training with.
+    """Returns a model whose parameters all differ from their initial values for training.
 
-    So no norm weight is 1, no register equals the mask that it stands in for, and every branch
-    matters to the logits.
+    So no norm weight is 1, no register equals the mask that it replaces, and every branch affects
+    the logits.
     """
     shapes = denoiser_shapes(settings)
     rng = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def denoiser(settings: config.Model) -> Denoiser:
             value = 0.5 * noise
         return jnp.asarray(value, leaf.dtype)
 
-    with jax.ensure_compile_time_eval():  # what is kept must not be a tracer of the first caller
+    with jax.ensure_compile_time_eval():  # cached values must not be tracers of the first caller
         return jax.tree_util.tree_map_with_path(arbitrary, shapes)
 
 
@@ -116,7 +116,7 @@ def request(
 
 
 def example(parts, tokens, given, kind, pixels=None, seed=0) -> Example:
-    """Returns an example that is asked for with a seed; `pixels` may be views of several images."""
+    """Returns an example with a seeded request; `pixels` may be views of several images."""
     views = pixels if isinstance(pixels, tuple) else ()
     image = None if views else pixels
     asked = Request(task="", seed=seed)
@@ -124,7 +124,7 @@ def example(parts, tokens, given, kind, pixels=None, seed=0) -> Example:
 
 
 def asked_with(one: Example, **changes) -> Example:
-    """Returns an example whose request is changed: its seed, its temperature."""
+    """Returns an example with changes to its request, such as seed or temperature."""
     return dataclasses.replace(one, request=dataclasses.replace(one.request, **changes))
 
 
@@ -137,7 +137,7 @@ def prepare(
     edit_guidance: str = "source",
     with_given: bool = True,
 ) -> prompts.Prompt:
-    """Returns the prompts of a batch with so many guidance rows."""
+    """Returns the prompts of a batch."""
     settings = presets.step_settings(config.Sampling(), model, examples[0].kind)
     preset = presets.preset("sparse" if with_given else "prefix")
     settings = dataclasses.replace(
@@ -148,13 +148,13 @@ def prepare(
 
 @flax.struct.dataclass
 class Recorded(draw.Draws):
-    """Random numbers that were recorded, with an entry for each step; None: our own.
+    """Recorded random numbers, with an entry for each step; None: our own.
 
     Attributes:
-        tokens: what is drawn for each code in each step, wherever it is masked.
-        gumbel: Gumbel noise that decides what is drawn; the temperature is that of the settings.
-        sure: Gumbel noise on the confidence, or the confidence itself where it is random. One
-            entry a candidate.
+        tokens: the draw for each masked code in each step.
+        gumbel: Gumbel noise for the draws; the temperature is that of the settings.
+        sure: Gumbel noise on the confidence, or the confidence itself if it is random. One entry
+            per candidate.
     """
 
     tokens: np.ndarray | jax.Array | None = None
@@ -190,7 +190,7 @@ def gumbel(uniform: np.ndarray) -> np.ndarray:
 
 
 def without_tiles(settings, draws):
-    """Returns settings that make all logits at once where what is drawn from them is recorded."""
+    """Returns settings that compute all logits at once if draws are recorded."""
     recorded = draws is not None and (draws.tokens is not None or draws.gumbel is not None)
     return dataclasses.replace(settings, head_tile=0) if recorded else settings
 
@@ -216,7 +216,7 @@ def response(kind: sequence.Kind, settings: config.Model, rng: np.random.Generat
 def lay_out(
     asked: Example, settings: config.Model, *, drop_prompt=False, drop_source=False
 ) -> sequence.PromptRow:
-    """Returns the prompt as training lays it out."""
+    """Returns the prompt in the layout of training."""
     return sequence.prompt_row(
         asked.parts,
         text_mask_id=settings.text_mask_id,
@@ -227,7 +227,7 @@ def lay_out(
 
 
 def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corrupted:
-    """Returns a training batch of arbitrary responses of these kinds, cut into uniform blocks."""
+    """Returns a training batch of arbitrary responses of these kinds, with uniform blocks."""
     asked = [request(kind, settings, i, words=3) for i, kind in enumerate(kinds)]
     mean = config.Diffusion(blocks="uniform", weighting="mean")
     rng = np.random.default_rng(0)
@@ -246,7 +246,7 @@ def shape_of(rows: list[diffusion.CorruptedRow]) -> RowShape:
 
 
 def registers_from(row: TrainingRow, settings: config.Model) -> int:
-    """Returns the position of the first register of a row of training."""
+    """Returns the position of the first register of a training row."""
     streams = row.tokens.understanding, row.tokens.generation
     registers = settings.text_register_id, settings.image_register_id
     for tokens, register in zip(streams, registers, strict=True):
@@ -256,5 +256,5 @@ def registers_from(row: TrainingRow, settings: config.Model) -> int:
 
 
 def stacked(rows: list[diffusion.CorruptedRow], settings: config.Model, shape=None, **more):
-    """Returns rows as a batch, as long as the longest one unless a shape is given."""
+    """Returns rows as a batch, by default of the length of the longest."""
     return stack(rows, shape or shape_of(rows), settings, **more)

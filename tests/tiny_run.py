@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny trainings in processes of their own, to be killed, stopped, and put together.
+"""Tiny training runs in separate processes, for tests that kill, stop or combine them.
 
-A server that has imported everything forks them, so that one costs its work and no more. The
-command line is run as it is, except for what costs time: the model has arbitrary parameters, images
-are read exactly, and no report is written.
+A server that has imported everything forks them, so that they start fast. The command line is run
+unchanged except for slow parts: the model has arbitrary parameters, images are encoded exactly, and
+no report is written.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from sparse_lavida_jax.training import metrics, sources
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tiny_run"])
-SECONDS = 300.0  # that a training may take
+SECONDS = 300.0  # time limit of a training run
 
 
 def settings(**sections) -> config.Config:
-    """Returns a configuration of one joint and one split layer that draws."""
+    """Returns a configuration for drawing with one joint and one split layer."""
     return stand_ins.settings(**{"data": {"tasks": {"draw": 1.0}}, **sections})
 
 
 def command(folder: pathlib.Path, given: config.Config) -> list[str]:
-    """Writes a config file and returns the words that train it in `folder`."""
+    """Writes a config file and returns the command line that trains it in `folder`."""
     path = folder / f"{given.name}.py"
     path.write_text(
         "import json, ml_collections\n\ndef get_config():\n"
@@ -47,7 +47,7 @@ def command(folder: pathlib.Path, given: config.Config) -> list[str]:
 
 
 def lines(run: pathlib.Path) -> list[dict]:
-    """Returns the metrics of a run without what a clock measured; none where there is no file."""
+    """Returns the metrics of a run without measured times; empty if there is no file."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
@@ -58,7 +58,7 @@ def lines(run: pathlib.Path) -> list[dict]:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
+    """Returns a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -66,11 +66,11 @@ def free_port() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training that has been started.
+    """A started training run.
 
     Attributes:
-        process: where.
-        said: a file with what it printed, and the number of every step it took.
+        process: its process.
+        said: a file with its output, and the number of every step.
     """
 
     process: multiprocessing.process.BaseProcess
@@ -78,24 +78,24 @@ class Training:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that it took, by what had been done before each."""
+        """The steps that it took, as numbers of steps done before each."""
         words = self.said.read_text().splitlines() if self.said.exists() else []
         return [int(word.removeprefix("step ")) for word in words if word.startswith("step ")]
 
     def wait_for_step(self, step: int) -> None:
-        """Waits until it has begun a step, or has ended."""
+        """Waits until it has started a step, or has ended."""
         end = time.monotonic() + SECONDS
         while self.process.is_alive() and step not in self.steps:
             assert time.monotonic() < end, self.said.read_text()
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Ends it as a power cut would."""
+        """Kills it, like a power cut."""
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
 
     def ask_to_stop(self) -> None:
-        """Does what a machine does that is wanted elsewhere."""
+        """Sends the signal of a machine that is being preempted."""
         os.kill(self.process.pid, signal.SIGTERM)
 
     def code(self) -> int:
@@ -110,12 +110,12 @@ class Training:
 def start(
     words: list[str], said: pathlib.Path, *, devices: int = 1, step_seconds: float = 0.0
 ) -> Training:
-    """Starts a training.
+    """Starts a training run.
 
     Args:
         words: of its command line.
-        devices: that the process has.
-        step_seconds: by which every step is slowed down.
+        devices: number of devices of the process.
+        step_seconds: additional time of every step.
     """
     _start_server()
     process = CONTEXT.Process(target=_run, args=(words, str(said), devices, step_seconds))
@@ -124,7 +124,7 @@ def start(
 
 
 def _start_server() -> None:
-    """Starts what forks the processes, with the paths that modules are found in here."""
+    """Starts the fork server, with the module search paths of this process."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
@@ -143,7 +143,7 @@ def _run(words: list[str], said: str, devices: int, step_seconds: float) -> None
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_disable_most_optimizations", True)
-    # Every small program is kept for the next process.
+    # Even small programs are cached for the next process.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     real = train.train_step
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder such as LaViDa-O is released in, tiny and with arbitrary numbers."""
+"""A folder like the LaViDa-O release, tiny and with arbitrary numbers."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def arbitrary(made: config.Config = SETTINGS, dtype: str = "bfloat16") -> dict[s
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Returns a dtype by name, bfloat16 too."""
+    """Returns a dtype by name, including bfloat16."""
     return next(dtype for dtype in tensors.DTYPES.values() if str(dtype) == name)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler step by step, and what training computes for each of its states.
 
-`moments` runs the sampler with everything it does (prefill, cache, truncation) and keeps what it
-saw. `training_logits` lays the same states out with `diffusion.corrupt` and `data.batch.stack`, as
-training does, and runs the model once without a cache.
+`moments` runs the complete sampler (prefill, cache, truncation) and records its states.
+`training_logits` lays out the same states with `diffusion.corrupt` and `data.batch.stack`, as in
+training, and runs the model once without a cache.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Moment:
 def settings_of(
     preset: str, kind: sequence.Kind, model: config.Model, *, has_source=False, **changes
 ) -> presets.StepSettings:
-    """Returns step settings at temperature 0.8, so that draws are not the modes."""
+    """Returns step settings at temperature 0.8, so that draws differ from the modes."""
     asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
     return presets.step_settings(asked, model, kind, has_source=has_source)
 
@@ -55,9 +55,9 @@ def plan(
     cell_passes: int = 1,
     **options,
 ) -> list[plans.Segment]:
-    """Returns the segments that the preset asks for; images: a stratified order of each row's own.
+    """Returns the segments of a preset; for images, each row has its own stratified order.
 
-    For text, `num_steps` steps a text block.
+    For text, there are `num_steps` steps per text block.
     """
     given = np.stack([request.given for request in requests])
     passes = {
@@ -125,7 +125,7 @@ def moments(
 
 
 def step_of(stacked, i):
-    """Returns one step, cut on the host: on the device every slice would be a program."""
+    """Returns one step, sliced on the host: on the device every slice would be a program."""
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[i]), stacked)
 
 
@@ -139,7 +139,7 @@ def _patched(**functions):
 
 @functools.partial(tiny.quick_jit, static_argnames=("settings",))
 def _step(model, state, now, prompt, settings):
-    """Runs `sample.step`, and returns the logits that it drew from besides the state."""
+    """Runs `sample.step`; returns the state, and the logits for its draws."""
     step_logits, seen = sample.step_logits, []
 
     def observed(*args):
@@ -190,7 +190,7 @@ def training_logits(
     """Returns what a training forward without cache predicts at each step, guided [b l g v].
 
     Args:
-        with_rest: other masked tokens stand in the masked block too (no truncation).
+        with_rest: other masked tokens are in the masked block too (no truncation).
     """
     drops = {1: [(False, False)], 2: [(True, True), (False, False)]}.get(
         settings.guidance_rows, [(True, True), (True, False), (False, False)]
@@ -229,7 +229,7 @@ def blocks_of(moment: Moment, row: int, with_rest: bool, mask_id: int | None) ->
     """Returns the training blocks of the state before a step: N = 1.
 
     Args:
-        mask_id: of codes, of which some in a masked cell may be known.
+        mask_id: of codes; a masked cell may have some known codes.
     """
     decoded_at = moment.decoded_at[row]
     is_masked = decoded_at == sample.NOT_DECODED

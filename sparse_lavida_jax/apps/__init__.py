@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faces: commands, page, server."""
+"""User interfaces: the commands, the web page and the server."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests on one device: who shares a batch, who goes first, and who compiles beside the others.
+"""Requests on one device: which share a batch, which go first, and compiling in the background.
 
-Requests of one kind (`batches.kind_of`) that wait are done together. Batches of different kinds
-take turns on the device at the ends of their segments. A batch whose programs never ran gives the
-device away while it compiles and runs them.
+Waiting requests of one kind (`batches.kind_of`) are done together. Batches of different kinds take
+turns on the device at the ends of their segments. A batch whose programs have not run yet releases
+the device while it compiles and runs them.
 """
 
 import collections
@@ -24,12 +24,12 @@ from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sample import Progress
 
-CLOSE_SECONDS = 30.0  # most that closing waits for the segments that run
-MOST_THREADS = 32  # batches that are begun, those that wait for a compilation among them
+CLOSE_SECONDS = 30.0  # the longest that closing waits for running segments
+MOST_THREADS = 32  # batches under way, including those that wait for a compilation
 MOST_COMPILING = 2  # at once
-WAIT_SHARE = 0.25  # of the seconds of a batch: what waiting for company may cost
-MOST_KINDS = 256  # of which it is known how many rows are expected
-EVERY = -1  # previews: one after every segment, of which the last is kept
+WAIT_SHARE = 0.25  # of a batch's running time: the longest to wait for further requests
+MOST_KINDS = 256  # whose expected number of rows is remembered
+EVERY = -1  # previews: one after every segment, of which only the last is kept
 
 
 class QueueFull(Exception):
@@ -37,7 +37,7 @@ class QueueFull(Exception):
 
 
 class Stopped(Exception):
-    """The service stops and takes nothing more; the message says so."""
+    """The service is stopping and takes no more requests; the message says so."""
 
 
 class Cancelled(Exception):
@@ -49,16 +49,16 @@ class Limits:
     """The most that a request may ask for, and what the queue holds.
 
     Attributes:
-        waiting: requests that wait while others run.
-        words: characters of a prompt.
-        upload: bytes of an image file.
-        images: images of one request, and attempts at one.
-        new_tokens: of one answer.
-        longest_wait: seconds that a request waits for company though the device is free, at most.
+        waiting: requests that may wait while others run.
+        words: characters in a prompt.
+        upload: bytes in an image file.
+        images: images per request, and attempts at an image.
+        new_tokens: tokens in an answer.
+        longest_wait: the longest, in seconds, to wait for more requests while the device is free.
         together: batches of different kinds that take turns on the device; each has a cache.
-        programs: batches of different shapes whose compiled programs are kept.
-        only: steps and registers of images that may be asked for besides the model's own, and
-            nothing else that needs programs; registers None: the model's own. None: any.
+        programs: batch shapes whose compiled programs are kept.
+        only: (steps, registers) that requests for images may set besides the model's own, with no
+            other setting that needs new programs; registers None: the model's own. None: any.
     """
 
     waiting: int = 64
@@ -78,18 +78,18 @@ class Ticket:
 
     Attributes:
         requests: its rows, all of one task.
-        queue: all requests that have not ended, in the order in which they came.
-        looks: how many previews to make at most, spread over the steps; or `EVERY`.
-        came, began: when it came, and when its batch began, in seconds of `time.monotonic`; None:
-            it waits.
+        queue: all requests that have not ended, in order of arrival.
+        looks: the largest number of previews, spread over the steps; or `EVERY`.
+        came, began: when it arrived and when its batch began, in seconds of `time.monotonic`; None:
+            it is still waiting.
         future: its result.
-        state: how far the sampler is; None before it starts.
-        previews: the first image with the cells that are decoded so far, oldest first.
-        batch, start: rows of its batch, its own among them, and which is its first.
-        seconds: from the beginning of its batch to the end.
-        device, first: of them, how long its batch had the device, and how long it ran programs
-            that had to be compiled first.
-        cancelled: whether nobody waits for the result any more.
+        state: the progress of the sampler; None before it starts.
+        previews: the first image with the cells decoded so far, oldest first.
+        batch, start: the number of rows in its batch, and the index of its own first row there.
+        seconds: from the start of its batch to the end.
+        device, first: how many of these seconds its batch held the device, and how many it ran
+            programs that had to be compiled first.
+        cancelled: whether the client no longer waits for the result.
     """
 
     requests: Sequence[Request] = dataclasses.field(repr=False)
@@ -116,17 +116,17 @@ class Ticket:
 
     @property
     def task(self) -> str:
-        """What is asked for."""
+        """The task of its requests."""
         return self.requests[0].task
 
     @property
     def ahead(self) -> int:
-        """How many requests came before it and have not ended; 0 once it runs."""
+        """How many earlier requests have not ended; 0 once it runs."""
         queue = [*self.queue]  # which another thread may change
         return queue.index(self) if self.began is None and self in queue else 0
 
     def wants_preview(self, state: Progress) -> bool:
-        """Whether to make a preview between these segments."""
+        """Whether to make a preview after this segment."""
         if state.making != "image" or not state.steps:
             return False
         parts, due = self.looks + 1, len(self.previews) + 1
@@ -134,7 +134,7 @@ class Ticket:
         return self.looks == EVERY or (due < parts and reached)
 
     def cancel(self) -> None:
-        """Ends it: at once if it waits, after the present segment if it runs."""
+        """Ends it: at once if it waits, after the current segment if it runs."""
         self.cancelled = True
         self.future.cancel()
 
@@ -151,9 +151,9 @@ class Ticket:
 class Device:
     """Lets one batch at a time use the device.
 
-    A batch keeps it until it is done, or until one of its segments has ended and another one waits
-    that has fewer steps left. After a batch that is done comes the one that waits longest. So a
-    short batch waits for one segment of a long one, and many short ones do not stop the long one.
+    A batch keeps the device until it is done, or until it ends a segment while another batch with
+    fewer steps left is waiting. When a batch is done, the longest-waiting one is next. So a short
+    batch waits for one segment of a long one, and many short ones cannot hold up the long one.
     """
 
     def __init__(self):
@@ -163,7 +163,7 @@ class Device:
         self._since = 0.0
 
     def take(self, batch: "Batch") -> None:
-        """Waits until the device is the batch's."""
+        """Waits until this batch gets the device."""
         with self._changed:
             self._waiting.append(batch)
             if self._user is None:
@@ -171,12 +171,12 @@ class Device:
             self._changed.wait_for(lambda: self._user is batch)
 
     def give(self) -> None:
-        """Gives it to the one that waits longest."""
+        """Hands the device to the batch that has waited longest."""
         with self._changed:
             self._hand(self._waiting[0] if self._waiting else None)
 
     def offer(self, batch: "Batch") -> None:
-        """Lets a shorter batch go first, if the device is this one's."""
+        """Lets a batch with fewer steps left go first, if `batch` holds the device."""
         with self._changed:
             first = min(self._waiting, key=lambda other: other.left, default=batch)
             if self._user is batch and first.left < batch.left:
@@ -195,16 +195,16 @@ class Device:
 
 
 class Batch:
-    """Requests that are done together, on their way.
+    """Requests that are being done together.
 
     Args:
-        tickets: of one kind.
-        batcher: that they were given to.
+        tickets: all of one kind.
+        batcher: the queue they come from.
 
     Attributes:
-        left: steps to do; 0 while that is not known.
-        on_device: seconds that it had the device.
-        first: seconds that it ran programs that had to be compiled first.
+        left: steps left; 0 until that is known.
+        on_device: seconds during which it held the device.
+        first: seconds during which it ran programs that had to be compiled first.
     """
 
     def __init__(self, tickets: Sequence[Ticket], batcher: "Batcher"):
@@ -214,7 +214,7 @@ class Batch:
         self.on_device = self.first = 0.0
 
     def run(self) -> None:
-        """Does them; if that fails, each alone, so that an error reaches who asked and no other."""
+        """Does them; if that fails, does each alone, so that only the faulty one gets the error."""
         requests = [request for ticket in self.tickets for request in ticket.requests]
         for ticket, start in self._firsts():
             ticket.batch, ticket.start = len(requests), start
@@ -248,14 +248,14 @@ class Batch:
         ticket.device, ticket.first = self.on_device, self.first
 
     def _firsts(self) -> Iterator[tuple[Ticket, int]]:
-        """Yields each ticket and the number of its first row."""
+        """Yields each ticket with the index of its first row."""
         start = 0
         for ticket in self.tickets:
             yield ticket, start
             start += len(ticket.requests)
 
     def _look(self, state: Progress) -> None:
-        """Tells the tickets how far they are, and lets others use the device."""
+        """Updates the progress of the tickets, and lets other batches use the device."""
         self.left = state.total - state.steps
         for ticket, start in self._firsts():
             if ticket.cancelled:
@@ -277,14 +277,14 @@ class Batch:
 
     @contextlib.contextmanager
     def _programs(self, key: Hashable) -> Iterator[None]:
-        """Leaves the device to others while programs run that have to be compiled first."""
+        """Leaves the device to others while it runs programs that have to be compiled first."""
         known = self.batcher.known
         with contextlib.ExitStack() as stack:
             if key not in known:
                 self.device.give()
                 stack.callback(self.device.take, self)
                 stack.enter_context(self.batcher.beside(self.tickets[0].kind))
-                if key in known:  # somebody compiled it meanwhile
+                if key in known:  # another batch compiled it in the meantime
                     stack.close()
                 else:
                     stack.callback(self._add_first, time.monotonic())
@@ -297,18 +297,18 @@ class Batch:
 
 
 class Batcher:
-    """The queue of a model: requests come one by one, and are done in batches.
+    """The queue of a model: requests arrive one by one and are done in batches.
 
     Args:
-        pipe: does them, a `SparseLaViDa`; its `batch_size` is the largest batch.
+        pipe: the `SparseLaViDa` that does them; its `batch_size` is the largest batch.
         limits: of the queue.
         ended: called with every request that has ended.
 
     Attributes:
-        open: requests that have not ended, in the order in which they came.
-        device: that batches take turns on.
-        known: what chooses programs that have run (`engine.Programs`).
-        stops: whether nothing more is taken.
+        open: requests that have not ended, in order of arrival.
+        device: what batches take turns on.
+        known: keys of the programs that have already run (`engine.Programs`).
+        stops: whether new requests are turned away.
     """
 
     def __init__(self, pipe: Any, limits: Limits, ended: Callable[[Ticket], None]):
@@ -318,10 +318,10 @@ class Batcher:
         self.known: set[Hashable] = set()
         self.stops = False
         self._changed = threading.Condition()
-        self._busy: collections.Counter[Hashable] = collections.Counter()  # kinds on the device
-        self._begun = 0  # batches, those that compile among them
-        self._places = 0  # taken by requests that are read
-        # Rows of the next batch of each kind, and seconds to wait for them.
+        self._busy: collections.Counter[Hashable] = collections.Counter()  # those under way
+        self._begun = 0  # batches under way, including those that compile
+        self._places = 0  # taken by requests whose images are still being read
+        # For each kind, the rows expected in its next batch, and how many seconds to wait for them.
         self._expected: dict[Hashable, tuple[int, float]] = {}
         self._rehearsed: set[Ticket] = set()
         self._compiling = threading.BoundedSemaphore(MOST_COMPILING)
@@ -331,24 +331,24 @@ class Batcher:
 
     @property
     def waiting(self) -> list[Ticket]:
-        """Requests that wait."""
+        """The requests that wait."""
         return [ticket for ticket in [*self.open] if ticket.began is None]
 
     @property
     def running(self) -> bool:
-        """Whether the device is at work."""
+        """Whether any request is running."""
         return any(ticket.began is not None for ticket in [*self.open])
 
     def take_place(self) -> None:
-        """Takes a place in the queue for a request that is read; `leave_place` gives it back.
+        """Reserves a place in the queue for a request being read; `leave_place` gives it back.
 
         Raises:
-            QueueFull: too many wait already.
-            Stopped: nothing more is taken.
+            QueueFull: too many requests wait already.
+            Stopped: no more requests are taken.
         """
         with self._changed:
             self._check_goes_on()
-            # The first one of an idle device is about to begin.
+            # If nothing runs, the first request is about to start, and does not count as waiting.
             wait = len(self.waiting) + self._places - (not self.running)
             if wait >= self.limits.waiting:
                 raise QueueFull(
@@ -366,10 +366,10 @@ class Batcher:
             raise Stopped("this server stops and takes nothing more: ask again in a minute.")
 
     def add(self, ticket: Ticket) -> None:
-        """Adds a request, which has a `place`, to the end of the queue.
+        """Adds a request that has a reserved place to the end of the queue.
 
         Raises:
-            Stopped: nothing more is taken.
+            Stopped: no more requests are taken.
         """
         with self._changed:
             self._check_goes_on()
@@ -379,10 +379,10 @@ class Batcher:
             self._changed.notify_all()
 
     def rehearse(self, requests: Sequence[Request]) -> None:
-        """Does a batch that nobody asked for, beside the others, so that its programs have run.
+        """Runs a batch that no client asked for, alongside the others, to compile its programs.
 
         Raises:
-            Cancelled: the work ended meanwhile.
+            Cancelled: the queue was closed in the meantime.
         """
         ticket = Ticket(requests, [], began=time.monotonic())
         ticket.future.set_running_or_notify_cancel()
@@ -399,7 +399,7 @@ class Batcher:
                 self._rehearsed.remove(ticket)
 
     def stop(self) -> None:
-        """Takes nothing more, and turns away what waits; what runs goes on."""
+        """Takes no more requests and turns away those that wait; running ones continue."""
         with self._changed:
             self.stops = True
             for ticket in self.waiting:
@@ -407,14 +407,14 @@ class Batcher:
                     ticket.fail(Stopped("this server stops: ask again in a minute."))
 
     def close(self) -> None:
-        """Cancels all requests and ends the work."""
+        """Cancels all requests and stops all work."""
         with self._changed:
             self.stops = True
             left = [*self.open, *self._rehearsed]
             for ticket in left:
                 ticket.cancel()
         self._workers.shutdown(wait=False, cancel_futures=True)
-        # Those that waited are cancelled already; `wait` would never hear of them.
+        # Waiting requests are cancelled already; `wait` would never be notified of them.
         running = [ticket.future for ticket in left if not ticket.future.cancelled()]
         concurrent.futures.wait(running, CLOSE_SECONDS)
 
@@ -426,7 +426,7 @@ class Batcher:
 
     @contextlib.contextmanager
     def beside(self, kind: Hashable) -> Iterator[None]:
-        """Lets other batches begin, also of this kind, while one compiles; few compile at once."""
+        """Lets other batches, even of this kind, start while one compiles; few compile at once."""
         with self._changed:
             self._busy -= collections.Counter([kind])
             if not self.stops:
@@ -439,7 +439,7 @@ class Batcher:
                 self._busy[kind] += 1
 
     def _work(self) -> None:
-        """Does batches until none waits that could begin."""
+        """Does batches until no waiting request can start."""
         while tickets := self._gather():
             try:
                 Batch(tickets, self).run()
@@ -447,9 +447,9 @@ class Batcher:
                 self._done(tickets)
 
     def _gather(self) -> list[Ticket]:
-        """Returns requests that are done together from now on; none where none could begin.
+        """Returns the requests of the next batch, now marked as running; [] if none can start.
 
-        They wait for company only where more are expected (`_done`).
+        It waits for further requests only where more are expected (`_done`).
         """
         with self._changed:
             while True:
@@ -466,14 +466,14 @@ class Batcher:
                 )
                 if batch := self._taken(kind):
                     return batch
-                self._end(first)  # cancelled meanwhile
+                self._end(first)  # it was cancelled in the meantime
 
     def _begin(self, ticket: Ticket) -> None:
         self._busy[ticket.kind] += 1
         self._begun += 1
 
     def _end(self, ticket: Ticket) -> None:
-        self._busy -= collections.Counter([ticket.kind])  # what is 0 is left out
+        self._busy -= collections.Counter([ticket.kind])  # subtraction drops counts of 0
         self._begun -= 1
         self._changed.notify_all()
 
@@ -481,7 +481,7 @@ class Batcher:
         return sum(len(ticket.requests) for ticket in self.waiting if ticket.kind == kind)
 
     def _taken(self, kind: Hashable) -> list[Ticket]:
-        """Takes requests of a kind out of the queue, as many as a batch holds."""
+        """Takes requests of a kind out of the queue, up to the size of a batch."""
         taken, rows = [], 0
         for ticket in self.waiting:
             if ticket.kind != kind or ticket.cancelled:
@@ -495,9 +495,9 @@ class Batcher:
         return taken
 
     def _done(self, tickets: Sequence[Ticket]) -> None:
-        """Lets the next batch of a kind begin, and says how many rows it may have.
+        """Lets the next batch of a kind start, and sets how many rows it is expected to have.
 
-        Who was answered may ask again at once, and who came meanwhile is there already.
+        Clients that were just answered may ask again at once, and others are waiting already.
         """
         first, rows = tickets[0], sum(len(ticket.requests) for ticket in tickets)
         wait = min(self.limits.longest_wait, WAIT_SHARE * first.seconds)
@@ -510,13 +510,13 @@ class Batcher:
             self._end(first)
 
     def _drop_programs(self) -> None:
-        """Frees all compiled programs if there are too many; no batch runs then.
+        """Frees all compiled programs if there are too many, while no batch is running.
 
-        Their number and their memory would grow with every new setting that somebody asks for.
+        Otherwise their number and their memory would grow with every new setting that clients use.
         """
         if len(self.known) < self.limits.programs:
             return
         self._changed.wait_for(lambda: not self._begun)
-        if len(self.known) >= self.limits.programs:  # unless another thread was first
+        if len(self.known) >= self.limits.programs:  # unless another thread did so first
             jax.clear_caches()
             self.known.clear()

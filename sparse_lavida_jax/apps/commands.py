@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `cli.py` do: a model is loaded, asked, and its results are written."""
+"""What the commands of `cli.py` do: load a model, run a task, and write the results."""
 
 import argparse
 import contextlib
@@ -28,12 +28,12 @@ from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
 MOST_ROWS = 1024  # of a batch
-NUMBERS = ("temperature", "guidance")  # that lines of a batch may have of their own
-OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # the first: of older batches
+NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
+OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # "picture" is an older name
 
 
 class Line(schema.Section):
-    """What a line of a batch may hold."""
+    """What a line of a batch file may contain."""
 
     prompt: str
     image: str = ""
@@ -46,7 +46,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Runs a command.
 
     Raises:
-        one of main.MISTAKES: it cannot be followed; the message says why.
+        one of main.MISTAKES: the command cannot be carried out; the message says why.
         OSError: something could not be written.
     """
     if name == "doctor":
@@ -72,7 +72,7 @@ def sample(
     adapters: str = "",
     **more: Any,
 ) -> None:
-    """Does a task for one prompt: `--mode=sample` of `main`."""
+    """Runs a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
     if TASKS[task].draws:
         image_files.check_writable(out)
@@ -83,8 +83,8 @@ def sample(
 
 
 def _task(name: str, asked: argparse.Namespace) -> None:
-    """Does a task of a model."""
-    # Words and files first: a model takes seconds to load.
+    """Runs a task of a model."""
+    # Check words and files first: loading a model takes seconds.
     words, shown, own = _words(name, asked)
     out, film_path = getattr(asked, "out", None), getattr(asked, "save_steps", None)
     if out is not None:
@@ -94,7 +94,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     name, given = _options(name, asked, shown)
     pipe = _load(asked)
     _tell_unheld(pipe, *(words or ()))
-    # Lines of a batch may have numbers of their own; the others go by the command line.
+    # Lines of a batch may set their own numbers; the others use those of the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASKS[name].draws
         given["sampling"] = options.changed(base, draws=draws, **common)
@@ -115,13 +115,13 @@ def _task(name: str, asked: argparse.Namespace) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is asked.
+# What is asked for.
 
 
 def _options(
     name: str, asked: argparse.Namespace, shown: Sequence[ShownImage]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the task that is meant, and what was given for its options."""
+    """Returns the task that is meant, and the options given for it."""
     if TASKS[name].image == "needed" and not shown:
         raise RequestError(f"`sparse-lavida {name}` is about an image: give one.")
     given: dict[str, Any] = {}
@@ -131,14 +131,14 @@ def _options(
         given["plan"] = False
     if name == "caption" and (asked.template is not None or asked.words):
         name, given = "constrained_caption", {"required": asked.words or None}
-    # The other options have the names that requests have.
+    # The other options have the same names as in requests.
     return name, {key: getattr(asked, key, None) for key in TASKS[name].takes} | given
 
 
 def _words(
     name: str, asked: argparse.Namespace
 ) -> tuple[Sequence[str] | None, list[ShownImage], dict[str, Any]]:
-    """Returns words, images, and what each row has of its own, of a command line or a batch."""
+    """Returns words, images and options per row, from a command line or a batch file."""
     if name in ("caption", "ground"):
         return getattr(asked, "phrases", None), shown_images(asked.image), {}
     image, words = getattr(asked, "image", None), asked.prompt
@@ -160,7 +160,7 @@ def _words(
 def _batch(
     name: str, path: pathlib.Path, image: str | None, seed: int
 ) -> tuple[list[str], list[ShownImage], dict[str, Any]]:
-    """Returns what `_words` does, of a batch."""
+    """Returns the same as `_words`, from a batch file."""
     entries = read_batch(path)
     images = [entry.get("image", image) for entry in entries]
     if not TASKS[name].image and any(images):
@@ -179,10 +179,10 @@ def _batch(
 
 
 def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads a batch: a prompt a line (.txt), or an object a line (.jsonl). Blank lines are skipped.
+    """Reads a batch file: one prompt (.txt) or object (.jsonl) per line. Skips blank lines.
 
     Raises:
-        UsageError: no such file, another suffix, nothing in it, or a line that is wrong.
+        UsageError: there is no such file, it has another suffix, is empty, or has an invalid line.
     """
     if path.suffix not in (".txt", ".jsonl"):
         raise UsageError(f"--batch={path} must end in .txt or .jsonl.")
@@ -216,7 +216,7 @@ def _entry(where: str, line: str) -> dict[str, Any]:
 
 
 def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
-    """Returns the model that is asked for, or the one that a record names."""
+    """Returns the model that the command line names, or else the one that a record names."""
     if not 1 <= asked.batch_size <= MOST_ROWS:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
     runtime.keep_programs()
@@ -228,7 +228,7 @@ def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) 
 
 
 def _tell_unheld(pipe: SparseLaViDa, *words: str) -> None:
-    """Says which words of prompts mean nothing to a model, if it is known."""
+    """Warns about words in prompts that a model never saw in training, if those are known."""
     if unheld := pipe.prompts.unheld(" ".join(words)):
         say(
             f"training never held {', '.join(unheld)} (upper and lower case are different words):"
@@ -275,11 +275,11 @@ def _replay(asked: argparse.Namespace) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is shown.
+# Output.
 
 
 class _Film:
-    """What the first image of each batch looks like before its first step and after each."""
+    """Frames of the first image of each batch: before its first step and after each step."""
 
     def __init__(self, pipe: SparseLaViDa, size: tuple[int, int] | None):
         self.pipe = pipe
@@ -287,7 +287,7 @@ class _Film:
         self.takes: list[list[image_files.Pixels]] = []
 
     def add(self, state: Progress) -> None:
-        """Adds a frame for each step of a segment; a batch begins with an empty one."""
+        """Adds a frame for each step of a segment, or the empty image before the first step."""
         if state.making != "image":
             return
         if not state.steps:
@@ -297,12 +297,12 @@ class _Film:
             self.takes[-1].append(self.pipe.preview(canvas[0], rows))
 
     def first(self, count: int) -> list[image_files.Pixels]:
-        """Returns the frames of the first `count` batches: of the attempts at one image."""
+        """Returns the frames of the first `count` batches, which are attempts at the same image."""
         return [frame for take in self.takes[:count] for frame in take]
 
 
 def _save(result: Result, out: pathlib.Path, *, on_one_sheet: bool = False) -> list[pathlib.Path]:
-    """Writes the images of a result: one to `out`, several to numbered names or on one sheet."""
+    """Writes the images of a result: one to `out`, several to numbered files or on one sheet."""
     if on_one_sheet:
         image_files.write(out, image_files.sheet(result.pixels))
         return [out]
@@ -333,7 +333,7 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, as_json: bool = Fal
 
 @contextlib.contextmanager
 def _shown_progress(also: Callback | None = None) -> Iterator[Callback]:
-    """Shows the steps on a terminal, and nothing elsewhere; `also` is called with each as well."""
+    """Shows the steps on a terminal, and nothing elsewhere; `also` is called too."""
     with progress("starting") as update:
 
         def callback(state: Progress) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation: tasks that take turns, all about the current image."""
+"""A conversation: a sequence of tasks, each about the current image."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from sparse_lavida_jax.sample import Callback
 
 
 class Conversation:
-    """Turns of any tasks; the image that was drawn last is what the next turn is about.
+    """A sequence of any tasks; each turn is about the image that was drawn last.
 
         talk = Conversation(pipe)
         talk.say("generate", "a red circle above a blue square")
@@ -22,12 +22,12 @@ class Conversation:
     Args:
         pipe: what does the tasks.
         image: the first one, if any.
-        seed: of the first turn; every turn has the next one.
-        sampling: of all turns.
+        seed: for the first turn; each further turn adds 1.
+        sampling: settings of all turns.
 
     Attributes:
         image: the current one.
-        turns: what was returned so far.
+        turns: the results so far.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Conversation:
     def say(
         self, task: str, words: str = "", *, callback: Callback | None = None, **more: Any
     ) -> Result:
-        """Does a task about the current image.
+        """Runs a task about the current image.
 
         Args:
             task: one of `inference.requests.TASKS`.
             words: prompt, instruction, question or phrases (with semicolons between them).
             callback: see `SparseLaViDa.run`.
-            more: other options of the task, such as a `mask`, a `box` or a `template`.
+            more: other options of the task, such as `mask`, `box` or `template`.
 
         Raises:
-            RequestError: an unknown task, words for one that takes none, or one that needs an
+            RequestError: an unknown task, words for a task that takes none, or a task that needs an
                 image before there is one.
         """
         if task not in TASKS:

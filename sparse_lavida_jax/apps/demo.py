@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page to play with: every task that the model knows is a tab. What `sparse-lavida demo` runs.
+"""A web page with a tab for each task that the model knows, which `sparse-lavida demo` serves.
 
-Needs the extra packages `sparse-lavida-jax[demo]`. The page uses the same queue as the server
-that it is mounted in: what can be done together is, others see how many are before them, and
-"Stop" (or closing the page) frees the device at the next segment.
+Needs the extra packages `sparse-lavida-jax[demo]`. The page shares the queue of the server that it
+is mounted in: requests are batched where possible, users see how many are ahead of them, and "Stop"
+(or closing the page) frees the device at the end of the segment.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import presets
 
 POLL_SECONDS = 0.2  # between two looks at the progress
-KEEP_SECONDS = 3600  # that uploads and images stay on disk
+KEEP_SECONDS = 3600  # for which uploads and images stay on disk
 HEIGHT = 384  # pixels of an image on the page
 MOST_GUIDANCE = 8.0
 # Small images are shown large, pixel by pixel.
 STYLE = (
     ".shown-image img {object-fit: contain; image-rendering: pixelated; width: 100%; height: 100%}"
 )
-FONTS = ["system-ui", "sans-serif"]  # gradio's own would be fetched from elsewhere
+FONTS = ["system-ui", "sans-serif"]  # gradio's default fonts would be fetched from the internet
 BRUSH = "#ff40c0"
 AS_TRAINED = "as trained"
 TABS = {task: form for task, form in FORMS.items() if form.label}
-BUTTONS: list[Any] = ["download", "fullscreen"]  # without the one that shares with a web site
+BUTTONS: list[Any] = ["download", "fullscreen"]  # all but the one that uploads to a web site
 
 
 def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fastapi.FastAPI:
-    """Returns a server with the page at its root."""
+    """Returns the server with the page at its root."""
     return gr.mount_gradio_app(
         app,
         make_page(service),
@@ -51,7 +51,7 @@ def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fas
         server_name=host,
         server_port=port,
         max_file_size=service.limits.upload,
-        show_error=False,  # our own sentences are shown anyway
+        show_error=False,  # our own messages are shown anyway
         run_history=False,
         footer_links=[],
         ssr_mode=False,
@@ -62,15 +62,15 @@ def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fas
 
 
 def make_page(service: Service) -> gr.Blocks:
-    """Returns the page; tasks that the model did not learn have no tab."""
+    """Returns the page; tasks that the model did not learn get no tab."""
     page = gr.Blocks(
         analytics_enabled=False, title="Sparse-LaViDa", delete_cache=(KEEP_SECONDS, KEEP_SECONDS)
     )
     with page:
         name = pathlib.Path(service.pipe.source.name).name or "a model"
         gr.Markdown(f"## Sparse-LaViDa: {name}\nRequests of one kind run together; others wait.")
-        shown: list[gr.Image] = []  # that tasks are about
-        drawn: list[gr.Image] = []  # that "generate" makes
+        shown: list[gr.Image] = []  # inputs of tasks
+        drawn: list[gr.Image] = []  # outputs of "generate"
         for task, form in TABS.items():
             if not service.pipe.prompts.refusal(task):
                 with gr.Tab(form.label):
@@ -80,12 +80,12 @@ def make_page(service: Service) -> gr.Blocks:
             share.click(
                 lambda image: [image] * len(shown), drawn[0], shown, api_visibility="private"
             )
-    page.queue(max_size=None, default_concurrency_limit=None)  # the queue is the service's
+    page.queue(max_size=None, default_concurrency_limit=None)  # the service has its own queue
     return page
 
 
 # ---------------------------------------------------------------------------------------------
-# A tab: what a task takes on the left, what it makes on the right.
+# A tab: inputs of a task on the left, its output on the right.
 
 
 def _tab(service: Service, task: str, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
@@ -121,7 +121,7 @@ def _tab(service: Service, task: str, shown: list[gr.Image], drawn: list[gr.Imag
         async for shown in _run(service, task, dict(zip(inputs, values, strict=True))):
             yield shown
 
-    # The names by which programs that use the page give the inputs.
+    # The input names for programs that call the page.
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, named) for name in inputs])
     run.__signature__ = signature
@@ -130,7 +130,7 @@ def _tab(service: Service, task: str, shown: list[gr.Image], drawn: list[gr.Imag
 
 
 def _settings(service: Service, task: str) -> dict[str, Any]:
-    """Returns the inputs of sampling, by the names of its options."""
+    """Returns the input fields for sampling, by option name."""
     sampling, model = service.pipe.settings.sampling, service.pipe.settings.model
     inputs: dict[str, Any] = {}
     if TASKS[task].draws:
@@ -164,10 +164,10 @@ def _outputs(task: str) -> list[Any]:
 def _image(
     service: Service, shown: list[gr.Image], editor: gr.ImageEditor | None = None
 ) -> gr.Image:
-    """A place for an image; what is no image is refused as soon as it is there.
+    """Returns an image input; a file that is not an image is refused on upload.
 
     Args:
-        editor: where it is taken to, to be painted on.
+        editor: where the image can be sent to be painted on.
     """
     given = gr.Image(
         label="Image",
@@ -177,7 +177,7 @@ def _image(
         buttons=BUTTONS,
     )
 
-    # Not a class of its own: gradio writes a .pyi file next to the source of every class.
+    # Not a subclass: gradio writes a .pyi file next to the source of every component class.
     given.preprocess = lambda payload: _read(service, payload)
     if editor is None:
         given.upload(lambda _: None, given, None, api_visibility="private")
@@ -188,10 +188,10 @@ def _image(
 
 
 def _editor(service: Service, shown: list[gr.Image]) -> gr.ImageEditor:
-    """A place for an image and an editor below it, where it is painted on."""
+    """Returns an image input with an editor below it, in which the image is painted on."""
     editor = gr.ImageEditor(
         label="Paint over what shall be drawn again",
-        sources=[],  # its own would show nothing, and say nothing, of a broken file
+        sources=[],  # its own upload would show nothing, without an error, for a broken file
         brush=gr.Brush(colors=[BRUSH], color_mode="fixed", default_size="auto"),
         layers=False,
         transforms=[],
@@ -210,12 +210,12 @@ def _editor(service: Service, shown: list[gr.Image]) -> gr.ImageEditor:
             _read(service, file)
         return whole(payload)
 
-    editor.preprocess = read  # of programs that use the page
+    editor.preprocess = read  # for programs that call the page
     return editor
 
 
 def _read(service: Service, file: Any) -> image_files.Pixels | None:
-    """Returns the pixels of a file that the page was given; what is no image is refused."""
+    """Returns the pixels of an uploaded file; a file that is not an image is refused."""
     if file is None:
         return None
     try:
@@ -231,7 +231,7 @@ def _read(service: Service, file: Any) -> image_files.Pixels | None:
 async def _run(
     service: Service, task: str, inputs: dict[str, Any]
 ) -> AsyncIterator[tuple[Any, ...]]:
-    """Yields the values of a tab's outputs while its request waits and runs, and its result."""
+    """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
     makes = TASKS[task].makes
     if task == "inpaint":
@@ -249,7 +249,7 @@ async def _run(
         options["sampler"] = None
     options["seed"] = options["seed"] or 0
     whole = {"steps", "registers", "seed", "rounds"} & options.keys()
-    options |= {name: int(options[name]) for name in whole}  # sliders give 3.0 for 3
+    options |= {name: int(options[name]) for name in whole}  # sliders return 3.0 for 3
     try:
         looks = EVERY if makes == "image" else 0
         ticket = service.submit(task, words, image, previews=looks, **options)
@@ -289,7 +289,7 @@ def _needed(given: Any) -> Any:
 
 
 def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndarray]:
-    """Returns the image and where it was painted over."""
+    """Returns the image, and where it was painted over."""
     editor = editor or {"background": None, "layers": []}
     background = _needed(editor["background"])
     mask = np.zeros(background.shape[:2], bool)
@@ -299,6 +299,6 @@ def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndar
 
 
 def _marked(image: image_files.Pixels, result: Result) -> tuple[Any, list[Any]]:
-    """Returns an image with the boxes of phrases, for gradio: whole pixels."""
+    """Returns an image with the boxes of phrases in whole pixels, for gradio."""
     found = zip(result.prompts, result.boxes, strict=True)
     return image, [(tuple(round(x) for x in box), phrase) for phrase, box in found if box]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the shape of a diffusers image pipeline; diffusers itself is not needed.
+"""The model as a diffusers image pipeline; diffusers itself is not needed.
 
     pipe = SparseLaViDaPipeline.from_pretrained("scenes")
     image = pipe("a red circle above a blue square", num_inference_steps=8, generator=0).images[0]
@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[Result], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOutput:
-    """Images, and how they came about.
+    """Images, and how they were made.
 
     Attributes:
         images: a list of Pillow images ("pil"), an array [b h w 3] in [0, 1] ("np"), or the codes
@@ -49,13 +49,13 @@ class PipelineOutput:
 
 
 class SparseLaViDaPipeline:
-    """Draws, edits and inpaints by a call.
+    """Draws, edits and inpaints when called.
 
     Args:
-        model: what does it; `from_pretrained` loads one.
+        model: a `SparseLaViDa`; `from_pretrained` loads one.
     """
 
-    # A callback that sets `_interrupt`, which diffusers heeds, gets an error: nothing would stop.
+    # A callback that sets `_interrupt`, which diffusers honours, gets an error: nothing would stop.
     __slots__ = ("model",)
 
     def __init__(self, model: SparseLaViDa):
@@ -70,11 +70,11 @@ class SparseLaViDaPipeline:
         torch_dtype: Any = None,
         **options: Any,
     ) -> "SparseLaViDaPipeline":
-        """Loads a model folder, a run directory, or a bundled or the hub's model by name.
+        """Loads a model folder, a run directory, or a bundled model or one from the hub by name.
 
         Args:
-            dtype: of the parameters, by name or of torch; also as `torch_dtype`.
-            options: see `SparseLaViDa.from_pretrained`, which also says what is raised.
+            dtype: of the parameters, as a name or a torch dtype; also as `torch_dtype`.
+            options: see `SparseLaViDa.from_pretrained`, which also lists the exceptions.
         """
         wanted = torch_dtype if dtype is None else dtype
         name = None if wanted is None else str(wanted).removeprefix("torch.")
@@ -83,7 +83,7 @@ class SparseLaViDaPipeline:
         )
 
     def to(self, device: Any) -> "SparseLaViDaPipeline":
-        """Returns itself if its parameters are on that device: jax places them at loading.
+        """Returns itself if its parameters are on that device, where jax placed them on loading.
 
         Raises:
             ValueError: they are elsewhere.
@@ -116,31 +116,31 @@ class SparseLaViDaPipeline:
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
         **options: Any,
     ) -> PipelineOutput | tuple[Any]:
-        """Draws an image of each prompt; with `image` edits it, with `mask_image` inpaints it.
+        """Draws an image for each prompt; edits `image` if given, or inpaints it with `mask_image`.
 
         Args:
             prompt: what to draw, or the instruction of an edit.
             mask_image: white where to draw.
             height, width: in pixels, both or neither; by default the model's own.
-            num_inference_steps, guidance_scale: None: as the checkpoint says.
-            guidance_scale: 1 or less is no guidance; ours (`ImageOptions.guidance`) plus 1.
-            negative_prompt: empty: guidance leads away from the prompt left out.
-            generator: an int or a numpy or torch generator, or a list with one for each image or
-                prompt. Of one for several images the later ones count on from its seed. A numpy
-                generator is drawn from; of one of torch the initial seed is read, so that another
-                call with it draws the same. None: another image every time.
+            num_inference_steps, guidance_scale: None: the checkpoint's settings.
+            guidance_scale: 1 or less means no guidance; it is `ImageOptions.guidance` plus 1.
+            negative_prompt: empty: guidance steers away from the omitted prompt.
+            generator: an int or a numpy or torch generator, or a list with one per image or per
+                prompt. If one is for several images, the later ones use the next seeds. A numpy
+                generator is advanced; of a torch one only the initial seed is read, so another call
+                with it draws the same image. None: a different image each time.
             output_type: "pil", "np" or "latent" (`PipelineOutput.images`).
             return_dict: False returns a tuple of the images alone.
             callback_on_step_end: called as `callback(pipe, step, timestep, kwargs)` for each step
-                of the image, several at once whenever a segment of steps has ended, and for each
-                batch (`SparseLaViDa.batch_size`) on its own; `timestep` is the number of steps
-                that are left. To stop, raise an exception.
-            callback_on_step_end_tensor_inputs: keys of its `kwargs`; there is "latents", the codes
-                [b l g] after the step, which cannot be changed.
+                of the image: for all steps of a segment at once when the segment has ended, and for
+                each batch (`SparseLaViDa.batch_size`) separately; `timestep` is the number of steps
+                left. To stop, raise an exception.
+            callback_on_step_end_tensor_inputs: keys of its `kwargs`; only "latents" exists: the
+                codes [b l g] after the step, which cannot be changed.
             options: our own, see `requests.ImageOptions`.
 
         Raises:
-            RequestError: what is asked cannot be honoured.
+            RequestError: the request cannot be honoured.
             ImageError, ConfigError: see `SparseLaViDa.inpaint` and `generate`.
         """
         if output_type not in FORMS:
@@ -172,7 +172,7 @@ class SparseLaViDaPipeline:
 
 
 def _seeds(generators: Any) -> int | list[int]:
-    """Returns the seed of a generator, or those of a list of them."""
+    """Returns the seed of a generator, or the seeds of a list of them."""
     several = isinstance(generators, list | tuple)
     return [_seed(one) for one in generators] if several else _seed(generators)
 
@@ -181,7 +181,7 @@ def _seed(generator: Any) -> int:
     """Returns the seed of a generator.
 
     Raises:
-        RequestError: it is no generator.
+        RequestError: it is not a generator.
     """
     if generator is None:
         return secrets.randbelow(LARGEST_SEED // 2)
@@ -200,14 +200,14 @@ def _seed(generator: Any) -> int:
 def _step_by_step(
     pipe: SparseLaViDaPipeline, callback: StepCallback | None, keys: Sequence[str]
 ) -> Callback | None:
-    """Returns what `SparseLaViDa.run` calls after a segment, which calls `callback` step by step.
+    """Returns a callback for `SparseLaViDa.run` that calls `callback` for each step of a segment.
 
     Raises:
-        RequestError: the callback asks for what there is not.
+        RequestError: the callback asks for a tensor that does not exist.
     """
     if callback is None:
         return None
-    keys = getattr(callback, "tensor_inputs", keys)  # a `diffusers.PipelineCallback` names its own
+    keys = getattr(callback, "tensor_inputs", keys)  # a `diffusers.PipelineCallback` lists its own
     if unknown := set(keys) - {"latents"}:
         raise RequestError(
             f"callback_on_step_end_tensor_inputs={sorted(unknown)}: there is 'latents' alone."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed, what the devices are, which models fit them, and whether kernels work."""
+"""What is installed, which devices there are, which models fit them, and whether kernels work."""
 
 import dataclasses
 import os
@@ -16,9 +16,10 @@ from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
-# What people may want to run, with the bytes of its parameters: LaViDa-O in bfloat16, about.
+# Models that people may want to run, with the approximate size of their parameters in bytes:
+# LaViDa-O in bfloat16.
 OTHER_MODELS = {"LaViDa-O (convert it yourself)": 22_000_000_000}
-ROOM = 1.2  # times the parameters: cache and activations need some memory too, ours
+ROOM = 1.2  # times the size of the parameters (ours): cache and activations need memory too
 
 
 def report() -> dict[str, Any]:
@@ -43,7 +44,7 @@ def report() -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Returns a report for people."""
+    """Returns a readable report."""
     bundled = (f"{name} ({size / 1e6:.0f} MB)" for name, size in found["bundled_models"].items())
     lines = [
         f"sparse-lavida-jax {found['version']}, Python {found['python']}, {found['system']}",
@@ -60,18 +61,18 @@ def text(found: dict[str, Any]) -> str:
 
 
 def kernels() -> dict[str, Any]:
-    """Has the attention kernel of this machine checked, remembered or not; returns what was found.
+    """Checks the attention kernel of this machine, ignoring cached results; returns the findings.
 
     No device may have been used before.
     """
-    from sparse_lavida_jax.kernels import admission  # other commands do without
+    from sparse_lavida_jax.kernels import admission  # other commands do not need it
 
     versions = {"version": __version__, "jax": jax.__version__}
     return versions | dataclasses.asdict(admission.check(devices.accelerators()))
 
 
 def kernels_text(found: dict[str, Any]) -> str:
-    """Returns what was found of kernels for people, to be read or reported."""
+    """Returns the findings about the kernel as text, to read or to report."""
     ran = f"sparse-lavida-jax {found['version']}, jax {found['jax']}"
     if found["kernel"] is None:
         why = found["why"] or "there is no kernel for it, and nothing to check"
@@ -89,13 +90,13 @@ def kernels_text(found: dict[str, Any]) -> str:
 
 
 def _memory(device: Any) -> int:
-    """Returns the bytes of a device; of the machine, for a CPU."""
+    """Returns the memory of a device in bytes; for a CPU, that of the machine."""
     known = device.memory_stats() or {}
     if "bytes_limit" in known:
         return known["bytes_limit"]
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # another system
+    except (AttributeError, ValueError, OSError):  # not available on this operating system
         return 0
 
 

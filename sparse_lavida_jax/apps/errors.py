@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in what was asked, each reported in one sentence, and the model asked for."""
+"""Mistakes in a request, each reported in one sentence, and the default model."""
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.image_files import ImageError
@@ -12,5 +12,5 @@ class UsageError(Exception):
     """A command line that asks for something impossible."""
 
 
-# What can be wrong with a request to a model that is loaded.
+# What can be wrong with a request to a loaded model.
 REFUSED = (RequestError, ImageError, config.ConfigError)

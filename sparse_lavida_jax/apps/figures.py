@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of the method, drawn from the objects that do the work: `docs/method.md`, notebooks.
+"""Drawings of the method, made by the code that does the work: `docs/method.md`, notebooks.
 
-Every function returns a Pillow image. Nothing here knows the mask, the order or the cost of a step:
-they are read from `visibility.visible`, a plan and a checkpoint's settings.
+Every function returns a Pillow image. Nothing here computes the mask, the order or the cost of a
+step: they are read from `visibility.visible`, a plan and a checkpoint's settings.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from sparse_lavida_jax.sampling.state import num_registers
 from sparse_lavida_jax.visibility import visible
 
 PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (222, 222, 226)
-# Prompt, clean and masked blocks, from Okabe and Ito's palette, which colour-blind people can read.
+# Prompt, clean and masked blocks, in Okabe and Ito's palette, which is safe for colour blindness.
 PROMPT, CLEAN, MASKED = (0, 114, 178), (0, 158, 115), (230, 159, 0)
 EARLY, LATE = np.array([0, 60, 110]), np.array([250, 220, 120])  # of an order, first to last
-SQUARE = 22  # pixels a side of an entry of a matrix
-CELL = 34  # of a cell of a grid
+SQUARE = 22  # pixels per side of a matrix entry
+CELL = 34  # pixels per side of a grid cell
 MARGIN = 30
 TEXT = 12
 
 
 class StepCost(NamedTuple):
-    """Tokens of one row that one step passes through the network, by why they are passed."""
+    """Tokens of one row that one step passes through the network, by kind."""
 
     prompt: int
     newest: int = 0
@@ -61,7 +61,7 @@ def plan_of(
 
 
 def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) -> list[StepCost]:
-    """Returns what each step of one image passes; the prefill of a cached prompt comes first.
+    """Returns the cost of each step of one image; the prefill of a cached prompt comes first.
 
     Their totals add up to `inference.engine.tokens_passed`.
     """
@@ -83,13 +83,13 @@ def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) ->
 
 
 def visibility_matrix(layout: TokenLayout, names: Sequence[str] = ()) -> Image.Image:
-    """Draws who sees whom in the first row of a layout: queries down, keys across.
+    """Draws which tokens see which in the first row of a layout: queries down, keys across.
 
-    Blue: a prompt token is seen, green: a clean one, orange: a masked one or a register. A clean
-    token looks as far as its own block, a masked one less far.
+    Blue: the key is a prompt token; green: a clean one; orange: a masked one or a register. A clean
+    token sees up to its own block, a masked one less.
 
     Args:
-        names: of the tokens; by default the numbers of their blocks.
+        names: of the tokens; by default their block numbers.
     """
     block, horizon = np.asarray(layout.block[0]), np.asarray(layout.horizon[0])
     sees = np.asarray(visible(block[:, None], horizon[:, None], block[None]))
@@ -110,7 +110,7 @@ def visibility_matrix(layout: TokenLayout, names: Sequence[str] = ()) -> Image.I
 
 
 def order_grid(segments: Sequence[plans.Segment], rows: int) -> Image.Image:
-    """Draws the step that decodes each cell of the first row of a plan: dark first, light last."""
+    """Draws the step that decodes each cell of the first row of a plan: dark early, light late."""
     first = {}
     for part in segments:
         for block, positions in zip(part.block, part.decode[:, 0], strict=True):
@@ -130,10 +130,10 @@ def order_grid(segments: Sequence[plans.Segment], rows: int) -> Image.Image:
 
 
 def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Image:
-    """Draws the tokens that each step passes, one row of bars a sampler, on one scale.
+    """Draws the tokens that each step passes, one row of bars per sampler, on one scale.
 
     Args:
-        runs: what `costs` returned, by name.
+        runs: results of `costs`, by name.
         width: of the image, in pixels.
     """
     height, foot = 110, 40
@@ -164,7 +164,7 @@ def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Im
 
 
 def strip(frames: Sequence[np.ndarray], scale: int = 1, most: int = 8) -> Image.Image:
-    """Draws images side by side, at most `most` of them, evenly chosen, first and last kept."""
+    """Draws up to `most` images side by side, evenly chosen, including the first and the last."""
     chosen = np.unique(np.linspace(0, len(frames) - 1, min(most, len(frames))).round().astype(int))
     tiles = [frames[i].repeat(scale, axis=0).repeat(scale, axis=1) for i in chosen]
     gap = np.full((tiles[0].shape[0], 4, 3), 255, np.uint8)
@@ -173,6 +173,6 @@ def strip(frames: Sequence[np.ndarray], scale: int = 1, most: int = 8) -> Image.
 
 
 def _page(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, Any]:
-    """Returns an empty page, and the pen and the font to draw on it."""
+    """Returns an empty page, with a pen and a font to draw on it."""
     image = Image.new("RGB", (width, height), PAPER)
     return image, ImageDraw.Draw(image), ImageFont.load_default(TEXT)

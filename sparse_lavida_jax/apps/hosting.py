@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `sparse-lavida serve` and `demo` do: they serve a model at an address until interrupted."""
+"""What `sparse-lavida serve` and `demo` do: serve a model at an address until interrupted."""
 
 import argparse
 import errno
@@ -15,10 +15,10 @@ from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-KEY = "SPARSE_LAVIDA_API_KEY"  # the variable that holds it
+KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
-# The least and the most that the options of the queue may be.
+# The smallest and largest values of the options of the queue.
 RANGES = {
     "batch_size": (1, 1024),
     "longest_wait": (0, 60),
@@ -29,7 +29,7 @@ RANGES = {
 
 
 def run(name: str, asked: argparse.Namespace) -> int:
-    """Serves until it is interrupted.
+    """Serves until interrupted.
 
     Raises:
         UsageError: an extra package is missing, an option is out of range, or the address cannot
@@ -71,10 +71,10 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
 
 def server_of(app: Any, service: Service, grace: int) -> Any:
-    """Returns what serves an app (a `uvicorn.Server`); stopped, it turns away what waits.
+    """Returns the `uvicorn.Server` of an app; when stopped, it turns away waiting requests.
 
     Args:
-        grace: seconds that what runs then has to end.
+        grace: seconds that running requests then have to end.
     """
     import uvicorn
 
@@ -92,7 +92,7 @@ def server_of(app: Any, service: Service, grace: int) -> Any:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket at an address; taken before a model is loaded, which takes long.
+    """Returns a socket at an address, opened before a model is loaded, which takes long.
 
     Raises:
         UsageError: the address cannot be used.
@@ -124,7 +124,7 @@ def _check_packages(name: str) -> None:
 
 
 def _check_guarded(name: str, host: str, key: str, *, insecure: bool) -> None:
-    """Refuses to serve other machines without a key, unless that is wanted."""
+    """Refuses to serve other machines without a key, unless `insecure` is set."""
     if _is_loopback(host) or insecure or (key and name == "serve"):
         return
     wanted = f"a key that clients send (--api-key, or the variable {KEY})"
@@ -139,7 +139,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _names(host: str, asked: str) -> tuple[str, ...]:
-    """Returns the names to answer to: on loopback its own, elsewhere any."""
+    """Returns the host names to accept: on loopback its own, elsewhere any."""
     return (host, asked, "localhost") if _is_loopback(host) and ":" not in host else ()
 
 

@@ -7,8 +7,8 @@
     GET  /v1/models, /v1/models/NAME, /health, /ready, /metrics
 
 Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done in batches
-(`serving.Service`); a client that goes away frees the device at the next segment.
-docs/serving.md lists what is taken.
+(`serving.Service`); if a client disconnects, the device is free at the end of the segment.
+docs/serving.md lists what is supported.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from sparse_lavida_jax.apps.api.metrics import Metrics, Timed
 from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.version import __version__
 
-FORM_ROOM = 2**20  # bytes of a request besides its images
+FORM_ROOM = 2**20  # bytes in a request besides its images
 
 router = fastapi.APIRouter()
 
@@ -52,7 +52,7 @@ def make_app(
     app.state.metrics = Metrics(service)
     for one in (images.router, chat.router, router):
         app.include_router(one)
-    # base64 makes three bytes four
+    # base64 turns three bytes into four
     body = FORM_ROOM + images.FILES * service.limits.upload * 4 // 3
     app.add_middleware(Guard, rules=Rules(**{"body": body, **limits}, hosts=hosts, key=key))
     app.add_middleware(Timed, metrics=app.state.metrics)
@@ -66,20 +66,20 @@ def _card(request: fastapi.Request) -> dict[str, Any]:
 
 @router.get("/v1/models")
 def models(request: fastapi.Request) -> dict[str, Any]:
-    """Lists the one model."""
+    """Lists the served model."""
     return {"object": "list", "data": [_card(request)]}
 
 
 @router.get("/v1/models/{name:path}")
 def model(name: str, request: fastapi.Request) -> dict[str, Any]:
-    """Tells of the one model."""
+    """Describes the served model."""
     asking.check_model(request, name)
     return _card(request)
 
 
 @router.get("/ready")
 def ready(request: fastapi.Request) -> dict[str, Any]:
-    """Says that nothing has to be compiled before usual requests; until then 503."""
+    """Says that usual requests need no more compiling; until then 503."""
     if not asking.service_of(request).ready:
         raise HTTPException(503, "not ready: it is compiling, or it stops.")
     return {"status": "ready"}
@@ -88,7 +88,7 @@ def ready(request: fastapi.Request) -> dict[str, Any]:
 @router.get("/health")
 @router.get("/healthz")
 def health(request: fastapi.Request) -> dict[str, Any]:
-    """Says that it is up, and how long the queue is."""
+    """Says that the server is up, and how long the queue is."""
     service = asking.service_of(request)
     queue = {"running": service.running, "waiting": service.waiting}
     return {"status": "ok", "model": request.app.state.model, **queue}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model for many clients: a queue that is done in batches, limits on requests, and counts.
+"""One model for many clients: a queue processed in batches, limits on requests, and counts.
 
     service = Service(SparseLaViDa.from_pretrained("scenes"))
     ticket = service.submit("generate", "a red circle above a blue square", seed=3)
     print(ticket.ahead, ticket.future.result().image)
 
-The page (`apps/demo.py`) and the server (`apps/server.py`) are built on this; it needs no package
-besides ours.
+The page (`apps/demo.py`) and the server (`apps/server.py`) are built on this; it needs no extra
+packages.
 """
 
 import base64
@@ -26,21 +26,21 @@ from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 
-WARM_UP = "a red circle above a blue square"  # of the length of most prompts
-READERS = 2  # requests whose images are read at a time
+WARM_UP = "a red circle above a blue square"  # as long as most prompts
+READERS = 2  # requests whose images are read at the same time
 
 
 class Service:
-    """A model, its queue, and counts of what was done so far.
+    """A model, its queue, and counts of finished requests.
 
     Args:
-        pipe: does the tasks, a `SparseLaViDa`; its `batch_size` is the largest batch.
+        pipe: a `SparseLaViDa`, which does the tasks; its `batch_size` is the largest batch.
         limits: on requests.
 
     Attributes:
-        counts: ended requests by (task, outcome); outcomes are done, refused, cancelled, failed.
-        tokens, seconds: of the requests that were done, by task.
-        watchers: called with every request that has ended, and its outcome.
+        counts: finished requests by (task, outcome): done, refused, cancelled or failed.
+        tokens, seconds: totals of successful requests, by task.
+        watchers: called with every finished request and its outcome.
     """
 
     def __init__(self, pipe: Any, limits: Limits | None = None):
@@ -68,13 +68,12 @@ class Service:
 
         Args:
             task, words, shown, options: see `SparseLaViDa.requests`.
-            previews: how often to look at the image at most, or `batching.EVERY`; each costs a
-                decoding.
+            previews: the largest number of previews, or `batching.EVERY`; each costs one decoding.
 
         Raises:
             one of errors.REFUSED: it cannot be done, or asks for more than the limits allow.
             QueueFull: too many requests wait already.
-            Stopped: the service takes nothing more.
+            Stopped: the service takes no more requests.
         """
         self._batcher.take_place()
         try:
@@ -91,13 +90,13 @@ class Service:
         previews: int = 0,
         **options: Any,
     ) -> concurrent.futures.Future[Ticket]:
-        """Does what `submit` does in another thread, as soon as there is a place in the queue.
+        """Does what `submit` does in another thread, once there is a place in the queue.
 
         Args:
-            shown: returns the images, and options that are read with them.
+            shown: returns the images, and the options that are read along with them.
 
         Raises:
-            QueueFull, Stopped: see `submit`; whatever else it raises is in the future.
+            QueueFull, Stopped: see `submit`; other exceptions are in the future.
         """
         self._batcher.take_place()
 
@@ -131,24 +130,24 @@ class Service:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """How many requests are waiting."""
         return len(self._batcher.waiting)
 
     @property
     def running(self) -> bool:
-        """Whether the device is at work."""
+        """Whether any request is running."""
         return self._batcher.running
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken, and nothing is being compiled beforehand."""
+        """Whether requests are taken and nothing is still being compiled in advance."""
         return self._warm and not self._batcher.stops
 
     def warm_up(self) -> threading.Thread:
-        """Begins to compile what images and short answers need, in every size of batch.
+        """Starts to compile what images and short answers need, for every batch size.
 
-        That is by the settings of the model and by those of `limits.only`. Requests are taken
-        meanwhile and do not wait for it. Afterwards the service is `ready`.
+        This covers the model's own settings and those of `limits.only`. Requests are taken in the
+        meantime and do not wait for it. Afterwards the service is `ready`.
         """
         self._warm = False
         thread = threading.Thread(target=self._rehearse, name="warm-up")
@@ -169,35 +168,35 @@ class Service:
         self._warm = True
 
     def stop(self) -> None:
-        """Takes nothing more, and turns away what waits; what runs goes on."""
+        """Takes no more requests and turns away those that wait; running ones continue."""
         self._batcher.stop()
 
     def close(self) -> None:
-        """Cancels all requests and ends the work."""
+        """Cancels all requests and stops all work."""
         self._batcher.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def drawn_side(self) -> int:
-        """Pixels a side of the largest image that the model draws; 0: it draws none."""
+        """The side, in pixels, of the largest image that the model draws; 0: it draws none."""
         return 0 if self.pipe.codec is None else self.pipe.codec.image_size
 
     @property
     def largest_side(self) -> int:
-        """Pixels of the longer side of the largest image that the model looks at."""
+        """The longer side, in pixels, of the largest image that the model can see."""
         vision = self.pipe.settings.model.vision
         sides = [side for size in vision.grid_sizes for side in size]
         return max(vision.image_size, self.drawn_side, *sides)
 
     def small(self, image: image_files.Pixels) -> image_files.Pixels:
-        """Returns an image no larger than any that the model looks at, to wait with."""
+        """Returns an image no larger than the model can see, to save memory while it waits."""
         return images.shrunk(image, self.largest_side)
 
     def image(self, contents: bytes, name: str = "the image") -> image_files.Pixels:
         """Returns the pixels of an uploaded file.
 
         Raises:
-            ImageError: it is too large, or no image (`image_files.read`).
+            ImageError: it is too large, or not an image (`image_files.read`).
         """
         if len(contents) > self.limits.upload:
             raise image_files.ImageError(
@@ -210,7 +209,7 @@ class Service:
         """Returns the pixels of an image in a data URI; nothing is ever fetched.
 
         Raises:
-            ImageError: a remote address, another URI, too large, or no image.
+            ImageError: a remote address, another URI, or an image that is too large or invalid.
         """
         kind, comma, payload = uri.partition(",")
         if not (kind.startswith("data:image/") and kind.endswith(";base64") and comma):
@@ -242,11 +241,11 @@ class Service:
                 raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
 
     def _settings(self, task: str) -> list[tuple[int | None, int | None]]:
-        """Returns steps and registers that may be asked for and are compiled beforehand."""
+        """Returns the (steps, registers) that may be asked for and are compiled in advance."""
         return [(None, None), *(self.limits.only or () if TASKS[task].draws else ())]
 
     def _check_settings(self, requests: Sequence[Request]) -> None:
-        """Refuses what would have to be compiled, where `limits.only` says so."""
+        """Refuses settings that would need compiling, if `limits.only` is set."""
         if self.limits.only is None:
             return
         base, task = self.pipe.settings.sampling, requests[0].task
@@ -276,9 +275,9 @@ class Service:
 
 
 def _by_row(options: dict[str, Any], rows: int = 1) -> dict[str, Any]:
-    """Returns the options of a request, with numbers that rows of a batch may differ in as lists.
+    """Returns the options of a request; numbers that may differ within a batch become lists.
 
-    They are then no part of the settings, in which all rows of a batch agree.
+    Such numbers are then not part of the settings, which all rows of a batch share.
     """
     own = {
         name for name in options if (known := OPTIONS.get(ALIASES.get(name, name))) and known.by_row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a model as people see them: one table for the command line and the page."""
+"""The tasks of a model as users see them: one table for the command line and the page."""
 
 import dataclasses
 import math
@@ -9,17 +9,17 @@ _CIRCLE = '"a red circle above a blue square"'
 
 @dataclasses.dataclass(frozen=True)
 class TaskForm:
-    """How a task is asked for.
+    """How users run a task.
 
     Attributes:
         does: what it does, for the overview of the commands.
-        example: a command line, after the name of the task.
-        options: keys of what its command takes besides the options of all tasks (`cli.ARGUMENTS`).
-        label: of its tab on the page; empty where it has none of its own.
-        words: label of the box for the words, and what it holds at first.
-        info: what to know about the words.
-        button: what starts it; by default the label.
-        result: label of what it makes.
+        example: a command line, without the program and the task name.
+        options: keys of the arguments of its command besides those of all tasks (`cli.ARGUMENTS`).
+        label: of its tab on the page; empty if it has no tab of its own.
+        words: label of the text box, and its initial contents.
+        info: what users should know about the words.
+        button: label of the button that starts it; by default `label`.
+        result: label of the output.
     """
 
     does: str
@@ -112,6 +112,6 @@ FORMS = {
 
 
 def cell_rows(cells: int, size: tuple[int, int] | None) -> int:
-    """Returns how many rows of cells an image has, of its height and width; None: a square."""
+    """Returns the number of rows of cells in an image of this height and width; None: square."""
     height, width = size or (1, 1)
     return math.isqrt(cells * height // width)

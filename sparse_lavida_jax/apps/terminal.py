@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 import rich.console
 import rich.progress
 
-LINE_SECONDS = 10  # between two lines where there is no terminal
+LINE_SECONDS = 10  # between two lines of progress without a terminal
 
 
 def say(sentence: str) -> None:
-    """Writes a sentence to the error stream, under the name of the program."""
+    """Writes a sentence to stderr, prefixed with the name of the program."""
     print(f"sparse_lavida_jax: {sentence}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """Leaves out remarks and progress if that is wanted; what is raised passes through."""
+    """Suppresses remarks and progress if `wanted`; exceptions pass through."""
     if not wanted:
         yield
         return
@@ -33,11 +33,10 @@ def quiet(wanted: bool) -> Iterator[None]:
 def progress(title: str, *, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
     """Shows a progress bar on a terminal, and a line every ten seconds elsewhere.
 
-    Yields a function that is called with how much is done, with all there is to do, and with
-    another title if there is one.
+    Yields a function that takes the amount done, the total, and optionally a new title.
 
     Args:
-        in_bytes: whether bytes are counted; otherwise pieces of work.
+        in_bytes: whether the amounts are bytes; otherwise they are counts of items.
     """
     console = rich.console.Console(stderr=True)
     column = rich.progress.DownloadColumn() if in_bytes else rich.progress.MofNCompleteColumn()

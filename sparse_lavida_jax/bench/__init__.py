@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: each writes one JSON a row; `table.py` is the only reader."""
+"""Benchmarks: each writes one JSON file per row; only `table.py` reads them."""

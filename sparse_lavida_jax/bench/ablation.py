@@ -5,13 +5,12 @@ r"""The paper's claims in miniature: small models, trained in several ways, scor
     python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py --seeds=1
     python -m sparse_lavida_jax.bench.ablation --report=docs
 
-Next to `get_config`, what all ways to train share, the file has `get_ablation`: see
-`comparison.Ablation`. Each way and seed is a run in `--runs` that goes on where it was, and ways of
-several files that train alike share it; a row is written as soon as a task is scored, and what has
-a row is not scored again. So several processes may share the work, each with seeds of its own.
-`--ways=1,8` are some of the ways. `--report` writes
-`ablations.md` and its images from the committed rows (needs matplotlib: pip install
-'sparse-lavida-jax[plots]').
+Besides `get_config`, the settings shared by all ways to train, the file has `get_ablation`: see
+`comparison.Ablation`. Each way and seed is a run in `--runs`, resumed if it exists; ways of
+several files that train alike share it. A row is written as soon as a task is scored, and tasks
+that have a row are not scored again. So several processes may share the work, each with its own
+seeds. `--ways=1,8` selects some of the ways. `--report` writes `ablations.md` and its images from
+the committed rows (needs matplotlib: pip install 'sparse-lavida-jax[plots]').
 """
 
 import pathlib
@@ -36,7 +35,7 @@ REPORT = flags.DEFINE_string("report", "", "The folder that the report is writte
 def main(argv: list[str]) -> None:
     """Trains and scores, or writes the report."""
     del argv
-    logging.set_verbosity(logging.WARNING)  # of the array store
+    logging.set_verbosity(logging.WARNING)  # messages of the array store
     runtime.keep_programs()
     try:
         if REPORT.value:

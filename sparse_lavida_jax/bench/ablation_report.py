@@ -21,9 +21,9 @@ Rows = Sequence[Row]
 
 
 def newest(rows: Rows) -> list[Row]:
-    """Returns one row of each way, task and seed, in the order of the file that asks for them.
+    """Returns one row for each way, task and seed, in the order of the file that defines them.
 
-    Of those of several devices it is the last.
+    If there are rows from several devices, the last one is used.
     """
     found = {}
     for row in sorted(rows, key=lambda row: row["created"]):
@@ -32,7 +32,7 @@ def newest(rows: Rows) -> list[Row]:
 
 
 def summary(rows: Rows) -> str:
-    """Returns the mean share right of every way and task, and its spread over seeds."""
+    """Returns the mean share correct for every way and task, with its spread over seeds."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
     for name, own in _grouped(rows).items():
@@ -45,7 +45,7 @@ def summary(rows: Rows) -> str:
 
 
 def _grouped(rows: Rows) -> dict[str, list[Row]]:
-    """Returns the rows of every way to train and to sample."""
+    """Groups rows by the way to train and to sample."""
     found = collections.defaultdict(list)
     for row in rows:
         sampled = f": {row['sampled']}" if row["sampled"] else ""
@@ -73,12 +73,12 @@ def _spread(shares: Sequence[float]) -> float:
 
 
 def write_report(folder: pathlib.Path) -> pathlib.Path:
-    """Writes `ablations.md` and an image an ablation, from the committed rows.
+    """Writes `ablations.md`, and an image for each ablation, from the committed rows.
 
-    What stands before and after the two comments of an older file stays.
+    In an existing file, everything before and after the two marker comments is kept.
 
     Raises:
-        ConfigError: there is no row, or the older file has no such comments.
+        ConfigError: there are no rows, or the existing file has no such comments.
     """
     by_name = collections.defaultdict(list)
     for row in newest(record.read_rows(SUITE)):
@@ -115,7 +115,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
 
 
 def of_bundled_model(rows: Rows) -> list[Row]:
-    """Returns the rows of speed that have a dense one of their run, of few responses at a time."""
+    """Returns speed rows that have a dense row in the same run, for small batches."""
     return [
         row
         for row in rows
@@ -134,7 +134,7 @@ def _figure(path: pathlib.Path, **options) -> Iterator[Any]:
     """Yields the axes of a figure, and writes it.
 
     Raises:
-        ConfigError: matplotlib is not there.
+        ConfigError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -155,7 +155,7 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
     """Draws the rows of one ablation.
 
     Raises:
-        ConfigError: matplotlib is not there.
+        ConfigError: matplotlib is not installed.
     """
     is_curve = any(row["curve"] for row in rows)
     tasks = list(dict.fromkeys(row["task"] for row in rows))
@@ -171,7 +171,7 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
 
 
 def _plot_curve(axes, rows: Rows) -> None:
-    """Draws the share right over passes, a line a kind of sampling, its spread as bars."""
+    """Draws the share correct over passes, a line per kind of sampling, its spread as bars."""
     kinds = collections.defaultdict(list)
     for own in _grouped(rows).values():
         shares = [row["share"] for row in own]
@@ -184,7 +184,7 @@ def _plot_curve(axes, rows: Rows) -> None:
 
 
 def _plot_bars(axes, ways: dict[str, list[Row]], tasks: Sequence[str]) -> None:
-    """Draws a bar a way and task with its spread over seeds, and every seed as a point."""
+    """Draws a bar for each way and task, with its spread over seeds, and a point for each seed."""
     width = 0.8 / len(ways)
     for number, (name, own) in enumerate(ways.items()):
         at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and sampling at full size compiled for TPUs that are only described.
+"""Training and sampling at full size, compiled for TPUs that are only described.
 
-No hardware and no array: `libtpu` compiles from shapes on any Linux machine. What a chip holds and
-what chips send each other is then a fact of the program. How long it takes is not: seconds are
-projected, from the compiler's estimate and numbers of vendors.
+This needs no hardware and no arrays: `libtpu` compiles from shapes on any Linux machine. So memory
+per chip and traffic between chips are properties of the program. Time is not: seconds are
+projected, from the compiler's estimate and the vendors' specifications.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
 
-MARGIN = 0.9  # of a chip's memory that a program may take (ours)
-KERNEL_SHARE = 0.5  # of its peak that attention is taken to reach: the compiler cannot tell (ours)
-# Without it the compiler for v6e may make a loop of every product with a split matrix, a part of
-# the matrix a round, and takes minutes longer. `launch/` sets it too.
+MARGIN = 0.9  # share of a chip's memory that a program may use (ours)
+KERNEL_SHARE = 0.5  # of its peak that attention is assumed to reach; the compiler has no figure
+# Without it, the compiler for v6e may turn every product with a split matrix into a loop over its
+# parts, and takes minutes longer. `launch/` sets it too.
 OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-PROMPT_LEN = 250  # words of a prompt to draw from
-# 64 chips for training, of configs that name no mesh; 8 or 4 to sample.
+PROMPT_LEN = 250  # words in a prompt to draw
+# 64 chips for training configs without a mesh; 8 or 4 for sampling.
 TRAINING: dict[str, dict[str, int]] = {
     "v5p:4x4x4": {"data": 2, "fsdp": 16, "tensor": 2},
     "v6e:8x8": {"fsdp": 32, "tensor": 2},
@@ -49,9 +49,9 @@ class AotProgram:
     Attributes:
         topology: such as "v5p:4x4x4".
         axes: sizes of the mesh.
-        program: what `jax` compiled.
-        inputs: its arguments, shapes with shardings: what is trained, or the model, comes first.
-        seconds: that compiling took.
+        program: the result of compiling with `jax`.
+        inputs: its arguments, as shapes with shardings; the training state or model comes first.
+        seconds: the time taken to compile.
     """
 
     topology: str
@@ -71,7 +71,7 @@ class AotProgram:
         return self.program.as_text()
 
     def memory(self) -> dict[str, int]:
-        """Returns bytes on a chip: what goes in, what comes out next to it, and in between."""
+        """Returns bytes per chip: inputs, outputs that do not reuse inputs, and temporaries."""
         found = self.program.memory_analysis()
         parts = {
             "arguments": found.argument_size_in_bytes,
@@ -82,9 +82,9 @@ class AotProgram:
         return parts | {"total": sum(parts.values())}
 
     def whole(self, least: int) -> list[str]:
-        """Returns leaves of the state of at least so many elements that too few chips share.
+        """Returns leaves of the state with at least `least` elements split over too few chips.
 
-        Each is to be split over all chips of the axes `fsdp` and `tensor`.
+        Each should be split over all chips of the axes `fsdp` and `tensor`.
         """
         parts = self.axes.get("fsdp", 1) * self.axes.get("tensor", 1)
         return [
@@ -94,18 +94,18 @@ class AotProgram:
         ]
 
     def exchanged(self) -> dict[str, int]:
-        """Returns bytes of each kind of exchange in one call, by `hlo.collectives`."""
+        """Returns bytes per kind of exchange in one call, from `hlo.collectives`."""
         found: dict[str, int] = {}
         for one in hlo.collectives(self.text):
             found[one.kind] = found.get(one.kind, 0) + one.bytes
         return found
 
     def projected(self) -> dict[str, float]:
-        """Returns seconds of a call, of which nothing was measured.
+        """Returns projected seconds per call; none of this is measured.
 
-        The compiler's estimate of what it schedules, attention at `KERNEL_SHARE` of the peak, and
-        exchanges at the full rate of all links. Overlapped: exchanges cost nothing where there is
-        something to compute; apart: they are waited for.
+        The parts are the compiler's estimate for what it schedules, attention at `KERNEL_SHARE` of
+        the peak, and exchanges at the full rate of all links. Overlapped: exchanges run in parallel
+        with computation; apart: computation waits for them.
         """
         compute = hlo.cycles(self.text) / self.chip.hertz
         attention = hlo.kernel_flops(self.text) / (KERNEL_SHARE * self.chip.flops)
@@ -119,7 +119,7 @@ class AotProgram:
         }
 
     def row(self, settings: config.Config, **values: Any) -> dict[str, Any]:
-        """Returns the values of a row; of a program compiled quickly no time is projected."""
+        """Returns the values of a row; without projected times after a quick compilation."""
         memory_bytes, quickly = self.chip.memory, jax.config.jax_exec_time_optimization_effort < 0
         return {
             "status": "compiled",
@@ -143,24 +143,24 @@ class AotProgram:
 
 
 def full_run(settings: config.Config) -> config.Config:
-    """Returns settings with what a run on many TPUs needs: their kernel, and layers kept by input.
+    """Returns settings for a run on many TPUs: with their kernel, and layers that keep only inputs.
 
-    Masters, moments and sums of gradients stay what the config says: float32 by default.
+    Dtypes of masters, moments and gradient sums stay as in the config: float32 by default.
     """
     changes = {"remat": "layer", "attention_implementation": "pallas_tpu"}
     return config.changed(settings, {"model": changes})
 
 
 def described(topology: str, axes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of chips that are not there.
+    """Returns a mesh of chips that are not present.
 
     Raises:
         ImportError: there is no `libtpu`.
     """
     from jax.experimental import topologies
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock file stops a second one
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks the network for what is not there
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a lock file would stop a second one
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else it asks an absent metadata server
     chips = topologies.get_topology_desc(topology, "tpu").devices
     return Mesh(np.array(chips).reshape(*axes.values()), tuple(axes))
 
@@ -168,10 +168,10 @@ def described(topology: str, axes: Mapping[str, int]) -> Mesh:
 def rows(
     settings: config.Config, topologies: Sequence[str], batch: memory.BatchSize
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Compiles the step of training or the programs of sampling; yields an id and values of each.
+    """Compiles the training step or the sampling programs; yields an id and values for each.
 
     Raises:
-        ConfigError: a topology is unknown.
+        ConfigError: unknown topology.
     """
     settings = full_run(settings)
     for topology in topologies:
@@ -210,14 +210,14 @@ def _training_row(
 
 
 # ---------------------------------------------------------------------------------------------
-# A step of training.
+# A training step.
 
 
 def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
-    """Returns the sizes of the mesh that a config asks for, or ours, over chips for training.
+    """Returns the mesh sizes of a config, or our own, for the chips used in training.
 
     Raises:
-        ConfigError: `train.mesh` does not make up the chips.
+        ConfigError: the product of `train.mesh` is not the number of chips.
     """
     ours = TRAINING[topology]
     return memory.axes_of(settings.train.mesh or ours, math.prod(ours.values()))
@@ -226,10 +226,10 @@ def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
 def training(
     settings: config.Config, topology: str, axes: Mapping[str, int], batch: memory.BatchSize
 ) -> AotProgram:
-    """Compiles one step of training: `train.train_step`, as `train.train` calls it.
+    """Compiles one training step: `train.train_step`, called as in `train.train`.
 
-    `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-1` halves the time that it takes. That hardly changes what a
-    chip holds and sends; the estimate of its time it changes tenfold.
+    `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-1` halves the compilation time. It hardly changes memory or
+    traffic, but changes the estimated time tenfold.
     """
     return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
 
@@ -241,12 +241,12 @@ def step_on(
     topology: str = "",
     options: dict[str, Any] | None = None,
 ) -> AotProgram:
-    """Compiles one step of training for the devices of a mesh, from shapes alone.
+    """Compiles one training step for the devices of a mesh, from shapes alone.
 
-    No model is read: the one of `train.init_from` has the shapes of the config.
+    No model is read: the one in `train.init_from` has the shapes of the config.
 
     Args:
-        options: of the compiler.
+        options: for the compiler.
     """
     state = jax.eval_shape(lambda: memory.first_state(settings))
     rows = jax.eval_shape(lambda: memory.rows(settings.model, batch))
@@ -264,24 +264,24 @@ def step_on(
 def expected_bytes(
     settings: config.Config, axes: Mapping[str, int], batch: memory.BatchSize
 ) -> dict[str, float]:
-    """Returns the bytes of results of all exchanges of a step on one device, by what they are for.
+    """Returns the bytes of results of all exchanges of a step on one device, by purpose.
 
     With W elements in the matrices of the layers, d, f, t devices along data, fsdp and tensor, c
-    bytes a number in the compute dtype, r in the dtype in which gradients are summed, R rows of
-    which a device has R / (d f), u and g tokens a row of widths e and e', and n layers:
+    bytes per number in the compute dtype, r in the dtype in which gradients are summed, R rows of
+    which a device has R / (d f), u and g tokens per row of widths e and e', and n layers:
 
-        weights     2 W c / t                   gathered along fsdp, forward and once more backward
-        gradients   W r / t  +  W r / (t f)     summed along fsdp (the whole is the result), then
-                                                along data what each keeps
+        weights     2 W c / t                   gathered along fsdp, forward and again backward
+        gradients   W r / t  +  W r / (t f)     summed along fsdp (the result is whole), then each
+                                                device's part along data
         activations 14 n (R / d f) (u e + g e') c      along tensor, with remat: 9 gathered before
                                                 matrices (forward, again, and for the gradient),
                                                 5 summed after them
-        heads       (c + 4) V e / t  a chunk    gathered and its gradient summed in float32, for
-                                                every chunk of the loss, of words and of codes
-        embeddings  R u e (c + 4) + R g' e' c   along fsdp, by which both rows and widths are split:
-                                                of all rows, g' codes of images
+        heads       (c + 4) V e / t per chunk   gathered, and the gradient summed in float32, for
+                                                every chunk of the loss, for words and for codes
+        embeddings  R u e (c + 4) + R g' e' c   along fsdp, which splits both rows and widths:
+                                                for all rows, with g' codes of images
 
-    An axis of one device exchanges nothing.
+    Nothing is exchanged along an axis with one device.
     """
     model, chunk = settings.model, settings.train.loss_chunk
     d, f, t = (axes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
@@ -312,7 +312,7 @@ def expected_bytes(
 def sampling(
     settings: config.Config, topology: str, axes: Mapping[str, int], images: int = 1
 ) -> tuple[AotProgram, AotProgram]:
-    """Compiles the two programs of an image: prefill, and the longest run of alike steps."""
+    """Compiles the two programs for an image: prefill, and the longest run of equal steps."""
     mesh, model = described(topology, axes), settings.model
     choose = sharding.over(mesh)
 
@@ -361,7 +361,7 @@ def _shape(leaf: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
 
 
 def _whole(tree: Any, mesh: Mesh) -> Any:
-    """Shapes of arrays that every chip holds."""
+    """Returns the shapes of arrays that every chip holds in full."""
     shapes = jax.eval_shape(lambda tree: tree, tree)
     place = NamedSharding(mesh, PartitionSpec())
     return _laid(shapes, jax.tree.map(lambda _: place, shapes))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Attention on the frozen shapes: our kernel against everything a user could take in its place.
+r"""Attention on the frozen shapes: our kernel against all alternatives that a user has.
 
-    python -m sparse_lavida_jax.bench.attention                # on a GPU; 8 minutes and a case
-    python -m sparse_lavida_jax.bench.attention --dry-run      # anywhere: no times, do they agree?
-    python -m sparse_lavida_jax.bench.attention --tune         # measures tiles instead
+        python -m sparse_lavida_jax.bench.attention                # on a GPU; 8 minutes per case
+        python -m sparse_lavida_jax.bench.attention --dry-run      # anywhere: agreement, no times
+        python -m sparse_lavida_jax.bench.attention --tune         # measures tiles instead
 
 All methods run in one process in random order on the same random numbers, 32 heads of 128 in
-bfloat16: ours; cuDNN without a mask (the peak of dense attention, another result), with the dense
-mask, and by segments; tokamax without and with the mask; XLA with the mask; our blocks in plain
-`lax`, which other GPUs run; PyTorch's FlexAttention. A method that is not installed or fails is
-left out with the reason. Every row is written when it is measured, so a run that is cut keeps what
-it has. At the end the ratios are held against `bars.toml`, as `bench/table.py` does with the
+bfloat16: ours; cuDNN without a mask (the peak of dense attention, with another result), with the
+dense mask, and by segments; tokamax without and with the mask; XLA with the mask; our blocks in
+plain `lax`, used on other GPUs; PyTorch's FlexAttention. A method that is not installed or fails is
+left out, and the reason given. Rows are written as they are measured, so an interrupted run keeps
+them. At the end the ratios are compared with `bars.toml`, as `bench/table.py` does for the
 committed rows.
 """
 
@@ -44,7 +44,7 @@ MEMORY_LENS = (4096, 8192)
 
 
 def main(argv: list[str]) -> None:
-    """Measures every shape, or checks that the methods agree; or measures tiles."""
+    """Measures every shape, or checks that the methods agree, or measures tiles."""
     del argv
     logging.set_verbosity(logging.WARNING)
     if TUNE.value:
@@ -76,14 +76,14 @@ def main(argv: list[str]) -> None:
         print(name, flush=True)
         try:
             what[name](write)
-        except Exception as error:  # the others are worth having
+        except Exception as error:  # the others are still worth measuring
             _left_out(name, error)
     rows = bench.rows()
     print(f"\n{table.table('attention', rows)}\n\n{table.attention_bars(rows)}")
 
 
 def _cases(heads: int, *, timed: bool = True) -> list[Case]:
-    """All of one row before those of two: a run that is cut has every shape."""
+    """Returns all cases of one row before those of two: an interrupted run then has every shape."""
     return [
         Case(name, batch, shapes.tags(name), heads, backward, timed)
         for batch in map(int, BATCHES.value)
@@ -102,7 +102,7 @@ def _left_out(name: str, error: Exception) -> None:
 
 
 def _measure(case: Case, write: Callable) -> None:
-    """Times one case by every method that runs here."""
+    """Times one case with every method that runs here."""
     numbers = case.numbers()
     wanted = methods.reference(case, numbers)
     programs, seconds = {}, {}
@@ -110,13 +110,13 @@ def _measure(case: Case, write: Callable) -> None:
         begin = time.perf_counter()
         try:
             program = make(numbers)
-            found = program.outputs()  # some compile when they first run
+            found = program.outputs()  # some compile only when they first run
             compile_s = time.perf_counter() - begin
             same = method not in methods.UNMASKED or case.mask.all()
             off = methods.difference(found, wanted, case) if same else 0.0
-            if not off <= AGREES:  # NaN too
+            if not off <= AGREES:  # also for NaN
                 raise ValueError(f"it is off by {off:.3f}")
-        except Exception as error:  # what other packages raise where they do not run
+        except Exception as error:  # other packages raise various errors where they cannot run
             _left_out(method, error)
             continue
         programs[method], seconds[method] = program, compile_s
@@ -139,10 +139,10 @@ def _measure(case: Case, write: Callable) -> None:
 
 
 def _tables(write: Callable) -> None:
-    """Times what a forward pass makes: tables of all tokens, and of the tokens of each stream."""
+    """Times the tables of a forward pass: for all tokens, and for the tokens of each stream."""
     name = f"packed_{TABLES_LEN}"
     tags = Case(name, TABLES_ROWS, shapes.tags(name)).arrays()
-    cut = TABLES_LEN // 4  # tokens of the one stream, in which nothing is special
+    cut = TABLES_LEN // 4  # tokens of the first stream; any number would do
     parts = (slice(None), slice(None, cut), slice(cut, None))
 
     make = functools.partial(attention.make_tables, implementation=attention.device_kernel())
@@ -150,7 +150,7 @@ def _tables(write: Callable) -> None:
     def calls(tags):
         for _ in range(methods.IN_FLIGHT):
             made = [make(*(tag[:, part] for tag in tags)) for part in parts]
-            # Ties the next call to this one, so that nothing is computed once for all.
+            # Makes the next call depend on this one, so that nothing is computed once for all.
             tags, made = jax.lax.optimization_barrier((tags, made))
         return made
 
@@ -162,7 +162,7 @@ def _tables(write: Callable) -> None:
 
 
 def _memory(write: Callable) -> None:
-    """Temporary memory of the kernel, forward and backward, as the compiler counts it."""
+    """Measures temporary memory of the kernel, forward and backward, as counted by the compiler."""
     sizes = []
     for length in MEMORY_LENS:
         nothing = np.zeros(length, np.int32)

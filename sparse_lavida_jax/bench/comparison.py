@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to train small models, and what they score (`bench/ablation.py`)."""
+"""Ways to train small models, and their scores (`bench/ablation.py`)."""
 
 import collections
 import dataclasses
@@ -17,24 +17,24 @@ from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs
 
-AFTER = 1000  # added to the seed of what starts from another way, which so sees other batches
+AFTER = 1000  # added to the seed of runs that start from another way, to give them other batches
 SUITE = "comparison"  # "ablation" is a suite of speeds
 SAMPLED_FROM = ("order", "schedule", "shift")  # settings that training reads too (`data/batch.py`)
-DEFAULTS = 1  # to be raised when a default changes that a training depends on: `digest`
+DEFAULTS = 1  # increase when a default changes that training depends on: `digest`
 
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to train, and the ways to sample from what it gives.
+    """One way to train, and the ways to sample from its model.
 
     Attributes:
-        changes: of the shared settings, section by section.
+        changes: to the shared settings, section by section.
         after: the way whose model this one starts from; "": from random parameters.
-        sampled: changes of the sampling settings, by the name of the way to sample.
-        tasks: that are scored; of none those of the ablation.
-        group: of ways that each learn tasks of their own, the row of the table that they share.
+        sampled: changes to the sampling settings, by the name of the way to sample.
+        tasks: tasks to score; empty: those of the ablation.
+        group: the table row shared by ways that each learn different tasks.
     """
 
     changes: dict[str, dict] = dataclasses.field(default_factory=dict)
@@ -50,12 +50,12 @@ class Ablation:
 
     Attributes:
         question: a sentence, the heading of the table.
-        tasks: that are scored; "draw/held_out" for combinations that training never shows.
-        prompts: of each task.
-        batch_size: prompts that are decoded together.
-        curve: whether the plot is of the share right over forward passes, a line a kind of
-            sampling: the ways to sample up to their first "_". Passes are those of a batch, which
-            goes on until its last row has ended: of a response where the batch is one.
+        tasks: tasks to score; "draw/held_out" for combinations that training never shows.
+        prompts: per task.
+        batch_size: prompts decoded together.
+        curve: whether to plot the share correct over forward passes, with a line per kind of
+            sampling: the names of ways to sample up to their first "_". Passes are those of a
+            batch, which ends with its last row, so those of a response if the batch size is 1.
     """
 
     question: str
@@ -81,7 +81,7 @@ class Ablation:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """An ablation of shared settings, and the folder of its runs."""
+    """An ablation, its shared settings, and the folder of its runs."""
 
     shared: config.Config
     ablation: Ablation
@@ -89,7 +89,7 @@ class Study:
 
     @classmethod
     def read(cls, path: pathlib.Path, folder: pathlib.Path = folder) -> "Study":
-        """Returns what a file asks for.
+        """Reads the ablation that a file defines.
 
         Raises:
             ConfigError: as `config.read`.
@@ -100,8 +100,8 @@ class Study:
     def settings(self, name: str, seed: int) -> config.Config:
         """Returns the settings of one run of a way.
 
-        Its name is that of its folder. It says what is trained and not who asks for it: ways of
-        several files that train alike share a run.
+        The run's name is also that of its folder. It identifies what is trained, not the ablation,
+        so ways of several files that train alike share a run.
         """
         way = self.ablation.ways[name]
         made = config.changed(self.shared, way.changes)
@@ -111,10 +111,10 @@ class Study:
         return dataclasses.replace(made, name=f"ablation_{digest(made, base)}_s{seed}")
 
     def trained(self, name: str, seed: int) -> str:
-        """Returns the folder of a trained model; trains it, and what it begins with, if need be.
+        """Returns the folder of a trained model; trains it, and the one it starts from, if needed.
 
         Raises:
-            RunError: the folder is of other settings, or another process writes to it.
+            RunError: the folder belongs to other settings, or another process writes to it.
         """
         if after := self.ablation.ways[name].after:
             self.trained(after, seed)
@@ -126,9 +126,9 @@ class Study:
         return str(own)
 
     def measure(self, bench: Bench, name: str, seed: int) -> Iterator[Row]:
-        """Trains a way unless that is done, and scores what has no row yet.
+        """Trains a way unless that is done, and scores tasks that have no row yet.
 
-        A row of another training, way to sample or number of prompts is measured again.
+        A row with other training, sampling or number of prompts is measured again.
 
         Yields:
             The rows, as they are written.
@@ -139,7 +139,7 @@ class Study:
             changes = {"sampling": way.sampled[sampled]}
             sampling = config.changed(settings, changes).sampling
             row_id = f"{self.shared.name}/{name}/{sampled}/{task}/s{seed}"
-            # What makes another row.
+            # A row with other values is measured again.
             row = {
                 "training": settings.name,
                 "sampling": dataclasses.asdict(sampling),
@@ -173,7 +173,7 @@ class Study:
 
 
 def _is_there(row_id: str, wanted: Row) -> bool:
-    """Whether a row has these values; of settings younger than it, the defaults are its own."""
+    """Whether a row has these values; settings newer than the row count as their defaults."""
     path = path_of(SUITE, row_id)
     if not path.exists():
         return False
@@ -185,9 +185,10 @@ def _is_there(row_id: str, wanted: Row) -> bool:
 
 
 def digest(settings: config.Config, base: str = "") -> str:
-    """Returns what names a training: a digest of everything that it depends on except its seed.
+    """Returns an identifier of a training run: a digest of all that it depends on except its seed.
 
-    Of what is not the default and of `DEFAULTS`, so that a setting that is added renames nothing.
+    It covers settings that are not the defaults, and `DEFAULTS`, so adding a setting changes no
+    digest.
 
     Args:
         base: the name of the run that it starts from.
@@ -221,5 +222,5 @@ class Passes:
 
     @property
     def of_a_batch(self) -> dict[str, float]:
-        """The mean number of passes for each thing that is made: layout, image, text."""
+        """The mean number of passes for each stage: layout, image, text."""
         return {making: self._steps[making] / n for making, n in self._batches.items()}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Peak host memory of converting layers of the release's size, by their number.
+r"""Peak host memory for converting layers of the release's size, depending on their number.
 
     python -m sparse_lavida_jax.bench.convert --scratch=/tmp
 
-Folders of 3 and of 6 layers are made of arbitrary numbers, with everything else at full size too
-(14 GB with what they are converted to), and each is converted by a process of its own. Memory is
-the largest resident set of that process, as the operating system counts it. It may not grow with
-the number of layers: within 5 %, and below 4 GiB; otherwise this ends with status 1.
+Folders of 3 and of 6 layers are filled with arbitrary numbers, with everything else at full size
+too (14 GB with the converted ones), and each is converted in its own process. Memory is the
+largest resident set of that process, as counted by the operating system. It must not grow with the
+number of layers: within 5 %, and below 4 GiB; otherwise the exit status is 1.
 """
 
 import multiprocessing
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
             settings = settings_from(
                 RELEASE | {"n_layers": layers, "dual_tower_layers": layers // 2}, RELEASED_VQ
             )
-            # In a process of its own: the memory of this one would count for its children.
+            # In a separate process: this one's memory would be counted for its children.
             with SPAWN.Pool(1) as pool:
                 size = pool.apply(stand_in.write, (source, settings))
             begin = time.perf_counter()
@@ -80,12 +80,12 @@ def main(argv: list[str]) -> None:
 
 
 def is_bounded(peaks: list[int]) -> bool:
-    """Returns whether peaks of memory, in bytes, are low and the same for every depth."""
+    """Whether peaks of memory, in bytes, are low and do not depend on the number of layers."""
     return max(peaks) < MOST_BYTES and max(peaks) <= MOST_GROWTH * min(peaks)
 
 
 def _peak_memory(words: list[str]) -> int:
-    """Runs the command line in a process of its own; returns its largest resident set in bytes."""
+    """Runs the command line in its own process; returns its largest resident set in bytes."""
     process = subprocess.Popen([sys.executable, "-m", "sparse_lavida_jax.main", *words])
     _, status, usage = os.wait4(process.pid, 0)
     if status:

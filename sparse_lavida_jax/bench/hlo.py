@@ -2,7 +2,7 @@
 """What a compiled program does in one call, read from its optimised HLO.
 
 Loops are counted as often as they run. The compiler's own analysis (`cost_analysis`) counts the
-body of a loop once, and the layers of a model are a loop.
+body of a loop only once, and the layers of a model are a loop.
 """
 
 import collections
@@ -15,21 +15,21 @@ COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
     "ragged-all-to-all", "collective-broadcast",
 )  # fmt: skip
-_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+))\[([\d,]*)\]")  # groups: bits of a number, the shape
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+))\[([\d,]*)\]")  # groups: bits per number, the shape
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _CALLS = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-# Of a loop that counts from 0 to a constant: the scalars, what is compared, what a round adds.
+# For a loop that counts from 0 to a constant: the scalars, the comparison, the increment.
 _CONSTANT = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* constant\((\d+)\)")
 _COUNTER = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* get-tuple-element\(.*?\), index=(\d+)")
 _COMPARED = re.compile(r"compare\(%([\w.-]+), ")
 _ADDED = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* add\(%[\w.-]+, %([\w.-]+)\)")
 _RETURNED = re.compile(r"^\s+ROOT .* tuple\((.*?)\)", re.MULTILINE)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN_CYCLES = 2**62  # what the compiler writes where it cannot tell
+_UNKNOWN_CYCLES = 2**62  # the compiler's value for "unknown"
 _KERNEL_FLOPS = re.compile(r'tpu_custom_call.*"cost_estimate":\{"flops":"(\d+)"')
 
 
@@ -40,7 +40,7 @@ class Collective:
     Attributes:
         kind: its name in HLO.
         result: its result on a device, such as "bf16[4096,6144]".
-        bytes: of the results of all its runs.
+        bytes: size of the results of all its runs.
         runs: how often it runs in a call of the program.
     """
 
@@ -53,10 +53,10 @@ class Collective:
 def collectives(hlo: str) -> list[Collective]:
     """Returns what the devices exchange in one call, largest first.
 
-    Of branches each is counted, of a loop whose length is not constant one round. The bytes are
-    those of the results: of an all-gather what a device ends up with, of an all-reduce what it
-    puts in and gets out; a reduce-scatter counts what goes in, as the all-reduce would that
-    compilers for TPUs turn it into.
+    All branches are counted, and one iteration of loops whose length is not constant. Bytes are
+    those of the results: for an all-gather what a device ends up with, for an all-reduce what it
+    puts in and gets out; a reduce-scatter counts its input, like the all-reduce that compilers for
+    TPUs turn it into.
     """
     total: collections.Counter[tuple[str, str, int]] = collections.Counter()
     for line, runs in _instructions(hlo):
@@ -68,7 +68,7 @@ def collectives(hlo: str) -> list[Collective]:
             continue
         arrays = [(_size(one), one[0]) for one in _ARRAY.finditer(result)]
         if opcode.endswith("-start") and result.startswith("("):
-            # Operands, results and what the hardware needs: the largest is the one that counts.
+            # Operands, results and hardware buffers: the largest is the one that counts.
             arrays = [max(arrays, key=lambda pair: pair[0])]
         told, parts = "+".join(name for _, name in arrays), 1
         if kind == "reduce-scatter":
@@ -82,15 +82,15 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 def cycles(hlo: str) -> int:
-    """Returns the compiler's estimate of a call, in cycles of a TPU core; 0 where it has none.
+    """Returns the compiler's estimate for a call, in cycles of a TPU core; 0 if there is none.
 
-    Of the instructions that it schedules: kernels, and transfers that it hides, have none.
+    It covers the instructions that it schedules, but not kernels or overlapped transfers.
     """
     return _sum(hlo, _CYCLES)
 
 
 def kernel_flops(hlo: str) -> int:
-    """Returns what Pallas kernels for TPUs compute in a call, as they say of themselves."""
+    """Returns the operations in Pallas kernels for TPUs per call, as the kernels state them."""
     return _sum(hlo, _KERNEL_FLOPS)
 
 
@@ -105,7 +105,7 @@ def _size(array: re.Match) -> int:
 
 
 def _instructions(hlo: str) -> Iterator[tuple[str, int]]:
-    """Yields every instruction with how often it runs in a call of the program."""
+    """Yields every instruction, with how often it runs in a call of the program."""
     lines: dict[str, list[str]] = {}
     name = entry = ""
     for line in hlo.splitlines():
@@ -116,7 +116,7 @@ def _instructions(hlo: str) -> Iterator[tuple[str, int]]:
         elif name and _INSTRUCTION.match(line):
             lines[name].append(line)
     runs: collections.Counter[str] = collections.Counter({entry: 1})
-    # Callers come after what they call, so that counts are whole when they are passed on.
+    # Callers come after the computations they call, so counts are complete when passed on.
     for name in reversed(lines):
         for line in lines[name]:
             for callee, times in _called(line, lines):
@@ -137,7 +137,7 @@ def _called(line: str, lines: dict[str, list[str]]) -> list[tuple[str, int]]:
 
 
 def _trips(condition: str, body: str) -> int:
-    """Returns how often a loop runs that counts from 0 to a constant; 1 where there is none."""
+    """Returns how often a loop runs that counts from 0 to a constant; 1 for other loops."""
     most = max((int(n) for _, n in _CONSTANT.findall(condition)), default=1)
     places = dict(_COUNTER.findall(condition))
     counter = next((int(places[x]) for x in _COMPARED.findall(condition) if x in places), None)

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that training takes on one device, from shapes alone: nothing is computed.
+"""Memory that training needs on one device, from shapes alone: nothing is computed.
 
     total = parameters + gradients + moments + average + kept + layer + logits
 
-* Parameters, gradients (of what is trained, in its dtype; with microbatches their sum too), moments
-  of the optimizer and the moving average are counted in the state that a run would start with.
+* Parameters, gradients (of trained parameters, in their dtype; with microbatches also their sum),
+  moments of the optimizer and the moving average are counted in the initial state of a run.
 * Kept: what the loss keeps for its gradient. The loss is traced with the TPU kernel of attention,
-  which keeps what the one for GPUs keeps: q, k, v, the output and a number a query and head. What
-  of it is an input of the step already is not counted again, nor are the gradients of the heads,
-  which a chunked loss makes on its way there. With `remat="layer"` that is, for
-  each stream, layers x rows x tokens x width x bytes, and the image head.
+  which keeps the same as the one for GPUs: q, k, v, the output, and one number per query and head.
+  Inputs of the step are not counted again, nor are the gradients of the heads, which a chunked
+  loss computes in its forward pass. With `remat="layer"` it is layers x rows x tokens x width x
+  bytes for each stream, and the image head.
 * Layer: what one joint layer keeps without `remat`, twice, as values and as their gradients, and
   its trained matrices in the dtype they are multiplied in.
-* Logits of a chunk: rows x chunk x vocabulary, in float32 twice and in the compute dtype.
+* Logits of a chunk: rows x chunk x vocabulary, twice in float32 and once in the compute dtype.
 
-Over a mesh a device holds its share of the state, as `models/sharding.py` splits it, and its rows;
-what tensor and sequence split of these is not taken off. Matrices that are gathered along `fsdp`
-are counted where they are used: those of a layer, and the head of a chunk, each with its gradient.
+On a mesh, a device holds its share of the state, split as in `models/sharding.py`, and its rows;
+the splitting of these along tensor and sequence is not subtracted. Matrices gathered along
+`fsdp` are counted where they are used: those of a layer, and the head of a chunk, each with its
+gradient.
 
-The parts are not all there at the same moment, so the total is an upper bound of what the arrays
-take; `USABLE` leaves room for programs, and for what the allocator cannot use.
+The parts do not all exist at the same time, so the total is an upper bound for the arrays;
+`USABLE` leaves room for programs, and for memory that the allocator cannot use.
 """
 
 import dataclasses
@@ -43,15 +44,15 @@ from sparse_lavida_jax.training import optimizer, step
 
 GB = 1e9
 HEADS = ("text_head/kernel", "image_head/logits/kernel")
-USABLE = 0.95  # of a device's memory (ours)
-# The generation branch, as stages s2-256 and s2-1024 of the release train it (spec Sec. 9.5), and
-# its registers.
+USABLE = 0.95  # share of a device's memory (ours)
+# The generation branch, as trained in stages s2-256 and s2-1024 of the release (spec Sec. 9.5),
+# and its registers.
 BRANCH = r"generation|^image_(embedding|head)/|^cell_(row|column)$"
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSize:
-    """Rows of a batch, and tokens of each stream in a row; 0: the stream is absent."""
+    """Rows in a batch, and tokens per row of each stream; 0: the stream is absent."""
 
     rows: int
     understanding: int
@@ -79,12 +80,12 @@ def image_tokens(settings: config.Config) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one way to train.
+    """The memory for one way to train.
 
     Attributes:
         trained: number of parameters trained.
         remat: what is kept of a layer.
-        parameters, gradients, moments, average, kept, layer, logits: bytes, as told above.
+        parameters, gradients, moments, average, kept, layer, logits: bytes, as described above.
     """
 
     trained: int
@@ -102,7 +103,7 @@ class MemoryPlan:
         return sum(getattr(self, name) for name in PARTS)
 
     def fits(self, device_bytes: int) -> bool:
-        """Whether a device has this much memory, with room to spare."""
+        """Whether a device has this much memory, with some to spare."""
         return self.total <= USABLE * device_bytes
 
 
@@ -134,11 +135,11 @@ def ways(settings: config.Config) -> dict[str, config.Config]:
 def plan(
     settings: config.Config, batch: BatchSize, axes: Mapping[str, int] | None = None
 ) -> MemoryPlan:
-    """Returns the memory that training with these settings takes on one device.
+    """Returns the memory that training with these settings needs on one device.
 
     Args:
-        batch: the rows of a microbatch that lie on a device.
-        axes: sizes of the mesh; None: one device alone.
+        batch: the rows of a microbatch on a device.
+        axes: sizes of the mesh; None: a single device.
 
     Raises:
         ConfigError: the settings train nothing, or name parameters that do not exist.
@@ -163,13 +164,13 @@ def plan(
 
 
 def axes_of(mesh: Mapping[str, int], devices: int = 0) -> dict[str, int]:
-    """Returns the sizes of `train.mesh`; none where a config has no mesh.
+    """Returns the sizes of `train.mesh`; empty if a config has no mesh.
 
     Args:
-        devices: that it is laid over; 0: as many as it names.
+        devices: the number of devices for it; 0: as many as it names.
 
     Raises:
-        ConfigError: it does not make up the devices, or does not say how many there are.
+        ConfigError: its product is not that number, or there is no number.
     """
     if not mesh:
         if devices > 1:
@@ -190,13 +191,13 @@ def axes_of(mesh: Mapping[str, int], devices: int = 0) -> dict[str, int]:
 
 
 def rows_of(settings: config.Config, axes: Mapping[str, int]) -> int:
-    """Returns the rows of a microbatch that lie on one device of a mesh."""
+    """Returns the rows of a microbatch on one device of a mesh."""
     rows = settings.train.batch_size // (settings.data.packing * settings.train.microbatches)
     return math.ceil(rows / math.prod(axes.get(axis, 1) for axis in BATCH_AXES))
 
 
 def _share(state: dict[str, Any], axes: Mapping[str, int]) -> int:
-    """Bytes of a part of a training state on one device of a mesh."""
+    """Returns the bytes of a part of a training state on one device of a mesh."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     return sum(
         _bytes(leaf) // sharding.shared_by(name, leaf.shape, mesh)
@@ -207,7 +208,7 @@ def _share(state: dict[str, Any], axes: Mapping[str, int]) -> int:
 def parts(
     settings: config.Config, model: Denoiser | None = None
 ) -> tuple[Denoiser, Denoiser | None]:
-    """Returns what is trained, and what is frozen; without a model, to be called while tracing."""
+    """Returns the trained and the frozen part; without a model, to be called while tracing."""
     model = model or Denoiser(settings.model, rngs=nnx.Rngs(0))
     return optimizer.parted(settings, lora.begin(settings, model, jax.random.key(settings.seed)))
 
@@ -215,7 +216,7 @@ def parts(
 def first_state(settings: config.Config, model: Denoiser | None = None) -> train.TrainState:
     """Returns the state of a run at step 0, whatever it starts from.
 
-    Without a model of random parameters: to be called while tracing.
+    Without a model the parameters are random: to be called while tracing.
     """
     params, frozen = parts(settings, model)
     ema = params if settings.optimizer.ema else None
@@ -224,7 +225,7 @@ def first_state(settings: config.Config, model: Denoiser | None = None) -> train
 
 
 def lowered_step(settings: config.Config, state, batch, learning_rate_scale) -> jax.stages.Lowered:
-    """Returns a step of training, to be compiled, as `train.train` calls it."""
+    """Returns a training step to be compiled, called as in `train.train`."""
     return train.train_step.lower(
         state,
         batch,
@@ -236,8 +237,8 @@ def lowered_step(settings: config.Config, state, batch, learning_rate_scale) -> 
 
 
 def kept(settings: config.Config, batch: BatchSize) -> int:
-    """Returns the bytes that the loss keeps for its gradient, next to the parameters."""
-    # Of a layer of which the input alone is kept, any attention keeps nothing.
+    """Returns the bytes that the loss keeps for its gradient, besides the parameters."""
+    # Of a layer of which only the input is kept, no kind of attention keeps anything.
     implementation = "reference" if settings.model.remat == "layer" else "pallas_tpu"
     settings = config.changed(settings, {"model": {"attention_implementation": implementation}})
     trained, frozen = jax.eval_shape(lambda: parts(settings))
@@ -258,7 +259,7 @@ def kept(settings: config.Config, batch: BatchSize) -> int:
 
 
 def rows(model: config.Model, batch: BatchSize) -> Corrupted:
-    """Rows of which every token has a loss and sees all: take no memory while tracing."""
+    """Returns rows in which every token has a loss and sees all; needs no memory while tracing."""
     u, g = (batch.rows, batch.understanding), (batch.rows, batch.generation)
     codes = (*g, model.codes_per_token)
 
@@ -292,7 +293,7 @@ def _of_a_layer(
     *,
     is_gathered: bool,
 ) -> int:
-    """Bytes of one joint layer on its way back."""
+    """Returns the bytes of one joint layer in the backward pass."""
     one = {"num_layers": 1, "dual_tower_layers": 0, "unroll_layers": False}
 
     def of_one(remat: str) -> int:
@@ -315,7 +316,7 @@ def _of_a_layer(
 
 
 def _gathered_head(settings: config.Config, trained: Denoiser, frozen: Denoiser | None) -> int:
-    """Bytes of the larger head, and of its gradient in float32 if it is trained."""
+    """Returns the bytes of the larger head, and of its gradient in float32 if it is trained."""
     each = jnp.dtype(settings.model.compute_dtype).itemsize
     return max(
         leaf.size * (each + 4 * (part is trained))
@@ -343,13 +344,13 @@ def _bytes(tree: Any) -> int:
 def plans(
     settings: config.Config, batch: BatchSize, axes: Mapping[str, int]
 ) -> dict[str, MemoryPlan]:
-    """Returns the memory of the ways to train, and last of the settings themselves, by name."""
+    """Returns the memory for the ways to train, and last for the settings themselves, by name."""
     all_ways = {**ways(settings), settings.name: settings}
     return {name: plan(way, batch, axes) for name, way in all_ways.items()}
 
 
 def refusal(found: dict[str, MemoryPlan], name: str, device_bytes: int) -> str:
-    """Returns why a way does not fit a device, and what does."""
+    """Returns why a way does not fit a device, and which ones do."""
     others = [
         f"{other} ({one.total / GB:.1f} GB)"
         for other, one in found.items()

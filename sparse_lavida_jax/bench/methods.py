@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention is measured on, and everything it may be computed by, each a compiled program."""
+"""The cases that attention is measured on, and all ways to compute it, as compiled programs."""
 
 import dataclasses
 import functools
@@ -18,14 +18,14 @@ from sparse_lavida_jax.kernels import attention, shapes, tables
 from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
 HEADS, HEAD_DIM = 32, 128
-TILE = tables.TileSizes(128, 128, 128)  # what "tile FLOPs" are counted in
-BACKWARD_WORK = 2.5  # products of the backward pass (5) over those of the forward pass (2)
-SHORT = 2048  # queries below which a call is too short to be timed alone
-CALLS = 8  # of a short shape, in one program, each on what the one before returned
-CHECKED_HEADS = (0, -1)  # heads do not know of each other, and a float32 reference is large
-IN_FLIGHT = 8  # calls started before waiting: what a launch costs the host is not attention
-LAYERS, LAYER = 3, 1  # of the stacked cache, and the one that is read
-# Another result: no mask at all, or none inside segments. Speed is all that is compared.
+TILE = tables.TileSizes(128, 128, 128)  # the unit of "tile FLOPs"
+BACKWARD_WORK = 2.5  # products in the backward pass (5) over those in the forward pass (2)
+SHORT = 2048  # queries below which a single call is too short to be timed
+CALLS = 8  # of a short shape in one program, each using the result of the one before
+CHECKED_HEADS = (0, -1)  # heads are independent, and a float32 reference is large
+IN_FLIGHT = 8  # calls started before waiting, so that the host's launch time is not counted
+LAYERS, LAYER = 3, 1  # of the stacked cache, and the layer that is read
+# These compute something else: no mask at all, or none inside segments. Only speed is compared.
 UNMASKED = ("cudnn", "cudnn_segments", "cudnn_packed", "tokamax")
 
 Numbers = tuple[np.ndarray, ...]  # q, k, v and the gradient of the output, [b s h d]
@@ -35,10 +35,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape at one batch size, all rows with the same tags.
+    """One shape at one batch size; all rows have the same tags.
 
     Attributes:
-        backward: with the gradients.
+        backward: whether gradients are included.
         timed: whether calls of a short shape are chained to be timed; otherwise there is one.
     """
 
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many queries and keys."""
+        """The numbers of queries and keys."""
         return len(self.tags.query_block), len(self.tags.key_block)
 
     @property
@@ -69,19 +69,19 @@ class Case:
 
     @property
     def fields(self) -> tuple[np.ndarray | None, ...]:
-        """Tags in the order in which attention takes them."""
+        """The tags, in the order of attention's arguments."""
         t = self.tags
         return t.query_block, t.query_horizon, t.key_block, t.query_segment, t.key_segment
 
     @functools.cached_property
     def mask(self) -> np.ndarray:
-        """Who sees whom [s t]; padding sees nobody."""
+        """Which query sees which key [s t]; padding sees nothing."""
         queries, keys = (np.arange(length) for length in self.lengths)
         return np.asarray(rule(self.fields)(0, 0, queries[:, None], keys[None]))
 
     @functools.cached_property
     def flops(self) -> dict[str, float]:
-        """Of pairs that see each other, of the tiles that hold any, and of all pairs."""
+        """FLOPs of visible pairs, of the tiles that contain any, and of all pairs."""
         made = tables.make_tables(*self.arrays(1), sizes=TILE)
         tiles = float(tables.active_share(made)) * made.by_query.flags.size
         pairs = {
@@ -94,12 +94,12 @@ class Case:
 
     @property
     def least_bytes(self) -> int:
-        """q, k, v and the output once, and with gradients theirs and the output's."""
+        """Bytes of q, k, v and the output, once; with gradients, theirs and the output's too."""
         once = 2 * self.batch * self.heads * HEAD_DIM * 2 * sum(self.lengths)
         return once * (2 if self.backward else 1)
 
     def arrays(self, batch: int | None = None) -> tuple:
-        """Tags as the kernels take them [b s]."""
+        """The tags as arguments of the kernels [b s]."""
         rows = batch or self.batch
         return tuple(
             x if x is None else jnp.asarray(np.repeat(x[None], rows, 0)) for x in self.fields
@@ -118,7 +118,7 @@ class Case:
 
 
 def rule(tags: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns the visibility rule as FlexAttention takes it: of indices, on tags [s]."""
+    """Returns the visibility rule in FlexAttention's form: a function of indices, on tags [s]."""
     query_block, query_horizon, key_block, query_segment, key_segment = tags
 
     def sees(batch, head, query, key):
@@ -131,7 +131,7 @@ def rule(tags: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def reference(case: Case, numbers: Numbers) -> Numbers:
-    """Returns output and gradients of `CHECKED_HEADS`, float32, mask written out."""
+    """Returns output and gradients of `CHECKED_HEADS` in float32, with an explicit mask."""
     q, k, v, cotangent = (jnp.asarray(x[:, :, CHECKED_HEADS]) for x in numbers)
     mask = jnp.asarray(case.mask)[None, None]
 
@@ -146,9 +146,9 @@ def reference(case: Case, numbers: Numbers) -> Numbers:
 
 
 def difference(found: Numbers, wanted: Numbers, case: Case) -> float:
-    """The largest difference, of the output where a query sees anything and of all gradients.
+    """Returns the largest difference, of the output where a query sees anything and of gradients.
 
-    Gradients that are larger than 1 count in proportion.
+    For gradients larger than 1 it is relative.
     """
     seen = case.mask.any(axis=1).reshape(1, -1, 1, 1)
     (out, *gradients), (wanted_out, *wanted_gradients) = found, wanted
@@ -163,14 +163,14 @@ def difference(found: Numbers, wanted: Numbers, case: Case) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A method, compiled.
+    """A compiled method.
 
     Attributes:
         run: starts all calls and returns what `wait` waits for.
         calls: calls of attention in one run.
-        outputs: returns output and gradients of the first call, of `CHECKED_HEADS`, float32.
-        temp_bytes: memory in addition to arguments and results, by the compiler's account.
-        note: what else must be known of its times.
+        outputs: returns output and gradients of the first call, for `CHECKED_HEADS`, in float32.
+        temp_bytes: memory besides arguments and results, according to the compiler.
+        note: what else to know about its times.
     """
 
     run: Callable[[], Any]
@@ -182,9 +182,9 @@ class Program:
 
 
 def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], Program]]:
-    """Returns what may be measured; which of it runs here shows when it is called."""
+    """Returns the methods to measure; a method that cannot run here fails when it is called."""
     library = functools.partial(functools.partial, by_library, case)
-    kernel = interpreted() if dry else attention.device_kernel()  # admitted or not
+    kernel = interpreted() if dry else attention.device_kernel()  # whether admitted or not
     found: dict[str, Callable[[Numbers], Program]] = {
         "kernel": functools.partial(ours, case, implementation=kernel),
         "blockwise": functools.partial(ours, case, implementation="blockwise"),
@@ -204,14 +204,14 @@ def methods(case: Case, *, dry: bool = False) -> dict[str, Callable[[Numbers], P
     if case.tags.query_segment is not None:
         found["cudnn_segments"] = functools.partial(by_segment, case)
         found["cudnn_packed"] = functools.partial(packed, case)
-    if case.mask.all():  # nothing for a mask to do
+    if case.mask.all():  # a mask would have no effect
         same = ("kernel", "cudnn", "tokamax", "flex")
         found = {name: make for name, make in found.items() if name in same}
     return found
 
 
 def interpreted() -> str:
-    """Returns the kernel that this version of JAX can interpret where there is no device for it."""
+    """Returns the kernel that this version of JAX can interpret without its device."""
     return "pallas_gpu" if jax.__version_info__ >= (0, 11) else "pallas_tpu"
 
 
@@ -222,10 +222,10 @@ def ours(
     implementation: str | None = None,
     sizes: tables.TileSizes | tables.GpuSizes | None = None,
 ) -> Program:
-    """Our kernel, or another of ours, on finished tables, as all layers but the first find them.
+    """Compiles our kernel, or another of ours, with finished tables, as in all but the first layer.
 
     Args:
-        sizes: of tiles; by default those that a call would get.
+        sizes: of tiles; by default as in a normal call.
     """
     tags = case.arrays()
     if sizes is None:
@@ -255,7 +255,7 @@ def ours(
 
 
 def by_library(case: Case, implementation: str, numbers: Numbers, *, masked: bool) -> Program:
-    """`dot_product_attention` of JAX, by cuDNN or XLA, or tokamax's kernel for this GPU, mosaic."""
+    """Compiles `dot_product_attention` of JAX, by cuDNN or XLA, or tokamax's kernel (mosaic)."""
     library: Any = importlib.import_module("tokamax") if implementation == "mosaic" else jax.nn
     mask = jnp.asarray(case.mask)[None, None] if masked else None
 
@@ -266,7 +266,7 @@ def by_library(case: Case, implementation: str, numbers: Numbers, *, masked: boo
 
 
 def by_segment(case: Case, numbers: Numbers) -> Program:
-    """cuDNN, a call for each segment of a packed row, without a mask inside it."""
+    """Compiles cuDNN's attention, one call per segment of a packed row, without a mask."""
     own = [slice(*map(int, pair)) for pair in itertools.pairwise(_bounds(case))]
 
     def attend(q, k, v, data):
@@ -278,7 +278,7 @@ def by_segment(case: Case, numbers: Numbers) -> Program:
 
 
 def packed(case: Case, numbers: Numbers) -> Program:
-    """The mask of packed sequences of cuDNN itself; JAX has no public name for it."""
+    """Compiles cuDNN's own mask for packed sequences; JAX has no public name for it."""
     cudnn: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     bounds = jnp.asarray(np.repeat(_bounds(case)[None], case.batch, axis=0), jnp.int32)
 
@@ -295,9 +295,9 @@ def packed(case: Case, numbers: Numbers) -> Program:
 def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program:
     """Compiles `attend(q, k, v, data)` for a case: masks, tags and tables are arguments.
 
-    Calls of a short shape stand one after the other in the program, each on the results of the one
-    before: on a device that takes less time than the host needs to start it, a call alone would
-    measure the host.
+    Several calls of a short shape are chained in the program, each on the results of the one
+    before: if a device takes less time for a call than the host takes to start it, timing single
+    calls would measure the host.
     """
     leaves, structure = jax.tree.flatten(data)
 
@@ -324,7 +324,7 @@ def compiled(case: Case, attend: Attend, numbers: Numbers, data: Any) -> Program
 
 
 def _once(attend: Attend, backward: bool, q, k, v, cotangent, data) -> tuple[jax.Array, tuple]:
-    """Returns the output of a call and its gradients, none without `backward`."""
+    """Returns the output of a call and, with `backward`, its gradients."""
     if not backward:
         return attend(q, k, v, data), ()
     out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, data), q, k, v)
@@ -332,25 +332,25 @@ def _once(attend: Attend, backward: bool, q, k, v, cotangent, data) -> tuple[jax
 
 
 def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
-    """PyTorch's FlexAttention, compiled, on the same numbers and tags.
+    """Compiles PyTorch's FlexAttention, on the same numbers and tags.
 
-    Heads come before tokens, as FlexAttention likes them; all rows have the same tags, so that one
+    Heads come before tokens, as FlexAttention prefers; all rows have the same tags, so that one
     BlockMask serves them all. The calls of a short shape are one CUDA graph, which the host starts
     at once, if PyTorch can record it.
 
     Args:
-        builds: whether the BlockMask is made in every call, as tags that are new data need.
+        builds: whether the BlockMask is made in every call, as new tags would require.
 
     Raises:
-        ModuleNotFoundError: there is no PyTorch.
+        ModuleNotFoundError: PyTorch is not installed.
         RuntimeError: it has no CUDA.
     """
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise RuntimeError("this PyTorch has no CUDA")
     package: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    if not builds:  # which comes after, and may not throw away what was compiled without
-        torch._dynamo.reset()  # guards of the cases before would be tried first
+    if not builds:  # that case runs later, and must not discard what this one compiled
+        torch._dynamo.reset()  # guards from earlier cases would be tried first
     attention = torch.compile(package.flex_attention, dynamic=False)
     make = torch.compile(package.create_block_mask, dynamic=False)
     q, k, v, cotangent = (
@@ -388,7 +388,7 @@ def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
 
         torch.cuda.synchronize()
         aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(aside):  # what a graph records has to have run before
+        with torch.cuda.stream(aside):  # code must have run once before a graph records it
             all_calls()
         aside.synchronize()
         try:
@@ -404,7 +404,7 @@ def by_flex(case: Case, numbers: Numbers, *, builds: bool = False) -> Program:
 def timed(
     programs: Mapping[Key, Program], runs: int, in_flight: int = IN_FLIGHT
 ) -> dict[Key, list[float]]:
-    """Returns seconds a call, `runs` of each program, in another random order every turn."""
+    """Returns seconds per call, `runs` for each program, in a new random order every turn."""
 
     def seconds(program: Program, turn: int) -> float:
         del turn
@@ -417,11 +417,11 @@ def timed(
 
     calls = {key: functools.partial(seconds, program) for key, program in programs.items()}
     taken = timing.in_turn(calls, runs + 1)
-    return {key: own[1:] for key, own in taken.items()}  # the first is to warm up
+    return {key: own[1:] for key, own in taken.items()}  # the first run is a warm-up
 
 
 def _merged(x):
-    """[b s h d] with heads merged, as the model leaves them."""
+    """Returns [b s h d] with heads merged, as the model stores them."""
     return x.reshape(*x.shape[:2], -1)
 
 

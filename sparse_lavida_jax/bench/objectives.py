@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to train on the same examples, as batches and as compiled steps that can be timed.
+"""Several ways to train on the same examples, as batches and as compiled steps that can be timed.
 
-Step-causal training shows several rival masked blocks of a response at once and leaves the rest of
-it out; masked diffusion as LaViDa-O has it shows every token of the response, some of them masked,
-and lets all see all.
+Step-causal training includes several rival masked blocks of a response at once and leaves the rest
+of it out; masked diffusion as in LaViDa-O includes every token of the response, some of them
+masked, with full attention.
 """
 
 import functools
@@ -29,16 +29,16 @@ from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import flops
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
 
-LENGTH_MULTIPLE = 8  # tokens; as of the scenes
-RANDOM_PROMPT = 250  # words of a prompt where there are no data
+LENGTH_MULTIPLE = 8  # tokens, as for the scenes
+RANDOM_PROMPT = 250  # words per prompt when there are no data
 
 MakeExample = Callable[[int], Example]
 
 
 def methods(settings: config.Config) -> dict[str, config.Config]:
-    """Returns the settings of each way to train; attention of the first two gives the same.
+    """Returns the settings of each way to train; attention of the first two gives the same result.
 
-    Where there is no kernel, tiles are skipped in plain `lax` (`kernels/blockwise.py`).
+    Without a kernel for the platform, tiles are skipped in plain `lax` (`kernels/blockwise.py`).
     """
     default = attention.default_implementation()
     tiles = "blockwise" if default == "reference" else default
@@ -58,12 +58,12 @@ def methods(settings: config.Config) -> dict[str, config.Config]:
 
 
 def scene_examples(encoder: Encoder, seed: int) -> MakeExample:
-    """Returns images to draw, by number."""
+    """Returns a function from numbers to examples of images to draw."""
     return lambda index: encoder.scene_example(tasks.sample("draw", seed, index))
 
 
 def random_examples(model: config.Model, seed: int) -> MakeExample:
-    """Returns prompts of random words and images of random codes, by number."""
+    """Returns a function from numbers to prompts of random words with images of random codes."""
 
     def make(index: int) -> Example:
         rng = np.random.default_rng((seed, index))
@@ -79,7 +79,7 @@ def random_examples(model: config.Model, seed: int) -> MakeExample:
 def batches(
     settings: config.Config, make_example: MakeExample, count: int, rows: int
 ) -> list[Corrupted]:
-    """Returns batches of one static shape, the longest row's: the same examples for all ways."""
+    """Returns batches of one static shape, set by the longest row, with the same examples each."""
     made = [
         make_row(make_example(index), settings, np.random.default_rng(index))
         for index in range(count * rows)
@@ -91,7 +91,7 @@ def batches(
 
 
 def counted(found: list[Corrupted], model: config.Model) -> dict[str, dict[str, float]]:
-    """Returns means of a batch: its tokens, those with a loss, its slots, and operations."""
+    """Returns means per batch: tokens, tokens with a loss, slots, and operations."""
     works = [flops.work_of(batch, model) for batch in found]
     tokens = {
         "loss": statistics.mean(one.with_loss for one in works),
@@ -102,12 +102,12 @@ def counted(found: list[Corrupted], model: config.Model) -> dict[str, dict[str, 
 
 
 class Trainer:
-    """A way to train, compiled.
+    """A compiled way to train.
 
     Args:
-        settings: of the way.
+        settings: of this way.
         found: batches of one shape.
-        options: of the compiler.
+        options: for the compiler.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Trainer:
         options: dict[str, Any] | None = None,
     ):
         self.found = found
-        # How to attend is told by the settings of the model, which are in no array.
+        # How attention is computed is part of the model's settings, which are not in its arrays.
         shapes = jax.eval_shape(lambda: memory.first_state(settings))
         self.structure = jax.tree.structure(shapes)
         begin = time.perf_counter()
@@ -130,7 +130,7 @@ class Trainer:
     def run(self, leaves: list[Any], index: int) -> tuple[float, float]:
         """Returns the seconds of a step on one of the batches, and its loss.
 
-        The learning rate is 0: every step is of the same parameters.
+        The learning rate is 0, so every step uses the same parameters.
 
         Args:
             leaves: `arrays_of` a state, donated and replaced: all ways to train share them.
@@ -147,19 +147,19 @@ class Trainer:
 
 
 def arrays_of(settings: config.Config, params: Denoiser) -> list[Any]:
-    """Returns the arrays of the state of a run at step 0; the parameters are copied."""
+    """Returns the arrays of the state of a run at step 0, with copies of the parameters."""
     return jax.tree.leaves(jax.tree.map(jnp.copy, memory.first_state(settings, params)))
 
 
 def head_memory(
     width: int, vocabulary: int, tokens: int, chunk: int, dtype: str
 ) -> tuple[int, int]:
-    """Returns bytes of temporaries and results of the loss over a vocabulary and its gradients.
+    """Returns the memory for temporaries and results of the loss over a vocabulary, with gradients.
 
-    Compiled for this device from shapes: nothing is allocated.
+    It is compiled for this device from shapes: nothing is allocated.
 
     Args:
-        chunk: tokens whose logits exist at a time; 0: all, by the plain cross-entropy.
+        chunk: tokens whose logits exist at a time; 0: all, with the plain cross-entropy.
     """
 
     def loss(hidden, kernel, target, weight):
@@ -182,11 +182,11 @@ def head_memory(
 def measure(
     settings: config.Config, params: Denoiser, make_example: MakeExample, *, runs: int, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Times every way to train in turn; returns the values of a row for each, by name.
+    """Times all ways to train in turn; returns the values of a row for each, by name.
 
     Args:
-        runs: timed steps of each way, each of a batch of its own.
-        batch: examples of a step.
+        runs: timed steps per way, each on its own batch.
+        batch: examples per step.
     """
     rows, trainers = {}, {}
     for name, way in methods(settings).items():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Exact scores of small models on the scenes, 95 % intervals included.
+r"""Exact scores of small models on the scenes, with 95 % intervals.
 
     python -m sparse_lavida_jax.bench.quality --checkpoint=scenes --prompts=2000
     python -m sparse_lavida_jax.bench.quality --checkpoint=runs/scenes_dense --method=dense
 
-A row a task and method, in `bench/results/<device>/quality`. Scores do not depend on the device
-beyond rounding; the device is recorded all the same.
+Writes one row per task and method to `bench/results/<device>/quality`. Scores depend on the device
+only through rounding; it is recorded all the same.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ HELD_OUT = ("draw", "edit", "answer", "point")
 def main(argv: list[str]) -> None:
     """Scores every task and prints the table."""
     del argv
-    logging.set_verbosity(logging.WARNING)  # of the array store
+    logging.set_verbosity(logging.WARNING)  # messages of the array store
     try:
         _score()
     except (config.ConfigError, model_folder.CheckpointError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of a benchmark: where and with what it was measured, and the file it goes to."""
+"""One row of a benchmark: the conditions of the measurement, and the file it is written to."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.circumstances import circumstances, commit, device
 
 SCHEMA = "sparse-lavida-bench/1"
-# The folder of rows; `launch/device_day.sh` sets another one with SPARSE_LAVIDA_RESULTS.
+# The folder for rows; `launch/device_day.sh` overrides it with SPARSE_LAVIDA_RESULTS.
 RESULTS = pathlib.Path(
     os.environ.get("SPARSE_LAVIDA_RESULTS") or pathlib.Path(__file__).with_name("results")
 )
@@ -31,8 +31,8 @@ class Bench:
     Attributes:
         suite: folder of the rows.
         run: random name of this call.
-        source: commit of the code, whether it was changed since, and its digest, when the call
-            began.
+        source: commit of the code, whether it had changes, and its digest, at the start of the
+            call.
     """
 
     suite: str
@@ -40,10 +40,10 @@ class Bench:
     source: dict[str, Any] = dataclasses.field(default_factory=lambda: commit() | {"code": code()})
 
     def write(self, row_id: str, values: dict[str, Any], *, name: str = "") -> pathlib.Path:
-        """Writes a row; an older row of the same name on the same device is replaced.
+        """Writes a row, replacing an older row of the same name on the same device.
 
         Args:
-            name: of the file; by default the id.
+            name: of the file; by default the id of the row.
         """
         row = {
             "schema": SCHEMA,
@@ -65,24 +65,24 @@ class Bench:
 
 
 def path_of(suite: str, name: str, kind: str = "") -> pathlib.Path:
-    """Returns where a row of a kind of device is written, by default of this one."""
+    """Returns the path of a row for a kind of device, by default this one."""
     folder = re.sub(r"[^a-z0-9]+", "-", (kind or device()["kind"]).lower()).strip("-")
     return RESULTS / folder / suite / f"{name.replace('/', '.')}.json"
 
 
 def read_rows(suite: str) -> list[dict[str, Any]]:
-    """Returns all rows of a suite, all devices."""
+    """Returns all rows of a suite, on all devices."""
     paths = sorted(RESULTS.glob(f"*/{suite}/*.json"))
     return [json.loads(path.read_text()) for path in paths]
 
 
 def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Returns the names of values that a row does not have, or has otherwise."""
+    """Returns the names of values that a row lacks or that differ in it."""
     return [name for name, value in expected.items() if row.get(name) != value]
 
 
 def code() -> str:
-    """Returns a digest of the package's code, except for the tables, which measure nothing."""
+    """Returns a digest of the package's code, without the tables, which measure nothing."""
     paths = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.json")]
     digest = hashlib.sha256()
     for path in sorted(set(paths) - {PACKAGE / "bench" / "table.py"}):
@@ -92,11 +92,11 @@ def code() -> str:
 
 @dataclasses.dataclass
 class CompileCount:
-    """Programs that this process compiled.
+    """Programs compiled by this process.
 
     Attributes:
         seconds: of each.
-        kept: how many of them were found compiled, in the folder of compiled programs.
+        kept: how many of them were loaded from the folder of compiled programs.
     """
 
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -105,7 +105,7 @@ class CompileCount:
 
 @functools.cache
 def compiled() -> CompileCount:
-    """Returns what is compiled from the first call of this on; it goes on counting."""
+    """Returns a counter of compilations from its first call on, which keeps counting."""
     found = CompileCount()
 
     def listen(event: str, duration_secs: float, **_) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times whole requests, prompt in, pixels or words out, and runs suites of them row by row."""
+"""Times whole requests, from prompt to pixels or words, and runs suites of them row by row."""
 
 import dataclasses
 import functools
@@ -24,27 +24,27 @@ from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.sampling.state import num_registers
 
 Row = dict[str, Any]
-Split = dict[str, float]  # seconds of the parts of a request
+Split = dict[str, float]  # seconds for each part of a request
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
 
 
 class Discarding(Denoiser):
-    """Computes in every pass what the released code computes, and throws away what nobody reads."""
+    """In every pass, also computes what the released code computes and then discards."""
 
     def __call__(self, *streams, wanted, **how):
-        """Returns the wanted hidden states, which are those of the model itself."""
+        """Returns the wanted hidden states, the same as from the model itself."""
         hidden, cache = super().__call__(*streams, wanted="both", **how)
         width = self.settings.width
         wide = [jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in hidden.values()]
-        # The text head over all tokens of a pass (spec Sec. 2.4). The compiler drops what nothing
-        # depends on, but may not know that 0 times it is 0.
+        # The text head over all tokens of a pass (spec Sec. 2.4). The compiler removes whatever has
+        # no effect on the result, but cannot assume that 0 times a value is 0.
         unread = 0.0 * jnp.max(self.text_logits(jnp.concatenate(wide, axis=1)))
         read = hidden[wanted]
         return {wanted: read + jnp.asarray(unread, read.dtype)}, cache
 
 
 def discarding(model: Denoiser) -> Discarding:
-    """Returns a model with the same parameters that throws away as much as the released code."""
+    """Returns a model with the same parameters that computes as much as the released code."""
     made = object.__new__(Discarding)
     vars(made).update(vars(model))
     return made
@@ -52,12 +52,12 @@ def discarding(model: Denoiser) -> Discarding:
 
 @dataclasses.dataclass
 class Subject:
-    """A model and its image tokenizer; other forms of it are made when they are asked for.
+    """A model and its image tokenizer; other forms of it are made when needed.
 
     Attributes:
-        codec: None where there is none.
-        vq_dtype: that images are decoded in.
-        unfused: makes the parameters as they are stored; None where that is not known.
+        codec: None if there is none.
+        vq_dtype: dtype for decoding images.
+        unfused: makes the parameters as they are stored; None if that is not possible.
     """
 
     model: Denoiser
@@ -69,11 +69,11 @@ class Subject:
 
     @functools.cached_property
     def decoder(self) -> vq.VQModel | None:
-        """The parameters that images are decoded with."""
+        """The parameters for decoding images."""
         return self.codec and vq.for_decoding(self.codec, self.vq_dtype)
 
     def in_form(self, case: RequestCase) -> Denoiser:
-        """Returns the model as a row asks for it."""
+        """Returns the model in the form that a row needs."""
         if case.discards:
             return discarding(self.model)
         if case.sampling.quantize:
@@ -87,7 +87,7 @@ class Subject:
 
 
 class Timed:
-    """A row whose programs are compiled, by a first request."""
+    """A row whose programs have been compiled by a first request."""
 
     def __init__(self, subject: Subject, case: RequestCase):
         self.subject, self.case, self.model = subject, case, subject.in_form(case)
@@ -107,14 +107,14 @@ class Timed:
         self.compilations_timed, self.held_before = 0, held
 
     def timed(self, turn: int) -> Split:
-        """Runs a request; what it compiles is counted."""
+        """Runs a request, and counts what it compiles."""
         before = len(record.compiled().seconds)
         split = self.request(turn)
         self.compilations_timed += len(record.compiled().seconds) - before
         return split
 
     def request(self, turn: int) -> Split:
-        """Runs one request, other words and seeds every turn; returns seconds of its parts."""
+        """Runs one request, with new words and seeds each turn; returns seconds of its parts."""
         case, model, settings = self.case, self.model, self.model.settings
         split: Split = dict.fromkeys(SPLIT, 0.0)
         last = time.perf_counter()
@@ -143,7 +143,7 @@ class Timed:
         canvas = np.asarray(state.canvas)
         ends("loop")
         if how.kind == "image" and self.decoder is not None:
-            known = np.minimum(canvas, settings.codebook_size - 1)  # of steps not timed
+            known = np.minimum(canvas, settings.codebook_size - 1)  # for steps that were not timed
             grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
             vq.decode_codes(self.decoder, np.asarray(grid), batch=1)
             ends("vq_decode")
@@ -184,14 +184,14 @@ class Timed:
             "loop_flops": sum(one.operations for one in need.steps),
             "floor_s": need.floor_s(*rates),
             "calibration": calibration,
-            # None where an earlier row of this process held more.
+            # None if an earlier row of this process used more.
             "peak_memory_bytes": held if held > self.held_before else None,
             **({"logits": self.moved_logits()} if case.sampling.quantize else {}),
             "note": f"whole request; quality not measured{part}",
         }
 
     def moved_logits(self) -> dict[str, float]:
-        """Returns how far 8 bits move the logits of the first step, and how many modes stay."""
+        """Returns how far 8 bits change the logits of the first step, and how many modes remain."""
         case, whole = self.case, self.subject.model
         settings, plan = case.settings(whole.settings), case.plan(whole.settings)
         first, requests = plan[0].steps(0, 1), case.requests(range(case.batch))
@@ -223,14 +223,14 @@ _step_logits = functools.partial(jax.jit, static_argnums=4)(sample.step_logits)
 
 
 def _peak_bytes() -> int:
-    """Returns what this process held at most so far; 0 where devices do not say."""
+    """Returns the peak memory of this process so far; 0 if the devices do not report it."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def measure(
     subject: Subject, cases: Sequence[RequestCase], *, runs: int, calibration: dict[str, Any]
 ) -> list[Row]:
-    """Returns the values of rows: of each `runs` whole requests, all rows in turn."""
+    """Returns the values of rows: `runs` whole requests of each, with the rows taking turns."""
     timed = [Timed(subject, case) for case in cases]
     requests = {number: one.timed for number, one in enumerate(timed)}
     splits = timing.in_turn(requests, runs, first=1)
@@ -238,7 +238,7 @@ def measure(
 
 
 # ---------------------------------------------------------------------------------------------
-# Suites: finished rows, and the run that they are of.
+# Suites: finished rows, and the run they belong to.
 
 
 def run_suite(
@@ -251,17 +251,17 @@ def run_suite(
     missing: bool = False,
     minutes: float = 0.0,
 ) -> str:
-    """Measures a suite and writes a row as soon as it is measured; returns the id of the run.
+    """Measures a suite, writing each row as soon as it is measured; returns the id of the run.
 
     Args:
-        runs: timed requests of each row.
-        variant: after the ids of what is measured in another way, with other flags perhaps.
-        missing: goes on with the newest run of this code, model, software and device, and measures
+        runs: timed requests per row.
+        variant: appended to the ids of measurements under other conditions, such as other flags.
+        missing: continues the newest run of this code, model, software and device, and measures
             what it lacks.
-        minutes: see `timing.in_time`. Rows that are timed in turn are begun together.
+        minutes: see `timing.in_time`. Rows that take turns are started together.
 
     Raises:
-        ConfigError: a row that is there was measured in another way and would be lost.
+        ConfigError: an existing row was measured in another way and would be lost.
     """
     bench = record.Bench(suite)
     how = {
@@ -311,7 +311,7 @@ def _refuse_to_lose(there: dict[str, Row], vq_dtype: str) -> None:
 def _newest_run(
     bench: record.Bench, there: dict[str, Row], how: Row
 ) -> tuple[record.Bench, set[str]]:
-    """Returns the run to go on with, and its rows; rows are compared within a run."""
+    """Returns the run to continue, and its rows; rows are compared within a run."""
     now = record.circumstances()
     expected = how | {"code": bench.source["code"], "software": now["software"]}
     expected["host_cores"] = now["device"]["host_cores"]

@@ -4,19 +4,19 @@ r"""Speed of sampling: every preset of the ablation, and Fast-dLLM for text, aga
     python -m sparse_lavida_jax.bench.sampling --checkpoint=scenes --batch=16
     python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o.py --random-weights
 
-All presets run in turn on the same weights, so that a drifting machine drifts for all. What is
-timed is plan, prefill and decoding of an image, or of a text response of the longest length; the
-VQ decoder is not. Quality is not measured here: the values of the weights change no time, so a
-model may be of random ones. The rows are read by `bench/table.py`, which forms the ratios; a table
-of seconds, tokens and ratios is printed at the end.
+All presets take turns on the same weights, so that a machine whose speed drifts affects all of them
+alike. The time covers plan, prefill and decoding of an image, or of a text response of the largest
+length, but not the VQ decoder. Quality is not measured: weights do not affect speed, so they may be
+random. `bench/table.py` reads the rows and computes ratios; at the end a table of seconds, tokens
+and ratios is printed.
 
     python -m sparse_lavida_jax.bench.sampling --suite=headline --config=configs/lavida_o.py \
         --random-weights
 
-times whole requests, prompt in and pixels out (`bench/suites.py`): headline, ablation, batch, edit,
-reasoning, quant, fastpath, cpu. A row is written as soon as it is measured; `--missing` goes on
-with the newest run of this code, model, software and device, and measures the rows that it lacks.
-What is measured in another way, with other `XLA_FLAGS` perhaps, gets a name: `--variant`.
+measures whole requests, from prompt to pixels (`bench/suites.py`): headline, ablation, batch, edit,
+reasoning, quant, fastpath, cpu. A row is written as soon as it is measured; `--missing` continues
+the newest run of this code, model, software and device, and measures the rows that it lacks.
+Measurements under other conditions, such as other `XLA_FLAGS`, get a name: `--variant`.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ VQ_DTYPE = flags.DEFINE_enum(
     "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of images, in a suite."
 )
 SUITE = flags.DEFINE_enum("suite", None, suites.SUITES, "Rows of whole requests.")
-# Of the presets, without a suite.
+# Presets to measure without a suite.
 BATCH = flags.DEFINE_integer("batch", 16, "Images at a time.", lower_bound=1)
 STEPS = flags.DEFINE_integer(
     "steps", 0, "Steps an image and a text block; by default those of the config."
@@ -69,9 +69,9 @@ M = TypeVar("M")
 
 
 def main(argv: list[str]) -> None:
-    """Times a suite, or all presets, of images and then of text, with a table of them."""
+    """Measures a suite, or all presets for images and then for text, and prints a table."""
     del argv
-    logging.set_verbosity(logging.WARNING)  # of the array store
+    logging.set_verbosity(logging.WARNING)  # messages of the array store
     runtime.keep_programs()
     if bool(CONFIG.value) != RANDOM.value:
         sys.exit(
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
 
 
 def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
-    """Returns a model of random weights, fused as sampling finds one that was loaded."""
+    """Returns a model of random weights, fused as a loaded model would be for sampling."""
     settings = config.read(pathlib.Path(CONFIG.value))
     model = _random_model(settings.model, suites.TASKS.get(SUITE.value or "", "both"))
     codec = None
@@ -106,7 +106,7 @@ def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
 
 
 def _trained_subject() -> tuple[requests.Subject, list[RequestCase]]:
-    """Returns a trained model; of a preset it writes a text of its longest length."""
+    """Returns a trained model; with presets, it writes a text of its largest length."""
     pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
     settings, prompts, model = pipe.settings, pipe.prompts, pipe.settings.model
     codec = pipe.codec.vq if SUITE.value and pipe.codec is not None else None
@@ -122,7 +122,7 @@ def _trained_subject() -> tuple[requests.Subject, list[RequestCase]]:
 
 
 def _cases(settings: config.Config, examples: dict, text_block_len: int) -> list[RequestCase]:
-    """Returns the rows of the suite, or of the presets."""
+    """Returns the rows of the suite or of the presets."""
     if SUITE.value:
         return suites.cases(SUITE.value, settings)
     asked = {"batch": BATCH.value, "steps": STEPS.value, "names": PRESETS.value}
@@ -130,7 +130,7 @@ def _cases(settings: config.Config, examples: dict, text_block_len: int) -> list
 
 
 def _random_model(settings: config.Model, task: fuse.Task | None) -> Denoiser:
-    """Fused for a task; None: as the parameters are stored."""
+    """Returns a model fused for a task; None: with parameters as they are stored."""
 
     def make() -> Denoiser:
         model = Denoiser(settings, rngs=nnx.Rngs(0))
@@ -140,10 +140,10 @@ def _random_model(settings: config.Model, task: fuse.Task | None) -> Denoiser:
 
 
 def _random(make: Callable[[], M], dtype: jnp.dtype) -> M:
-    """Returns what `make` would, of random numbers: one array at a time is made.
+    """Returns the module that `make` would, with random numbers, making one array at a time.
 
-    As large as those of a wide model; the matrices of a narrow one larger, or layers would make
-    next to nothing of what goes in.
+    The numbers are as large as those of a wide model; in matrices of a narrow one they are larger,
+    or the layers would output next to nothing.
     """
     leaves, tree = jax.tree.flatten(jax.eval_shape(make))
 

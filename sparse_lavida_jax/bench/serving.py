@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a server does under load: images a minute, latencies, refusals, sizes of batches, memory.
+r"""A server under load: images per minute, latencies, refusals, batch sizes and memory.
 
     python -m sparse_lavida_jax.bench.serving --code 13c59e4 . --clients 1 4 16 64
     python -m sparse_lavida_jax.bench.serving --code . --rate 20 --mix generate:8=9 generate:32=1
@@ -49,16 +49,16 @@ WORDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a server is asked.
+    """The load on a server.
 
     Attributes:
-        clients: requests that are under way at once, at most.
-        seconds: in which requests are measured.
-        before: seconds of the same load before that, which are not.
-        rate: requests a second, as a Poisson process; 0: each client asks again when answered.
+        clients: the largest number of simultaneous requests.
+        seconds: duration of the measurement.
+        before: seconds of the same load before that, not measured.
+        rate: requests per second, as a Poisson process; 0: each client asks again when answered.
         mix: shares of the tasks, "generate" and "ask"; "generate:8" is "generate" in 8 steps
             instead of the model's default.
-        seed: of the arrivals and of what is asked.
+        seed: of the arrivals and of the requests' contents.
     """
 
     clients: int
@@ -71,12 +71,12 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
-        due, latency: when it was to be sent and how long after that it was answered, seconds.
+        due, latency: when it was due, and how much later it was answered, in seconds.
         code: of HTTP; 0: the connection broke.
-        batch: rows of its batch, where the server says so.
+        batch: rows in its batch, if the server reports it.
     """
 
     task: str
@@ -91,7 +91,7 @@ class Answered:
 
 
 def drive(address: str, load: Load) -> list[Answered]:
-    """Asks a server, and returns what became of the requests that are measured."""
+    """Puts load on a server, and returns the outcomes of the measured requests."""
     lock, arrivals, answers = threading.Lock(), _arrivals(load), list[Answered]()
     begin = time.monotonic()
 
@@ -120,7 +120,7 @@ def drive(address: str, load: Load) -> list[Answered]:
 
 
 def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """Yields when each request is due, its task, and what is asked."""
+    """Yields the due time of each request, its task and its body."""
     dice, due = random.Random(load.seed), 0.0
     tasks, shares = zip(*load.mix, strict=True)
     for number in itertools.count():
@@ -153,7 +153,7 @@ def _ask(address: str, task: str, body: dict[str, Any]) -> tuple[int, int, float
 
 
 def summary(answers: list[Answered], load: Load) -> dict[str, Any]:
-    """Returns the numbers of a row; latencies are those of requests that were answered."""
+    """Returns the numbers of a row; latencies are those of answered requests."""
     done = [answer for answer in answers if answer.code == 200]
     until = max((answer.due + answer.latency for answer in done), default=math.inf)
     minutes = (until - load.before) / 60
@@ -187,7 +187,7 @@ def percentile(values: list[float], share: int) -> float:
 
 @contextlib.contextmanager
 def code_of(commit: str) -> Iterator[pathlib.Path]:
-    """Yields a folder with the code of a commit; ".": this one, as it is."""
+    """Yields a folder with the code of a commit; ".": the working tree."""
     if commit == ".":
         yield HERE
         return
@@ -202,7 +202,7 @@ def code_of(commit: str) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def started(code: pathlib.Path, words: list[str]) -> Iterator[tuple[str, int]]:
-    """Yields address and process of a server of this code that is ready."""
+    """Yields address and process of a server with this code, once it is ready."""
     command = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0", "--warmup", *words]
     env = {**os.environ, "PYTHONPATH": str(code)}
     process = subprocess.Popen(command, cwd=code, env=env, stdout=subprocess.PIPE, text=True)
@@ -227,7 +227,7 @@ def _wait_until_ready(address: str) -> None:
             with urllib.request.urlopen(f"{address}/ready", timeout=ANSWER_SECONDS):
                 return
         except urllib.error.HTTPError as error:
-            if error.code == 404:  # of older servers, which compile before they listen
+            if error.code == 404:  # older servers compile before they listen
                 return
         except OSError:
             pass
@@ -236,7 +236,7 @@ def _wait_until_ready(address: str) -> None:
 
 
 def memory(process: int) -> dict[str, float]:
-    """Returns GB that a process holds, and at most held, on Linux; elsewhere nothing."""
+    """Returns the current and peak memory of a process in GB, on Linux; elsewhere nothing."""
     path = pathlib.Path(f"/proc/{process}/status")
     lines = path.read_text().splitlines() if path.is_file() else []
     sizes = dict(line.split(":") for line in lines if line.endswith("kB"))
@@ -269,7 +269,7 @@ def main() -> None:
             model = asked.checkpoint or next(iter(folders.values())) / MODEL
             with started(folder, [f"--checkpoint={model}", *asked.option]) as (address, process):
                 measure("this" if commit == "." else commit, address, process)
-    # Last, because it takes hold of the device.
+    # Last, because it occupies the device.
     from sparse_lavida_jax.bench.record import Bench
 
     bench = Bench("serving")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests the suites of sampling are made of."""
+"""The requests in each sampling suite."""
 
 import dataclasses
 import functools
@@ -20,16 +20,16 @@ from sparse_lavida_jax.sampling.options import SAMPLERS
 from sparse_lavida_jax.sequence import Kind, Response, Source, Text
 
 PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
-# Suites whose parameters are those of one task; the others write text, or make its logits.
+# Suites that need only the parameters for one task; the others write text, or compute its logits.
 TASKS: dict[str, fuse.Task] = dict.fromkeys(("ablation", "batch", "cpu"), "image")
 BATCHES = (1, 2, 4, 8)
-STEPS_A_BLOCK = (4, 8, 32)  # of reasoning
-FULL_CELLS = 1024  # of an image of 1024 pixels a side
-STEPS_TIMED = 8  # of rows whose steps all cost the same
-# Words of the prompt of an image and of a question, tokens of the answer; of a smaller model.
+STEPS_A_BLOCK = (4, 8, 32)  # for reasoning
+FULL_CELLS = 1024  # in an image of 1024 pixels per side
+STEPS_TIMED = 8  # in rows whose steps all cost the same
+# Words in the prompt of an image and of a question, tokens of the answer; below, for small models.
 WORDS, QUESTION, ANSWER = 128, 1500, 1024
 FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER = 32, 48, 16
-# Changes of the fast path that settings of a step take back (`_changes`).
+# Changes of the fast path that step settings can undo (`_changes`).
 TAKEN_BACK = {"tables_ahead": {"tables_ahead": False}, "tiled_head": {"head_tile": 0}}
 
 
@@ -38,16 +38,16 @@ class RequestCase:
     """One row: a request by one method.
 
     Attributes:
-        id: task/method/batch, and what else tells rows apart.
+        id: task/method/batch, and whatever else distinguishes rows.
         discards: whether a step computes, as the released code does, the whole understanding tower
-            and its head for all tokens of the pass, and throws away what nothing reads.
-        steps_timed: of the plan, from the middle of its longest segment; 0: all.
-        image: that is encoded before, in an edit.
+            and its head for all tokens of the pass, and discards what is not needed.
+        steps_timed: steps from the middle of the plan's longest segment; 0: all steps.
+        image: encoded before, in an edit.
         in_trips: see `sample.sample`.
-        without: of the suite `fastpath`, which of its changes is taken back (`_changes`).
-        keeps_prefix: between requests, whose prompts then have one length.
-        varies: prompts of a few lengths, so that no prefix is ever kept.
-        of_one: whether tokens are told of one response, and not of the whole batch.
+        without: in the suite `fastpath`, which of its changes is undone (`_changes`).
+        keeps_prefix: whether prefixes are kept between requests; prompts then have one length.
+        varies: whether prompts have several lengths, so that no prefix is ever kept.
+        of_one: whether tokens are reported for one response instead of the whole batch.
     """
 
     id: str
@@ -83,7 +83,7 @@ class RequestCase:
         return [dataclasses.replace(self.example, parts=parts, request=one) for one in asked]
 
     def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Segment]:
-        """Returns the steps of a batch with these seeds, by default those of the first."""
+        """Returns the steps of a batch with these seeds, by default those of the first turn."""
         seeds = list(range(self.batch)) if seeds is None else seeds
         given, settings = np.stack([self.example.given] * len(seeds)), self.settings(model)
         return presets.plan(self.sampling, settings, model, given, self.text_block_len, seeds)
@@ -100,7 +100,7 @@ class RequestCase:
         return [longest.steps(start, start + self.steps_timed)]
 
     def prompt(self, model: config.Model) -> prompts.Prompt:
-        """Returns the prompts of a batch, all guidance rows."""
+        """Returns the prompts of a batch, with all guidance rows."""
         return prompts.prepare(self.requests(range(self.batch)), model, self.settings(model))
 
 
@@ -110,7 +110,7 @@ def cases(suite: str, settings: config.Config) -> list[RequestCase]:
 
 
 def in_turn(suite: str) -> bool:
-    """Returns whether the rows of a suite are timed in turn: of small models, where others work."""
+    """Whether rows of a suite take turns: for small models, on machines under other load."""
     on_cpu = jax.default_backend() == "cpu"
     return suite in ("cpu", PRESETS_SUITE) or (suite == "fastpath" and on_cpu)
 
@@ -120,7 +120,7 @@ def in_turn(suite: str) -> bool:
 
 
 def check_presets(names: Collection[str]) -> None:
-    """Refuses names that are neither of a preset nor of a published sampler.
+    """Refuses names that are neither a preset nor a published sampler.
 
     Raises:
         ConfigError: there is no such preset.
@@ -139,12 +139,12 @@ def by_preset(
     steps: int = 0,
     names: Collection[str] = (),
 ) -> list[RequestCase]:
-    """Returns a row for each example, "draw" or "text", and each preset that it may have.
+    """Returns a row for each example, "draw" or "text", and each preset that applies to it.
 
     Args:
-        steps: of an image and of a text block; 0: those of the config.
-        names: of the presets, or of texts by published samplers (`sampling/options.py`); by default
-            all presets.
+        steps: for an image and for a text block; 0: as in the config.
+        names: presets, or for texts published samplers (`sampling/options.py`); by default all
+            presets.
 
     Raises:
         ConfigError: there is no such preset.
@@ -176,7 +176,7 @@ def by_preset(
 
 
 def random_examples(settings: config.Config) -> dict[str, Example]:
-    """Returns what a model of random weights is asked for under every preset."""
+    """Returns the requests to a model of random weights, for every preset."""
     model, words = settings.model, Text(_ids(settings.model, WORDS))
     return {
         "draw": _example((words,), "image", model.num_cells, model.codes_per_token),
@@ -185,7 +185,7 @@ def random_examples(settings: config.Config) -> dict[str, Example]:
 
 
 def _example(parts: tuple, kind: Kind, length: int, width: int, views: tuple = ()) -> Example:
-    """A request for a response that is empty yet."""
+    """Returns a request for a response that is still empty."""
     tokens, given = np.zeros((length, width), np.int32), np.zeros(length, bool)
     return Example((*parts, Response(length)), tokens, given, kind, None, length, views)
 
@@ -199,7 +199,7 @@ def _ids(model: config.Model, number: int) -> np.ndarray:
 
 
 def sizes(model: config.Model) -> tuple[int, int, int]:
-    """Returns words of the prompt of an image and of a question, and tokens of the answer."""
+    """Returns words in the prompts of an image and of a question, and tokens in the answer."""
     full = model.num_cells >= FULL_CELLS
     return (WORDS, QUESTION, ANSWER) if full else (FEW_WORDS, SHORT_QUESTION, SHORT_ANSWER)
 
@@ -220,7 +220,7 @@ def _image(
         codes = rng.integers(0, model.codebook_size, (length, width)).astype(np.int32)
         parts, views = (seen.part, Source(codes), words), (seen.pixels,)
     task = f"{'edit' if edits else 't2i'}{pixels}"
-    # Dense is LaViDa-O itself, over the grid of codes: every step passes the cells, no padding.
+    # Dense is LaViDa-O itself, on the grid of codes: every step passes the cells, without padding.
     how = {"preset": "dense", "grid": "code"} if dense else {"preset": method, "grid": "cell"}
     constant = (dense or method == "none") and settings.sampling.num_steps > STEPS_TIMED
     return RequestCase(
@@ -239,7 +239,7 @@ def _image(
 
 
 def _text(settings: config.Config, method: str, steps: int) -> RequestCase:
-    """Returns a request for an answer, with so many steps a block."""
+    """Returns a request for an answer with this number of steps per block."""
     _, question, answer = sizes(settings.model)
     name = method.removesuffix("_lean").removesuffix("_released")
     how = {"text_preset": "prefix" if name == "dense_cached" else name, "text_steps": steps}
@@ -268,20 +268,20 @@ def _images(
 
 
 def _reasoning(settings: config.Config) -> list[RequestCase]:
-    # Sparse; the prompt cached and everything else passed in every step; both forms of Fast-dLLM.
+    # Sparse; only the prompt cached; both forms of Fast-dLLM.
     methods = ("sparse", "dense_cached", "fast_dllm_dual_released", "fast_dllm_dual_lean")
     steps = [k for k in STEPS_A_BLOCK if k <= settings.data.text_block_len]
     return [_text(settings, method, k) for k in steps for method in methods]
 
 
 def _both(settings: config.Config) -> list[RequestCase]:
-    """A sparse image and a sparse answer."""
+    """Returns a sparse image and a sparse answer."""
     steps = min(8, settings.data.text_block_len)
     return [_image(settings, "sparse"), _text(settings, "sparse", steps)]
 
 
 def _named(case: RequestCase, method: str, **changes) -> RequestCase:
-    """Returns a sparse request in another way, under another name."""
+    """Returns a modified sparse request under another name."""
     name = case.id.replace("/sparse/", f"/{method}/")
     return dataclasses.replace(case, id=name, method=method, **changes)
 
@@ -295,7 +295,7 @@ def _quantized(settings: config.Config) -> list[RequestCase]:
 
 
 def _fast_path(settings: config.Config) -> list[RequestCase]:
-    """The whole fast path, and a row for each of its changes taken back."""
+    """Returns the whole fast path, and a row for each of its changes when undone."""
     return [
         _named(
             case,
@@ -311,12 +311,12 @@ def _fast_path(settings: config.Config) -> list[RequestCase]:
 
 
 def _changes(model: config.Model, kind: str) -> list[str]:
-    """Returns what makes a request fast on this device and is taken back, each in a row.
+    """Returns the changes that make a request fast on this device, each to be undone in a row.
 
-    fused: matrices of queries, keys and values as one; by_layer: arrays of every layer apart;
-    trips: segments in programs of `sample.TRIPS` steps; tables_ahead: tables of attention before
-    the loop; prefix: kept between requests; vq_dtype: the decoder in it, otherwise in float32;
-    tiled_head: no logits over the vocabulary.
+    fused: one matrix for queries, keys and values; by_layer: separate arrays for every layer;
+    trips: segments in programs of `sample.TRIPS` steps; tables_ahead: tables of attention made
+    before the loop; prefix: kept between requests; vq_dtype: used by the decoder, otherwise
+    float32; tiled_head: no logits over the vocabulary.
     """
     if kind == "text":
         return ["fused"] + ["tiled_head"] * bool(text_head.tile_of(model.vocab_size))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Tables from the committed rows, held against the bars.
+r"""Tables from the committed rows, compared with the bars.
 
     python -m sparse_lavida_jax.bench.table
-    python -m sparse_lavida_jax.bench.table README.md    # writes those that stand there
+    python -m sparse_lavida_jax.bench.table README.md    # rewrites the tables in that file
 
-`tables.toml` says what the tables hold. Ratios are formed only between rows of one run.
+`tables.toml` defines the tables. Ratios are formed only between rows of one run.
 """
 
 import fnmatch
@@ -30,7 +30,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class View(dict[str, Any]):
-    """A row, with the values that follow from it (`VALUES`)."""
+    """A row, with values derived from it (`VALUES`)."""
 
     def __missing__(self, name: str) -> Any:
         if name not in VALUES:
@@ -38,7 +38,7 @@ class View(dict[str, Any]):
         return VALUES[name](self)
 
     def find(self, name: str) -> Any:
-        """Returns a value, or None if the row does not have what it follows from."""
+        """Returns a value, or None if the row lacks what it is derived from."""
         try:
             return self[name]
         except (KeyError, TypeError):
@@ -46,18 +46,18 @@ class View(dict[str, Any]):
 
 
 def _matmul_rate(row: View) -> float:
-    """Operations a second of the fastest matrix product of the same run."""
+    """Returns operations per second of the fastest matrix product in the same run."""
     return max(row["calibration"]["matmul_tflops"].values()) * 1e12
 
 
 def _per_loss_token(row: View, of: Callable[[View], float]) -> float:
-    """Tokens with a loss for a second or an operation, over those of the other row."""
+    """Returns tokens with a loss per second or per operation, relative to the other row."""
     ours, other = (one["tokens"]["loss"] / of(one) for one in (row, row["other"]))
     return ours / other
 
 
 VALUES: dict[str, Callable[[View], Any]] = {
-    # Of a row and the other, which ratios are formed with.
+    # From a row and the other row, with which ratios are formed.
     "times_faster": lambda row: row["other"]["median_s"] / row["median_s"],
     "times_faster_than": lambda row: row["times_faster"],
     "times_slower": lambda row: row["median_s"] / row["other"]["median_s"],
@@ -72,7 +72,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "times_less_memory": lambda row: (
         row["other"]["bytes"]["temporaries"] / row["bytes"]["temporaries"]
     ),
-    # Of whole requests.
+    # From whole requests.
     "at_most_s": lambda row: row["median_s"],
     "loop_over_floor": lambda row: row["split_s"]["loop"] / row["floor_s"],
     "loop_share_of_matmul": lambda row: (
@@ -93,7 +93,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
         row["logits"]["largest_difference"] / row["logits"]["largest"]
     ),
     "mean_difference": lambda row: row["logits"]["mean_difference"] / row["logits"]["largest"],
-    # Of quality: a row, or a task with a row of the sparse model and of its dense twin.
+    # From quality: a row, or a task with a row of the sparse model and one of its dense twin.
     "interval": lambda row: wilson_interval(row["correct"], row["total"]),
     "bar": lambda row: bars()["quality"][row["task"]],
     "held": lambda row: _verdict(row["share"] >= row["bar"]),
@@ -101,7 +101,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "difference": lambda row: row["sparse"]["share"] - row["dense"]["share"],
     "within": lambda row: bars()["twins"]["within"],
     "as_good": lambda row: _verdict(row["difference"] >= -row["within"]),
-    # Of attention.
+    # From attention.
     "at_most_us": lambda row: row["median_s"] * 1e6,
     "at_most_growth": lambda row: row["growth"],
     "useful_rate": lambda row: row["flops"]["useful"] / row["median_s"] / 1e12,
@@ -109,7 +109,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
         row["flops"]["tile"] / row["median_s"] / 1e12 if row["method"] == "kernel" else None
     ),
     "tile_rate": lambda row: row["times_faster"] * row["flops"]["tile"] / row["flops"]["dense"],
-    # Of training.
+    # From training.
     "loss_share": lambda row: row["tokens"]["loss"] / row["tokens"]["padded"],
     "loss_spread": lambda row: row["loss"]["std"] / row["loss"]["mean"],
     "head_tokens": lambda row: row["task"].partition("cross_entropy/")[2],
@@ -125,7 +125,7 @@ def _verdict(is_met: bool) -> str:
 
 
 class _Cells(string.Formatter):
-    """Formats in which a number may have a factor: "{median_s:1e6|.1f}"."""
+    """Format strings in which a number may have a factor: "{median_s:1e6|.1f}"."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         factor, _, spec = format_spec.rpartition("|")
@@ -134,7 +134,7 @@ class _Cells(string.Formatter):
         return format(value * float(factor) if factor else value, spec)
 
     def cell(self, text: str, row: View) -> str | None:
-        """Returns a cell; None if a value of it is missing."""
+        """Returns a cell; None if one of its values is missing."""
         try:
             return self.vformat(text, (), row)
         except (KeyError, TypeError):
@@ -142,7 +142,7 @@ class _Cells(string.Formatter):
 
 
 def row_of(rows: Rows, row: Mapping[str, Any], method: str) -> View | None:
-    """Returns the row of a method on the same case in the same run."""
+    """Returns the row of a method for the same case in the same run."""
     same = ("run", "task", "batch")
     for other in rows:
         if other.get("method") == method and all(other[name] == row[name] for name in same):
@@ -173,7 +173,7 @@ def table(name: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 @functools.cache
 def bars() -> dict[str, Any]:
-    """Returns what rows are held against."""
+    """Returns the bars that rows are compared with."""
     return tomllib.loads(BARS.read_text())
 
 
@@ -182,10 +182,10 @@ def bars() -> dict[str, Any]:
 
 
 def requests_table(rows: Rows) -> str:
-    """Returns whole requests of images, sparse next to dense, of the models that have bars.
+    """Returns whole requests for images, sparse compared with dense, for the models that have bars.
 
-    A processor is shown by its ratios alone, and the model for processors only where the other
-    model was measured nowhere. Without a row of another device there are no columns of seconds.
+    For a CPU only the ratios are shown, and the model for CPUs only if the other model was not
+    measured anywhere. Without a row of another device there are no columns of seconds.
     """
     found: list[dict[str, Any]] = []
     for section in ("speed", "speed_cpu"):
@@ -201,7 +201,7 @@ def requests_table(rows: Rows) -> str:
 
 
 def _scored(rows: Rows) -> Iterator[View]:
-    """Yields a row for every task, and for every part of one."""
+    """Yields a row for every task, and for every part of a task."""
     for row in rows:
         parts = {f"{row['task']}: {name}": pair for name, pair in row["columns"].items()}
         for task, (right, total) in ({row["task"]: (row["correct"], row["total"])} | parts).items():
@@ -210,12 +210,12 @@ def _scored(rows: Rows) -> Iterator[View]:
 
 
 def quality_table(rows: Rows) -> str:
-    """Returns the share right of every task with its interval, and the bar if there is one."""
+    """Returns the share correct for every task with its interval, and its bar if there is one."""
     return table("quality", _scored(rows))
 
 
 def _twins(rows: Rows) -> dict[str, dict[str, Any]]:
-    """Returns what the sparse model and its dense twin, trained as long, scored in each task."""
+    """Returns the scores per task of the sparse model and its dense twin, trained equally long."""
     twins = bars()["twins"]
     steps = {row["train_steps"] for row in rows if row["model"] == twins["sparse"]}
     found: dict[str, dict[str, Any]] = {}
@@ -231,7 +231,7 @@ def twins_table(rows: Rows) -> str:
 
 
 def bundled_table(rows: Rows) -> str:
-    """Returns what the bundled model and its dense twin get right of all that has a bar."""
+    """Returns the scores of the bundled model and its dense twin for all tasks with a bar."""
     twins = _twins(rows)
     return table("bundled", [twins.get(task, {"task": task}) for task in bars()["quality"]])
 
@@ -239,7 +239,7 @@ def bundled_table(rows: Rows) -> str:
 # ---------------------------------------------------------------------------------------------
 # Bars.
 
-# Kinds of bars that are not to be exceeded, and those between two rows.
+# Kinds of bars that are upper limits, and those between two rows.
 AT_MOST = {"at_most_s", "at_most_us", "at_most_growth", "loop_over_floor", "padding"}
 AT_MOST |= {"compilations", "longest_compile_s"}
 RATIOS = {"times_faster", "times_faster_than", "times_faster_an_image", "share_of_token_ratio"}
@@ -247,9 +247,9 @@ RATIOS |= {"tile_rate"}
 
 
 def speed_bars(rows: Rows) -> str:
-    """Returns every bar of whole requests next to what was measured, in each run that did.
+    """Returns every bar of whole requests with the values measured, one per run.
 
-    Below them, what the time of rows that miss one goes to.
+    Below them it explains where the time goes in rows that miss one.
     """
     lines: list[dict[str, Any]] = []
     for asked in (bars()["speed"], bars()["speed_cpu"]):
@@ -260,13 +260,13 @@ def speed_bars(rows: Rows) -> str:
 
 
 def attention_bars(rows: Rows) -> str:
-    """Returns every bar next to what was measured; a missed one with the floor of its work."""
+    """Returns every bar with the value measured; if missed, with a lower bound for its work."""
     ordered = sorted(map(View, rows), key=lambda row: (row["run"], row["id"]))
     return _page("attention_bars", _held(bars()["attention"], ordered, _roofline))
 
 
 def _page(name: str, lines: Iterable[dict[str, Any]]) -> str:
-    """Returns a table of bars, and below it what is told of those that are missed."""
+    """Returns a table of bars, followed by the explanations for those that are missed."""
     lines = [*lines]
     told = [*dict.fromkeys(sentence for line in lines for sentence in line["told"])]
     return "\n".join([table(name, lines), *([""] if told else []), *told])
@@ -275,12 +275,12 @@ def _page(name: str, lines: Iterable[dict[str, Any]]) -> str:
 def _held(
     asked: Mapping[str, Any], rows: list[View], tell: Callable[[View], str], dense_side: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """Yields a line for every bar, and for each measurement that it is about.
+    """Yields a line for every bar and each measurement that it applies to.
 
     Args:
-        tell: what is told of each row of a bar that is missed.
-        dense_side: share of the matmul rate that a dense row has to reach, or a ratio to it does
-            not count.
+        tell: explains a row of a missed bar.
+        dense_side: share of the matmul rate that a dense row has to reach; otherwise ratios to
+            it do not count.
     """
     for kind, patterns in asked.items():
         name, at_most = kind.replace("_", " "), kind in AT_MOST
@@ -305,14 +305,14 @@ def _held(
 
 
 def _measured(rows: list[View], kind: str, pattern: str) -> Iterator[tuple[str, float, list[View]]]:
-    """Yields the name, the value and the rows of what a bar is about.
+    """Yields the name, the value and the rows of each measurement that a bar applies to.
 
-    A ratio is between two rows of one run: the pattern names both, or, of attention, the other one
-    alone, and ours is the kernel on the same case.
+    A ratio is between two rows of one run: the pattern names both, or, for attention, only the
+    other one, and ours is the kernel in the same case.
     """
     if kind not in RATIOS:
         for row in rows:
-            # A program that was found compiled says nothing of compilation.
+            # A program loaded from the cache says nothing about compilation time.
             counts = kind != "longest_compile_s" or row.get("compilations_kept") == 0
             if counts and fnmatch.fnmatchcase(_name(row), pattern):
                 suite = f"{row['suite']} " if "split_s" in row else ""
@@ -329,14 +329,14 @@ def _measured(rows: list[View], kind: str, pattern: str) -> Iterator[tuple[str, 
 
 
 def _name(row: View) -> str:
-    """Returns what bars call a row: the id of a whole request, or task and method of attention."""
+    """Returns the name of a row in bars: a request's id, or task and method of attention."""
     if "split_s" in row:
         return row["id"]
     return f"{row['task']}/{row['method']}" if "flops" in row else row["task"]
 
 
 def _spent(row: View) -> str:
-    """Returns what the time of a request goes to, and what its loop takes at least."""
+    """Explains where the time of a request goes, and the least time that its loop needs."""
     split = row["split_s"]
     times = ", ".join(f"{name.replace('_', ' ')} {1e3 * split[name]:.1f}" for name in split)
     return (
@@ -348,7 +348,7 @@ def _spent(row: View) -> str:
 
 
 def _roofline(row: View) -> str:
-    """Returns how long the work of our kernel takes at the rates that this run reached at best."""
+    """Explains how long the work of our kernel takes at the best rates measured in this run."""
     if row["method"] != "kernel" or "flops" not in row:
         return ""
     useful, tile = (row["flops"][of] / _matmul_rate(row) * 1e6 for of in ("useful", "tile"))
@@ -363,7 +363,7 @@ def _roofline(row: View) -> str:
 # ---------------------------------------------------------------------------------------------
 # Pages.
 
-# What is more than a line for each row; the other tables are `table(name, rows)`.
+# Functions for all that is more than one line per row; other tables are `table(name, rows)`.
 MADE: dict[str, Callable[[Rows], str]] = {
     "attention_bars": attention_bars,
     "quality": quality_table,
@@ -373,14 +373,14 @@ MADE: dict[str, Callable[[Rows], str]] = {
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """Returns the committed rows of a table."""
+    """Returns the committed rows for a table."""
     return [row for suite in TABLES[name]["suites"] for row in read_rows(suite)]
 
 
 def readme_tables() -> str:
     """Returns the tables of README.md: quality and speed of the bundled model, whole requests.
 
-    Speed of the bundled model when it draws, at the largest batch that was measured.
+    The speed of the bundled model is for drawing, at the largest batch that was measured.
     """
     speed = [row for row in read_rows("sampling") if row["task"] == "draw"]
     most = max((row["batch"] for row in speed), default=0)
@@ -390,7 +390,7 @@ def readme_tables() -> str:
 
 
 def main() -> None:
-    """Prints every table that has rows, or writes those of the page that is named."""
+    """Prints every table that has rows, or rewrites those in the given file."""
     for name in sys.argv[1:]:
         page = pathlib.Path(name)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark times with: turns in random order, medians, and what the device reaches."""
+"""What all benchmarks use for timing: turns in random order, medians, and device limits."""
 
 import random
 import statistics
@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-MATMULS = ((8192, 8192, 8192), (2048, 4096, 12288))  # a large one; an MLP of the model
+MATMULS = ((8192, 8192, 8192), (2048, 4096, 12288))  # a large one; one from an MLP of the model
 COPIED_BYTES = 2**30
-CPU_MATMULS, CPU_COPIED_BYTES = ((512, 512, 512),), 2**26  # what a processor does in a moment
+CPU_MATMULS, CPU_COPIED_BYTES = ((512, 512, 512),), 2**26  # takes a CPU a moment
 
 Key = TypeVar("Key")
 Found = TypeVar("Found")
@@ -21,12 +21,12 @@ Found = TypeVar("Found")
 def in_turn(
     runs: Mapping[Key, Callable[[int], Found]], turns: int, first: int = 0
 ) -> dict[Key, list[Found]]:
-    """Runs everything once a turn, in another random order every turn; returns what came back.
+    """Runs everything once per turn, in a new random order every turn; returns the results.
 
-    So a machine that others use too is as busy for all of them.
+    So other load on the machine affects all of them alike.
 
     Args:
-        runs: each takes the number of the turn, of which `first` is the first.
+        runs: each takes the number of the turn; the first is `first`.
     """
     found: dict[Key, list[Found]] = {key: [] for key in runs}
     for turn in range(first, first + turns):
@@ -36,12 +36,12 @@ def in_turn(
 
 
 def in_time(names: Sequence[str], minutes: float, hint: str = "") -> Iterator[str]:
-    """Yields names while there is time for what is measured of each; says which are left.
+    """Yields names while there is time to measure them; reports which ones are left.
 
     Args:
-        minutes: none is begun that would end later, if it takes as long as the longest so far, but
-            the first always; 0: all are.
-        hint: what measures those that are left.
+        minutes: a name is skipped if it would end later, assuming it takes as long as the longest
+            so far; the first is always measured; 0: no limit.
+        hint: the command that measures those that are left.
     """
     begin, longest = time.monotonic(), 0.0
     for number, name in enumerate(names):
@@ -55,16 +55,16 @@ def in_time(names: Sequence[str], minutes: float, hint: str = "") -> Iterator[st
 
 
 def times(taken: Sequence[float]) -> dict[str, Any]:
-    """Returns what a row says of the seconds of its runs."""
+    """Returns the summary of run times, in seconds, for a row."""
     median = statistics.median(taken)
     return {"times_s": taken, "median_s": median, "min_s": min(taken), "max_s": max(taken)}
 
 
 def calibrate(runs: int = 10) -> dict[str, Any]:
-    """Returns medians of this device: TFLOP/s, and GB/s read and written.
+    """Returns medians for this device: TFLOP/s, and GB/s read and written.
 
-    Products are in bfloat16; on CPUs, which have no such products, they and the arrays are small
-    and in float32.
+    Products are in bfloat16; on CPUs, which lack such products, they and the arrays are small and
+    in float32.
     """
     on_cpu = jax.default_backend() == "cpu"
     matmuls, copied = (CPU_MATMULS, CPU_COPIED_BYTES) if on_cpu else (MATMULS, COPIED_BYTES)

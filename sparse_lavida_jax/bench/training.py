@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Training: what a step gives for its time, whether a run fits, and the full run on TPUs.
+r"""Training: the throughput of a step, whether a run fits in memory, and the full run on TPUs.
 
     python -m sparse_lavida_jax.bench.training                                  # the bundled model
     python -m sparse_lavida_jax.bench.training --config=configs/lavida_o_lora.py --batch=8 --runs=12
@@ -8,20 +8,20 @@ r"""Training: what a step gives for its time, whether a run fits, and the full r
     python -m sparse_lavida_jax.bench.training --plan --config=configs/sft_1024.py --devices=64
     python -m sparse_lavida_jax.bench.training --aot --config=configs/lavida_o.py      # 15 minutes
 
-Without a mode, on this device and on the same examples in turn: step-causal training with tiles
-skipped (by the kernel, or in plain lax where there is none), with the mask written out, and masked
-diffusion with full attention as LaViDa-O has it. Compared are tokens with a loss a second and a
-TFLOP, and how much the loss of a batch varies; then the memory of the loss over a large vocabulary,
-in chunks and plain. With `--config` the parameters are random, which changes no time; their loss
-says nothing.
+Without a mode, three ways to train take turns on this device and on the same examples: step-causal
+training with tiles skipped (by the kernel, or in plain lax if there is none), the same with an
+explicit mask, and masked diffusion with full attention as in LaViDa-O. It compares tokens with a
+loss per second and per TFLOP, and how much the loss of a batch varies; then the memory of the loss
+over a large vocabulary, in chunks and plain. With `--config` the parameters are random, which does
+not affect speed; their loss is meaningless.
 
-`--plan` prints the memory, in 1e9 bytes, of the ways to train a model of this size, and of the
-config itself, which is the last row, on one device: of a batch, a microbatch and a mesh as the
-config has them (`bench/memory.py` says how it is counted). Ends with status 2 if that does not fit.
-Nothing is allocated: any machine will do.
+`--plan` prints the memory, in 1e9 bytes, of several ways to train a model of this size on one
+device, and of the config itself in the last row: with its batch, microbatches and mesh
+(`bench/memory.py` says how it is counted). Exits with status 2 if that does not fit. Nothing is
+allocated: any machine will do.
 
 `--aot` compiles the training step of a config for 64 TPU chips, and sampling for 8, on any Linux
-machine: none of the chips is there (`bench/aot.py`).
+machine, without any of the chips (`bench/aot.py`).
 """
 
 import dataclasses
@@ -72,8 +72,8 @@ IMAGE_TOKENS = flags.DEFINE_integer(
 )  # fmt: skip
 
 AOT_ROWS = 128
-HEAD = {"width": 4096, "vocabulary": 127_378, "dtype": "bfloat16"}  # of words, as released
-HEAD_TOKENS = (1024, 4096)  # of a row
+HEAD = {"width": 4096, "vocabulary": 127_378, "dtype": "bfloat16"}  # for words, as released
+HEAD_TOKENS = (1024, 4096)  # per row
 HEAD_CHUNK = 512
 
 
@@ -101,7 +101,7 @@ def _compare() -> None:
     bench, subject = Bench("training"), _subject()
     rows = objectives.measure(*subject, runs=RUNS.value, batch=BATCH.value)
     for name, row in rows.items():
-        loss = None if CONFIG.value else row["loss"]  # that of random parameters says nothing
+        loss = None if CONFIG.value else row["loss"]  # the loss of random parameters is meaningless
         bench.write(f"{row['model']}/{name}/b{BATCH.value}", row | {"loss": loss})
     for tokens in HEAD_TOKENS:
         for name, chunk in (("plain", 0), (f"chunk{HEAD_CHUNK}", HEAD_CHUNK)):
@@ -137,7 +137,7 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
 
 
 def _compile(settings: config.Config) -> None:
-    """Compiles for TPUs that are not there."""
+    """Compiles for TPUs that are not present."""
     bench = Bench("aot")
     batch = memory.BatchSize(AOT_ROWS, TEXT_TOKENS.value, _image_tokens(settings))
     for row_id, row in aot.rows(settings, TARGETS.value, batch):
@@ -154,7 +154,7 @@ def _image_tokens(settings: config.Config) -> int:
 
 
 def _print_plan(settings: config.Config) -> None:
-    """Prints the memory of one device; refuses what does not fit."""
+    """Prints the memory used on one device; refuses what does not fit."""
     axes, packing = memory.axes_of(settings.train.mesh, DEVICES.value), settings.data.packing
     images = _image_tokens(settings)
     rows = memory.rows_of(settings, axes)
@@ -166,7 +166,7 @@ def _print_plan(settings: config.Config) -> None:
         numbers = [f"{getattr(one, column) / memory.GB:.1f}" for column in columns]
         fits = "fits" if one.fits(device) else "too large"
         shown.add_row(name, f"{one.trained / 1e9:.2f} B", one.remat, *numbers, fits)
-    # In a file as on a wide terminal: a row of numbers that is broken cannot be read.
+    # In a file, use the width of a wide terminal: wrapped rows of numbers are unreadable.
     rich.console.Console(width=150).print(shown)
     if not plans[settings.name].fits(device):
         print(f"bench.training: {memory.refusal(plans, settings.name, device)}", file=sys.stderr)

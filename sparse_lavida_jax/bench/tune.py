@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles measured on this device: `python -m sparse_lavida_jax.bench.attention --tune`.
 
-Every candidate of `kernels/devices.py` is timed on the frozen shapes, together with what the rule
-chooses, in random order. Lengths that share an entry of the table share the choice: the candidate
-of the least time on all their shapes, in proportion to that of the rule. The rule stays where
-nothing beats it by `WORTH`. On a GPU forward and backward kernels are chosen each by itself.
+Every candidate in `kernels/devices.py` is timed on the frozen shapes, together with the rule's
+choice, in random order. Lengths that share an entry of the table get one choice: the candidate with
+the least time over all their shapes, relative to the rule. The rule is kept unless a candidate
+is faster by `WORTH`. On a GPU, forward and backward kernels are chosen separately.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.kernels import attention, devices, shapes
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 
-DRY_CANDIDATES = 2  # of each direction: an interpreted kernel takes seconds to compile
-WORTH = 0.02  # share of the rule's time: less may be noise
+DRY_CANDIDATES = 2  # per direction: an interpreted kernel takes seconds to compile
+WORTH = 0.02  # as a share of the rule's time: smaller differences may be noise
 Sizes = TileSizes | GpuSizes
 Timed = dict[Sizes, float]  # median seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class TileChoice:
-    """What was found for the lengths of one entry.
+    """The result for the lengths of one entry.
 
     Attributes:
         bucket: of the table.
-        sizes: the best, or None where the rule is as good.
-        median_us: of the best, by shape and direction; `rule_us` of the rule.
+        sizes: the best, or None if the rule is as good.
+        median_us: times of the best by shape and direction; `rule_us`: those of the rule.
     """
 
     bucket: str
@@ -45,12 +45,12 @@ class TileChoice:
 
 
 def main(names: Sequence[str], runs: int, *, dry: bool) -> None:
-    """Measures, rewrites the entries of this device, and says what changed.
+    """Measures, rewrites the entries of this device, and reports what changed.
 
     Args:
-        names: of the shapes to time; shapes that share an entry of the table go together.
-        runs: timed runs of each candidate.
-        dry: goes the whole way on a tiny shape with the kernel interpreted, and writes nothing.
+        names: shapes to time; shapes that share an entry of the table belong together.
+        runs: timed runs per candidate.
+        dry: goes through everything with the kernel interpreted on a tiny shape; writes nothing.
     """
     implementation = methods.interpreted() if dry else attention.device_kernel()
     if implementation is None:
@@ -77,8 +77,8 @@ def main(names: Sequence[str], runs: int, *, dry: bool) -> None:
 
 
 def entries(names: Sequence[str], dry: bool) -> dict[str, list[Case]]:
-    """The frozen shapes by the entry of the table that serves them; one tiny shape to go dry."""
-    if dry:  # every sixth token of a shape, one head: a few tiles of every class
+    """Returns the frozen shapes by entry of the table; for a dry run, one tiny shape."""
+    if dry:  # every sixth token of a shape, one head: a few tiles of each class
         tags, few = shapes.tags("t2i_1536"), slice(None, None, 6)
         own = shapes.RowTags(tags.query_block[few], tags.query_horizon[few], tags.key_block[few])
         cases = [Case("tiny", 1, own, heads=1, timed=False)]
@@ -94,11 +94,11 @@ def entries(names: Sequence[str], dry: bool) -> dict[str, list[Case]]:
 def choose(
     bucket: str, members: list[Case], on_gpu: bool, times: Callable[[Case, list[Sizes]], Timed]
 ) -> TileChoice:
-    """Returns the best tiles of one entry of the table.
+    """Returns the best tiles for one entry of the table.
 
     Args:
         members: its shapes, forward.
-        times: returns the median seconds of every candidate that runs on a case.
+        times: returns the median seconds of every candidate that can run a case.
     """
     median_us, rule_us = {}, {}
     best: dict[str, Sizes] = {}
@@ -127,7 +127,7 @@ def choose(
 
 
 def _candidates(members: list[Case], on_gpu: bool) -> dict[str, list[Any]]:
-    """By what is timed; on a TPU both passes share their tiles."""
+    """Returns candidates by what is timed; on a TPU both passes share their tiles."""
     if on_gpu:
         return devices.gpu_candidates(HEAD_DIM)
     of_each = [set(devices.tpu_candidates(*case.lengths)) for case in members]
@@ -135,7 +135,7 @@ def _candidates(members: list[Case], on_gpu: bool) -> dict[str, list[Any]]:
 
 
 def _joined(best: dict[str, Any]) -> Sizes | None:
-    """Returns the forward tiles of the one and the backward tiles of the other."""
+    """Combines the forward tiles of one choice and the backward tiles of the other."""
     if "forward" not in best or "backward" not in best:
         return next(iter(best.values()), None)
     forward = dataclasses.asdict(best["forward"])
@@ -150,7 +150,7 @@ def _times(case: Case, candidates: list[Sizes], implementation: str, runs: int, 
             program = methods.ours(case, numbers, implementation=implementation, sizes=candidate)
             jax.block_until_ready(program.run())
             programs[candidate] = program
-        except Exception as error:  # too much memory, mostly
+        except Exception as error:  # usually too little memory
             print(f"  {case.task} {candidate}: {type(error).__name__}: {error}"[:200], flush=True)
     times = methods.timed(programs, runs, 1 if dry else methods.IN_FLIGHT)
     found = {candidate: statistics.median(taken) for candidate, taken in times.items()}
@@ -163,7 +163,7 @@ def _times(case: Case, candidates: list[Sizes], implementation: str, runs: int, 
 def rewritten(
     table: dict[str, Any], device: str, head_dim: int, choices: list[TileChoice]
 ) -> dict[str, Any]:
-    """Returns the table with these choices for this device, those of others as they were."""
+    """Returns the table with these choices for this device; entries of other devices stay."""
     of_device = dict(table.get(device, {}))
     entries = dict(of_device.get(str(head_dim), {}))
     for choice in choices:
@@ -175,7 +175,7 @@ def rewritten(
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Returns a line for every entry whose sizes are others than before."""
+    """Returns a line for every entry whose sizes have changed."""
 
     def sizes(table: dict[str, Any]) -> dict[str, Any]:
         return {

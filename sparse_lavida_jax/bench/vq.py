@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How far bfloat16 moves the pixels of decoded images, and the codes of encoded ones.
+r"""How much bfloat16 changes the pixels of decoded images, and the codes of encoded ones.
 
     python -m sparse_lavida_jax.bench.vq --vq=scenes_g1,scenes_g4
 
-A few seconds. The rows say why the decoder may be taken in bfloat16 (`sampling.vq_dtype`) and the
-encoder is not.
+Takes a few seconds. The rows show why the decoder may run in bfloat16 (`sampling.vq_dtype`), but
+not the encoder.
 """
 
 import jax
@@ -21,7 +21,7 @@ IMAGES = flags.DEFINE_integer("images", 32, "Scenes, from the first.", lower_bou
 
 
 def moved(model: vq.VQModel, images: UInt8[np.ndarray, "n h w 3"], dtype: str) -> dict[str, float]:
-    """Returns how far a dtype moves grey levels of 0 to 255, and how many codes it leaves alone."""
+    """Returns how far a dtype changes grey levels of 0 to 255, and how many codes stay the same."""
     codes = vq.encode_images(model, images, batch=1)
     plain = vq.decode_codes(model, codes, batch=1).astype(int)
     other = vq.decode_codes(vq.for_decoding(model, dtype), codes, batch=1).astype(int)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sampling request has to compute and to read at least, counted from its plan.
+"""The least that a sampling request has to compute and to read, counted from its plan.
 
-Only products of matrices and of attention count; a product is two operations. Tokens are those that
-the method asks for, slots those of the compiled widths, padding included.
+Only products of matrices and of attention count, with two operations per product. Tokens are those
+that the method needs, slots those of the compiled widths, padding included.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Pass:
     """One forward pass of all rows.
 
     Attributes:
-        operations: without those of padding.
+        operations: without padding.
         weights, keys: bytes to read: every matrix once, keys and values of valid slots.
         tokens, slots: rows x tokens, without and with padding.
     """
@@ -38,7 +38,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class RequestWork:
-    """A request: its prefill in parts of one shape, none where nothing is cached, and its steps."""
+    """A request: its prefill in parts of one shape each (none without a cache), and its steps."""
 
     prefills: list[Pass]
     steps: list[Pass]
@@ -49,11 +49,11 @@ class RequestWork:
 
     @property
     def padding(self) -> float:
-        """The share of all slots that hold no token."""
+        """The share of slots that hold no token."""
         return 1 - self.total("tokens") / self.total("slots")
 
     def floor_s(self, matmul_tflops: float, copy_gbps: float) -> float:
-        """Returns the least seconds of the loop at these rates: each step computes or reads."""
+        """Returns the least seconds of the loop at these rates: per step, to compute or to read."""
         return sum(
             max(one.operations / matmul_tflops / 1e12, (one.weights + one.keys) / copy_gbps / 1e9)
             for one in self.steps
@@ -90,7 +90,7 @@ def of_case(case: RequestCase, model: config.Model) -> RequestWork:
 
 
 def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -> list[Prompt]:
-    """Returns the guidance rows of a step, those apart that it passes in shapes of their own."""
+    """Returns the guidance rows of a step, separately if it passes them in different shapes."""
     if settings.uses_cache:
         return [prompt]
     parts = [part.prompt for part in parted(prompt, settings.guidance_rows, keeping=False)]
@@ -99,7 +99,7 @@ def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -
 
 
 def _as_one(passes: list[Pass]) -> Pass:
-    """Returns passes of one step as one: each matrix has to be read once."""
+    """Combines the passes of one step: each matrix has to be read only once."""
     operations, weights, keys, tokens, slots = zip(*map(dataclasses.astuple, passes), strict=True)
     return Pass(sum(operations), max(weights), sum(keys), sum(tokens), sum(slots))
 
@@ -114,12 +114,12 @@ def _pass(
     committed: float = 0.0,
     passes_prompt: bool = True,
 ) -> Pass:
-    """Counts a pass of some rows. Numbers of a row come in pairs: of text, of image tokens.
+    """Counts a pass of some rows. Numbers per row come in pairs: text tokens, image tokens.
 
     Args:
         own: tokens and slots of the response, of which some are `predicted`.
         committed: tokens of the response whose keys are cached.
-        passes_prompt: and not only the response; otherwise the prompt's keys are cached.
+        passes_prompt: whether the prompt is passed too; otherwise its keys are cached.
     """
     rows, streams = len(prompt.length), (prompt.understanding, prompt.generation)
     held = np.array([0 if s is None else (s.layout.horizon >= 0).sum() / rows for s in streams])
@@ -142,10 +142,10 @@ def _pass(
     operations += 2 * codes * predicted * (not is_text)
     operations += 4 * heads * joint * tokens.sum() * seen
     operations += 4 * heads * split * (responds @ tokens) * seen_split
-    read = np.where([False, is_text], joint, depth)  # the rest is only to be thrown away
+    read = np.where([False, is_text], joint, depth)  # the rest is only to be discarded
     head = words * (is_text or whole)
     if not is_text:
-        # The matrices around the codes of a cell are the same for all codes, and read once.
+        # The matrices around the codes of a cell are shared by all codes, and read once.
         number = model.codes_per_token
         head += codes // number + (number - 1) * model.generation_width**2
     itemsize = jnp.dtype(model.compute_dtype).itemsize

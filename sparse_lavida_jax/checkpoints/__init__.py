@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on disk."""
+"""Reads and writes models on disk."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules from arrays by name, as model folders hold them, one leaf a layer; and back.
+"""Converts modules to named arrays, one per layer as in model folders, and back.
 
-The only file that takes modules apart. Also the digests of arrays: no store notices a flipped bit.
+The only file that takes modules apart. It also computes the digests of arrays, because no store
+notices a flipped bit.
 """
 
 import functools
@@ -21,34 +22,34 @@ from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.parameters import ChooseSharding
 
 ChooseDtype = Callable[[str], str]  # of a parameter, by its path in the model
-# Returns arrays, on the host or where their `ShapeDtypeStruct` has a sharding, by name.
+# Returns arrays by name: on the host, or sharded where their `ShapeDtypeStruct` has a sharding.
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
 
 TENSORS = "TENSORS.sha256"
-STACKED = ("joint_layers", "split_layers", "layers")  # what `models.layers.init_stack` made
+STACKED = ("joint_layers", "split_layers", "layers")  # made by `models.layers.init_stack`
 CHECKED_TOGETHER = 4 * 2**20  # numbers
 
 
 class CheckpointError(Exception):
-    """A checkpoint that is missing, damaged, of another model, or cannot be written."""
+    """A checkpoint is missing or damaged, belongs to another model, or cannot be written."""
 
 
 def by_layer(module: Any) -> dict[str, Any]:
-    """Returns the parameters of a module as they are named on disk, stacked ones layer by layer.
+    """Returns the parameters of a module under their names on disk, stacks split into layers.
 
     Args:
-        module: of arrays, or of shapes as `jax.eval_shape` makes it.
+        module: holds arrays, or shapes as `jax.eval_shape` makes them.
     """
     return layers_of(parameters.by_name(nnx.to_pure_dict(nnx.state(module))))
 
 
 def layers_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns leaves that are named as in a model as they are named on disk, layer by layer."""
+    """Returns the leaves of a model under their names on disk, stacks split into layers."""
     return {name: part for path, leaf in leaves.items() for name, part in _layers(path, leaf)}
 
 
 def module_of(module: nnx.Module, leaves: Mapping[str, np.ndarray]) -> Any:
-    """Returns a module of shapes with arrays, which are named as they are on disk.
+    """Fills a module of shapes with arrays that have their names on disk.
 
     Raises:
         CheckpointError: lists every missing, unknown or misshapen parameter.
@@ -66,21 +67,21 @@ def filled(
     dtype: str | ChooseDtype | None = None,
     batch_bytes: int = 0,
 ) -> Any:
-    """Returns a module of shapes with arrays in their place.
+    """Returns a module of shapes with the shapes replaced by arrays.
 
-    Layers are read and put into their stack one after another: on the host no more is held than
-    `batch_bytes` or one array, and without a sharding one stack.
+    Layers are read and copied into their stack one after another: the host holds at most
+    `batch_bytes` or one array, and without a sharding also one stack.
 
     Args:
-        module: of shapes as `jax.eval_shape` makes it.
+        module: holds shapes, as `jax.eval_shape` makes it.
         read: returns arrays by their names on disk.
         sharding, dtype: see `stores.load_params`.
-        batch_bytes: of the arrays that are read together; 0: one at a time.
+        batch_bytes: how many bytes of arrays are read together; 0: one array at a time.
     """
     graph, state = nnx.split(module)
     abstract = nnx.to_pure_dict(state)
     wanted, found = {}, {}
-    parts: dict[str, tuple[str, int]] = {}  # name in the module and number of the layer, or -1
+    parts: dict[str, tuple[str, int]] = {}  # name in the module, and layer number or -1
     targets: dict[str, jax.ShapeDtypeStruct] = {}
     for name, leaf in parameters.by_name(abstract).items():
         kind = (dtype(name) if callable(dtype) else dtype) or leaf.dtype
@@ -95,7 +96,7 @@ def filled(
         for part, array in read({part: targets[part] for part in batch}).items():
             name, layer = parts[part]
             found[name] = _placed(found.get(name), array, layer, wanted[name])
-    for name in wanted.keys() - found.keys():  # stacks of no layers
+    for name in wanted.keys() - found.keys():  # stacks without layers
         leaf = wanted[name]
         found[name] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
     nnx.replace_by_pure_dict(
@@ -108,7 +109,7 @@ def filled(
 
 
 def _placed(stack: Any, array: Any, layer: int, wanted: jax.ShapeDtypeStruct) -> Any:
-    """Returns a parameter with an array in it: the whole of it, or a layer of a stack."""
+    """Returns a parameter with an array put in: the whole parameter, or one layer of a stack."""
     where = wanted.sharding
     if layer < 0:
         return array if where else jnp.asarray(array, wanted.dtype)
@@ -129,14 +130,14 @@ def _put_layer(where: jax.sharding.Sharding) -> Callable[[jax.Array, jax.Array, 
 
 
 def _of_a_layer(name: str, where: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns where one layer of a stack is read to before the layers are stacked."""
+    """Returns the sharding in which one layer is read before the layers are stacked."""
     if _layer_depth(name) is None or not isinstance(where, jax.sharding.NamedSharding):
         return where
     return where.update(spec=jax.sharding.PartitionSpec(*where.spec[1:]))
 
 
 def _layers(name: str, leaf: Any) -> list[tuple[str, Any]]:
-    """Returns the names and values of a leaf on disk: one for each layer if it is stacked."""
+    """Returns the names on disk and the values of a leaf: one for each layer if it is stacked."""
     depth = _layer_depth(name)
     if depth is None:
         return [(name, leaf)]
@@ -148,7 +149,7 @@ def _layers(name: str, leaf: Any) -> list[tuple[str, Any]]:
 
 
 def _layer_depth(name: str) -> int | None:
-    """Returns where the number of the layer goes into a name; None without layers.
+    """Returns the position of the layer number in a name; None if the leaf is not stacked.
 
     A plain list of modules already has numbers in its names.
     """
@@ -160,7 +161,7 @@ def _layer_depth(name: str) -> int | None:
 
 
 def batches(leaves: Mapping[str, Any], most_bytes: int) -> Iterator[list[str]]:
-    """Yields names of arrays whose bytes together reach `most_bytes`."""
+    """Yields lists of array names; each list but the last reaches `most_bytes` bytes."""
     batch, held = [], 0
     for name, leaf in leaves.items():
         batch.append(name)
@@ -173,18 +174,18 @@ def batches(leaves: Mapping[str, Any], most_bytes: int) -> Iterator[list[str]]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Digests, and numbers that are none.
+# Digests and checks for non-finite numbers.
 
 
 def refuse_nonfinite(what: str, array: np.ndarray | jax.Array) -> None:
-    """Refuses an array, named `what`, that holds a NaN or an infinite number.
+    """Refuses an array that holds a NaN or an infinite number; `what` names it in the message.
 
     Raises:
         CheckpointError: it does.
     """
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
         is_finite = bool(_all_finite(array))
-    else:  # a part at a time: the answers need a byte for each number
+    else:  # a part at a time: the boolean result needs a byte for each number
         flat = np.asarray(array).reshape(-1)
         parts = (flat[i : i + CHECKED_TOGETHER] for i in range(0, flat.size, CHECKED_TOGETHER))
         is_finite = all(np.isfinite(part).all() for part in parts)
@@ -195,7 +196,7 @@ def refuse_nonfinite(what: str, array: np.ndarray | jax.Array) -> None:
         )
 
 
-@jax.jit  # as one program, which holds no answers
+@jax.jit  # one program, which does not store the boolean array
 def _all_finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array).all()
 
@@ -217,7 +218,7 @@ def write_digests(folder: pathlib.Path, digests: Mapping[str, str]) -> None:
 
 
 def read_digests(folder: pathlib.Path) -> dict[str, str]:
-    """Returns the digests of the arrays of a model folder; none where they cannot be read."""
+    """Returns the digests of the arrays of a model folder; empty if they cannot be read."""
     try:
         lines = (folder / TENSORS).read_text().splitlines()
     except (OSError, ValueError):

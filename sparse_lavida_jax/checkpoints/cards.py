@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README of a model folder: what the hub reads of it, and how to use it."""
+"""The model card (README) of a model folder: metadata for the hub, and how to use the model."""
 
 import pathlib
 import re
@@ -11,7 +11,7 @@ _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
 
 
 def push(folder: pathlib.Path | str, name: str, *, private: bool = False) -> str:
-    """Copies a model folder, with a card as its README, to the hub; returns its address there.
+    """Uploads a model folder, with a card as its README, to the hub; returns its address there.
 
     Raises:
         CheckpointError: the folder is damaged, the library is not installed, or the hub refuses.
@@ -24,7 +24,7 @@ def push(folder: pathlib.Path | str, name: str, *, private: bool = False) -> str
 
 
 def card(folder: pathlib.Path, name: str) -> str:
-    """Returns the README of a model folder with what the hub reads of it, and how to use it."""
+    """Returns the README of a model folder with metadata for the hub and a section on its use."""
     path, base = folder / "README.md", model_folder.read_config(folder).train.init_from
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     said = _FRONT_MATTER.sub("", text).partition("\n## Use\n")[0]  # without an older card

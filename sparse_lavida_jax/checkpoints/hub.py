@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders on the Hugging Face hub: fetched by their ids, and pushed."""
+"""Downloads folders from the Hugging Face hub by their ids, and uploads them."""
 
 import contextlib
 import pathlib
@@ -11,13 +11,13 @@ from typing import Any
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-SETTINGS = ("config.json",)  # files that say whose a repository is
+SETTINGS = ("config.json",)  # files that tell what kind of model a repository holds
 
 
 def is_id(name: pathlib.Path | str) -> bool:
-    """Whether a name may be that of a hub's model: `org/name`, where no folder `org` is here.
+    """Whether a name may be a model id on the hub: `org/name`, with no local folder `org`.
 
-    `org/name@v1` is its branch, tag or commit `v1`.
+    `org/name@v1` means its branch, tag or commit `v1`.
     """
     name = str(name).partition("@")[0]
     return bool(_ID.fullmatch(name)) and not pathlib.Path(name).parent.is_dir()
@@ -30,16 +30,16 @@ def fetch(
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> pathlib.Path:
-    """Returns the folder of a model of the hub, in the cache of its library.
+    """Returns the local folder of a model on the hub, in the cache of the hub's library.
 
     Args:
         only: names of the files to fetch; by default all.
-        revision: a branch, a tag or a commit; by default that of the name, or the main branch.
-        local_files_only: takes what is in the cache and asks nobody, as `HF_HUB_OFFLINE=1` does.
+        revision: a branch, a tag or a commit; by default the one in the name, or the main branch.
+        local_files_only: uses only the cache and no network, as `HF_HUB_OFFLINE=1` does.
 
     Raises:
-        CheckpointError: the library is not installed, or the hub cannot be reached or refuses; the
-            message says what to do.
+        CheckpointError: the library is not installed, the hub cannot be reached, or it refuses;
+            the message says what to do.
     """
     name, _, tag = name.partition("@")
     library, asked = _library(name), revision or tag or None
@@ -49,7 +49,7 @@ def fetch(
 
 
 def push(folder: pathlib.Path, name: str, *, private: bool = False) -> str:
-    """Copies a folder to the hub; returns its address there.
+    """Uploads a folder to the hub; returns its address there.
 
     Raises:
         CheckpointError: the library is not installed, or the hub refuses.
@@ -74,13 +74,13 @@ def _library(name: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def _explained(library: Any, name: str) -> Iterator[None]:
-    """Says in a sentence what went wrong with the hub.
+    """Turns errors of the hub's library into one sentence.
 
     Raises:
-        CheckpointError: whatever its library raises.
+        CheckpointError: in place of whatever the library raises.
     """
     known = library.errors
-    said = {  # the first kind that fits
+    said = {  # the first matching kind counts
         known.GatedRepoError: f"the hub's model {name} is given to those who accept its licence:"
         f" open https://huggingface.co/{name}, accept it, and log in with `hf auth login`.",
         known.RepositoryNotFoundError: f"there is neither a folder {name} here nor a model of that"

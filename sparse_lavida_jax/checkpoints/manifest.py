@@ -12,24 +12,24 @@ from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.data import files
 
 MANIFEST = "MANIFEST.sha256"
-TENSORS_NAMED = 5  # in a complaint about a damaged file
+TENSORS_NAMED = 5  # in the message about a damaged file
 _LINE = re.compile(r"[0-9a-f]{64}  \S.*")
 
 
 def write(folder: pathlib.Path) -> None:
     """Writes the digests of all files, and of the tensors in safetensors files."""
-    digests = arrays.read_digests(folder)  # of the parameters, which were digested as written
+    digests = arrays.read_digests(folder)  # of the parameters, computed while they were written
     for path in _others(folder, ""):
         digests |= _digests_in(folder, path)
     arrays.write_digests(folder, digests)
-    (folder / MANIFEST).unlink(missing_ok=True)  # lists all but itself
+    (folder / MANIFEST).unlink(missing_ok=True)  # the manifest lists every file except itself
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{files.sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in paths]
     (folder / MANIFEST).write_text("".join(lines))
 
 
 def digest(folder: pathlib.Path) -> str:
-    """Returns the SHA-256 of the manifest, which tells one model folder from another.
+    """Returns the SHA-256 of the manifest, which identifies the model folder.
 
     Raises:
         CheckpointError: there is none.
@@ -40,13 +40,13 @@ def digest(folder: pathlib.Path) -> str:
 
 
 def verify(folder: pathlib.Path) -> int:
-    """Compares the files of a model folder with the manifest; returns how many there are.
+    """Compares the files of a model folder with the manifest; returns the number of files.
 
-    Files that are hidden (`.git*`, `.cache`) and not listed are left aside.
+    Hidden files (`.git*`, `.cache`) that are not listed are ignored.
 
     Raises:
         CheckpointError: names the first file that is missing, not listed or changed, and the
-            tensors that a change concerns; or the manifest lists nothing, or is damaged.
+            tensors that changed; or the manifest is empty or damaged.
     """
     known = _read(folder)
     names = {name.relative_to(folder) for name in folder.rglob("*") if name.is_file()}
@@ -72,14 +72,14 @@ def verify(folder: pathlib.Path) -> int:
 
 
 def verify_tensors(folder: pathlib.Path, inside: str = "") -> None:
-    """Compares arrays with their own digests, which a manifest that was made anew leaves alone.
+    """Compares arrays with their own digests, which do not change if the manifest is rewritten.
 
     Args:
-        inside: the folder whose safetensors files to look at, such as `vq`; by default all, and
-            the parameters of the model.
+        inside: check only the safetensors files in this folder, such as `vq`; by default all of
+            them and the parameters of the model.
 
     Raises:
-        CheckpointError: names those that are not what was written.
+        CheckpointError: names the arrays that differ from what was written.
     """
     known, found = arrays.read_digests(folder), {}
     for path in _others(folder, inside):
@@ -93,7 +93,7 @@ def verify_tensors(folder: pathlib.Path, inside: str = "") -> None:
 
 
 def _read(folder: pathlib.Path) -> dict[str, str]:
-    """Returns what the manifest says: digests by the name of the file."""
+    """Returns the digests in the manifest by file name."""
     try:
         lines = (folder / MANIFEST).read_text().splitlines()
     except FileNotFoundError:
@@ -109,7 +109,7 @@ def _read(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
-    """Returns a sentence with the arrays that a damaged file changed; there may be none."""
+    """Returns a sentence that names the damaged arrays of a file; empty if there are none."""
     name, digests = path.relative_to(folder).as_posix(), arrays.read_digests(folder)
     found: dict[str, str] = {}
     if path in _others(folder, ""):
@@ -125,7 +125,7 @@ def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
 
 
 def _complaint(known: dict[str, str], found: dict[str, str]) -> str:
-    """Returns a sentence with the arrays whose digests are not those known; there may be none."""
+    """Returns a sentence that names the arrays whose digests differ; empty if there are none."""
     damaged = [name for name in known if found.get(name) != known[name]]
     if not damaged:
         return ""

@@ -2,17 +2,17 @@
 """Model folders, each complete in itself.
 
 config.json       settings, with a format tag
-model.safetensors the parameters, one array a layer (joint_layers/00/...), or several such files
-                  with their index; or params/, the array store of orbax
+model.safetensors the parameters, one array per layer (joint_layers/00/...), or several such files
+                  with their index; or params/, an orbax array store
 tokenizer.json
-words.txt         of a model from scratch: the words of the texts it learned from
-vq/               the image tokenizer, where the model has one
-official/         of a converted model: the small files of the released folder
-unused.safetensors  of a converted model: released tensors that this model does without
+words.txt         for a model trained from scratch: the words of its training texts
+vq/               the image tokenizer, if the model has one
+official/         for a converted model: the small files of the released folder
+unused.safetensors  for a converted model: released tensors that this model does not use
 README.md         source, licence, commit
-made_of.json      of a folder that was written anew: the digests of those it was made of
-TENSORS.sha256    of every parameter, and of every array in the other safetensors files
-MANIFEST.sha256   of all of the above
+made_of.json      for a folder that `copy` wrote: the digests of the folders it was derived from
+TENSORS.sha256    digests of every parameter, and of every array in the other safetensors files
+MANIFEST.sha256   digests of all files above
 """
 
 import contextlib
@@ -40,23 +40,23 @@ from sparse_lavida_jax.models.parameters import ChooseSharding
 
 FORMAT = "sparse-lavida-jax/1"
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
-MADE_OF = "made_of.json"  # of a folder that was written anew
+MADE_OF = "made_of.json"  # written by `copy`
 COMMITTED = "commit_success.txt"  # written by the array store
-FREE_SPACE_FACTOR = 1.2  # of the bytes to write: what must be free before writing starts
-# Of a converted model: texts are sampled in blocks of 32 tokens, as in the paper.
+FREE_SPACE_FACTOR = 1.2  # times the bytes to write must be free before writing starts
+# For converted models: texts are sampled in blocks of 32 tokens, as in the paper.
 CONVERTED_DATA = config.Data(source="none", text_block_len=32, max_answer_len=256)
 
 
 class WriteError(CheckpointError):
-    """A checkpoint that could not be written, or that the disk is too full for."""
+    """A checkpoint could not be written, or the disk is too full for it."""
 
 
 class ReleasedError(CheckpointError):
-    """A released PyTorch model, which is converted before it is used."""
+    """A released PyTorch model, which must be converted before it can be used."""
 
 
 class LoadedModel(NamedTuple):
-    """A model with everything it takes to use it."""
+    """A model with everything needed to use it."""
 
     model: Any
     config: config.Config
@@ -77,7 +77,7 @@ def load_model(
     dtype: str | ChooseDtype | None = None,
     check_finite: bool = True,
 ) -> LoadedModel:
-    """Reads the model that a name stands for (`find_model`).
+    """Reads the model that a name refers to (`find_model`).
 
     Args:
         make_model: makes the model whose parameters to fill in; the denoiser by default. Only its
@@ -85,7 +85,8 @@ def load_model(
         sharding, dtype, check_finite: see `stores.load_params`.
 
     Raises:
-        CheckpointError: nothing there, a damaged file, or other parameters than the model's.
+        CheckpointError: there is no model, a file is damaged, or the parameters are not the
+            model's.
     """
     folder = find_model(name)
     manifest.verify(folder)
@@ -118,7 +119,7 @@ def load_model(
 
 
 def _wide_dtypes(module: Any, dtype: str | ChooseDtype | None) -> ChooseDtype:
-    """Returns what chooses the dtypes of parameters, of which those in 8 bits keep theirs."""
+    """Returns a function that chooses the dtype of each parameter; 8-bit ones keep theirs."""
     leaves = {name: leaf.dtype for name, leaf in parameters.by_name(module).items()}
     narrow = {name.rpartition("/")[0] for name, kind in leaves.items() if kind.itemsize == 1}
 
@@ -131,24 +132,24 @@ def _wide_dtypes(module: Any, dtype: str | ChooseDtype | None) -> ChooseDtype:
 
 
 def make_denoiser(settings: config.Config) -> Denoiser:
-    """Returns a denoiser of random parameters."""
+    """Returns a denoiser with random parameters."""
     return Denoiser(settings.model, rngs=nnx.Rngs(0))
 
 
 def find_model(
     name: pathlib.Path | str, *, revision: str | None = None, local_files_only: bool = False
 ) -> pathlib.Path:
-    """Returns the model folder that a name stands for: here alone it is decided.
+    """Returns the model folder that a name refers to. Only this function decides that.
 
     A name is that of a model folder, of a run directory with a finished model, of a bundled model,
-    or of a model of the hub (`hub.is_id`), which is fetched, or found where it was converted.
+    or of a model on the hub (`hub.is_id`), which is downloaded unless its conversion is here.
 
     Args:
-        revision, local_files_only: of a hub's model: see `hub.fetch`.
+        revision, local_files_only: for a model on the hub: see `hub.fetch`.
 
     Raises:
         ReleasedError: it is a released PyTorch model.
-        CheckpointError: there is none, or the hub does not give it.
+        CheckpointError: there is no such model, or the hub does not provide it.
     """
     folder = pathlib.Path(name)
     if _is_released(folder):
@@ -174,7 +175,7 @@ def find_model(
 
 
 def _is_released(folder: pathlib.Path) -> bool:
-    """Whether a folder holds a PyTorch model, and not a damaged one of ours."""
+    """Whether a folder holds a PyTorch model rather than a damaged model folder of ours."""
     has_tensors = any(folder.glob("*.safetensors*"))
     return has_tensors and not is_ours(folder) and not (folder / manifest.MANIFEST).exists()
 
@@ -195,7 +196,7 @@ def _fetched(name: str, how: dict[str, Any]) -> pathlib.Path:
 
 
 def converted_place(fetched: pathlib.Path) -> pathlib.Path:
-    """Returns where a hub's released model is converted to, of its folder in the hub's cache."""
+    """Returns where a released model is converted to, given its folder in the hub's cache."""
     commit, repository = fetched.name, fetched.parents[1].name
     return runtime.models_folder() / f"{repository.removeprefix('models--')}-{commit[:12]}"
 
@@ -209,7 +210,7 @@ def read_config(folder: pathlib.Path) -> config.Config:
     """Reads `config.json` back.
 
     Raises:
-        CheckpointError: it is missing, is not JSON, or has settings this version does not know.
+        CheckpointError: it is missing, is not JSON, or has settings unknown to this version.
     """
     path = folder / "config.json"
     try:
@@ -224,7 +225,7 @@ def read_config(folder: pathlib.Path) -> config.Config:
     try:
         settings = config.build(config.Config, given)
         if settings.prompts == "chat" and settings.data == config.Data():
-            # Converted before a folder said how long its text blocks are: as the paper samples.
+            # Converted before folders recorded the length of text blocks: sample as in the paper.
             return dataclasses.replace(settings, data=CONVERTED_DATA)
         return settings
     except config.ConfigError as error:
@@ -247,15 +248,15 @@ def save_model(
     dtype: str = "float32",
     kind: stores.Format = "safetensors",
 ) -> None:
-    """Writes a model folder, replacing an older one. It is whole or not there at all.
+    """Writes a model folder, replacing an older one. It is written completely or not at all.
 
-    Adapters are added to their matrices; `adapters.save` keeps them.
+    Adapters are merged into their matrices; `adapters.save` keeps them separate.
 
     Args:
         vq_folder: the image tokenizer to copy; None for a model without one.
         readme: source, licence and commit, in Markdown.
-        words: of the texts it learned from; None where they are not known.
-        dtype: float16, bfloat16 or float32, of the parameters on disk.
+        words: the words of its training texts; None if they are not known.
+        dtype: of the parameters on disk: float16, bfloat16 or float32.
         kind: how they are stored.
 
     Raises:
@@ -286,14 +287,14 @@ def copy(
     dtype: str = "",
     readme: str | None = None,
 ) -> int:
-    """Writes a model folder anew, its parameters stored as `kind` says; returns how many.
+    """Copies a model folder, storing its parameters as `kind`; returns the number of parameters.
 
-    It notes which folder it was made of: adapters of that one fit.
+    The copy records the folder it was derived from, so that adapters for that one still fit.
 
     Args:
-        dtype: float32, bfloat16, or of the matrices of the layers int8 or float8, with a scale a
-            column; by default as they are.
-        readme: in place of the one that it has.
+        dtype: float32 or bfloat16; or int8 or float8, for the matrices of the layers only, with
+            a scale per column; by default unchanged.
+        readme: replaces the README of `source`.
 
     Raises:
         CheckpointError: `source` is damaged or in 8 bits already, `folder` holds something else, or
@@ -320,7 +321,7 @@ def copy(
 
 
 def _as_dtype(store: stores.ParamsReader, name: str, dtype: str) -> list[Tensor]:
-    """Returns what a parameter becomes in another dtype: in 8 bits, a matrix and its scales."""
+    """Returns a parameter in another dtype: in 8 bits, a matrix and its scales."""
     leaf, read = store.leaves[name], functools.partial(store.read_one, name)
     module, _, last = name.rpartition("/")
     if dtype in quantize.DTYPES:
@@ -338,7 +339,7 @@ def _as_dtype(store: stores.ParamsReader, name: str, dtype: str) -> list[Tensor]
 
 
 def lineage(folder: pathlib.Path) -> list[str]:
-    """Returns the SHA-256 of the manifests of a model folder and of those it was made of."""
+    """Returns the SHA-256 of the manifests of a folder and of the folders it was derived from."""
     try:
         before = files.read_json(folder / MADE_OF)
     except (OSError, ValueError):
@@ -355,18 +356,18 @@ def new_model_folder(
     Its manifest is written at the end.
 
     Args:
-        num_bytes: that will be written into it, about.
+        num_bytes: about how many bytes will be written into it.
 
     Raises:
         CheckpointError: `folder` holds something else, or the disk is full.
     """
-    folder = pathlib.Path(folder).resolve()  # the array store takes absolute paths only
+    folder = pathlib.Path(folder).resolve()  # the array store accepts only absolute paths
     check_replaceable(folder)
     check_free_space(folder.parent, num_bytes)
     with replacing(folder) as new:
         write_config(new, settings)
         yield new
-        for mark in new.rglob(COMMITTED):  # the path on this machine stands in it
+        for mark in new.rglob(COMMITTED):  # it holds the path on this machine
             mark.write_text("Checkpoint commit was successful.\n")
         manifest.write(new)
 
@@ -378,7 +379,7 @@ def write_config(folder: pathlib.Path, settings: config.Config) -> None:
 
 
 def is_ours(folder: pathlib.Path) -> bool:
-    """Whether a folder says of itself that it is a model folder, of whatever version."""
+    """Whether a folder is marked as a model folder, of any version."""
     try:
         return str(files.read_json(folder / "config.json")["format"]).startswith(FORMAT[:-1])
     except (OSError, ValueError, LookupError, TypeError):
@@ -386,7 +387,7 @@ def is_ours(folder: pathlib.Path) -> bool:
 
 
 def check_replaceable(folder: pathlib.Path) -> None:
-    """Refuses to replace what is no model folder.
+    """Refuses to replace anything but a model folder.
 
     Raises:
         CheckpointError: the folder holds something else.
@@ -418,7 +419,7 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_free_space(folder: pathlib.Path, num_bytes: int) -> None:
-    """Refuses to start writing what the disk cannot hold.
+    """Refuses to start writing more than the disk can hold.
 
     Raises:
         WriteError: less than 1.2 times `num_bytes` are free.

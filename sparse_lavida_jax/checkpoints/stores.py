@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parameters of a model folder lie: in safetensors files, or in the array store of orbax.
+"""Storage for the parameters of a model folder: safetensors files, or the array store of orbax.
 
-With `training/states.py` the only file that knows the array store.
+Only this file and `training/states.py` use the array store.
 """
 
 import abc
@@ -31,10 +31,10 @@ Format = Literal["safetensors", "orbax"]
 
 PARAMS = "params"  # folder of the array store
 FILES = "model*.safetensors"
-# What their headers say; the names in them are those of docs/checkpoints.md.
+# Goes into the headers; the tensor names are those of docs/checkpoints.md.
 METADATA = {"format": "flax", "names": "sparse-lavida-jax/1"}
-# The array store reads and writes this many bytes at a time, or one tensor if that is larger: on
-# the host never more than a few times this is held, however deep the model.
+# The array store reads and writes this many bytes at a time, or one tensor if that is larger: the
+# host never holds more than a few times this, however deep the model.
 BATCH_BYTES = 256 * 2**20
 
 
@@ -45,7 +45,7 @@ def holds_params(folder: pathlib.Path) -> bool:
 
 
 def open_params(folder: pathlib.Path) -> "ParamsReader":
-    """Returns the parameters of a model folder, none of them read.
+    """Returns the parameters of a model folder without reading any of them.
 
     Raises:
         CheckpointError: there are none, or they are damaged.
@@ -54,7 +54,7 @@ def open_params(folder: pathlib.Path) -> "ParamsReader":
 
 
 def narrow_dtype(folder: pathlib.Path) -> str:
-    """Returns what matrices in 8 bits a folder holds, a key of `quantize.DTYPES`; "": none."""
+    """Returns the dtype of the 8-bit matrices in a folder (`quantize.DTYPES`); "": none."""
     kinds = {leaf.dtype for leaf in open_params(folder).leaves.values()}
     return next((kind.name.partition("_")[0] for kind in kinds if kind.itemsize == 1), "")
 
@@ -71,18 +71,18 @@ def load_params(
     """Returns a module with the parameters of a model folder.
 
     Args:
-        module: of shapes as `jax.eval_shape` makes it.
-        sharding: where each parameter goes; every device reads only its part. Without it, to the
+        module: holds shapes, as `jax.eval_shape` makes it.
+        sharding: where each parameter goes; every device reads only its part. By default, the
             default device.
-        dtype: of the parameters in memory, or what chooses it by name (stacked, as for `sharding`);
-            that of the module by default.
-        digests: SHA-256 of each array (`arrays.read_digests`), compared with what is read whole;
-            None or none at all: not compared.
+        dtype: of the parameters in memory, or a function that chooses it by name (of the stack, as
+            for `sharding`); by default that of the module.
+        digests: SHA-256 of each array (`arrays.read_digests`), compared with the arrays that are
+            read whole; None or empty: not compared.
         check_finite: whether to refuse arrays that hold a NaN or an infinite number.
 
     Raises:
         CheckpointError: lists every missing, unknown or misshapen parameter, or names one that is
-            damaged or holds what is no number.
+            damaged or not finite.
     """
     store = open_params(folder)
     store.check({name: leaf.shape for name, leaf in arrays.by_layer(module).items()})
@@ -105,7 +105,7 @@ def load_params(
 
 
 class ParamsReader(abc.ABC):
-    """The parameters of a model folder, of which only those asked for are read.
+    """The parameters of a model folder, each read only on request.
 
     Attributes:
         leaves: names, such as `joint_layers/03/attn_out/kernel`, with shapes and dtypes.
@@ -119,7 +119,7 @@ class ParamsReader(abc.ABC):
         self._kept: dict[str, np.ndarray] = {}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compares the arrays with those that a model has.
+        """Compares the arrays with those of a model.
 
         Raises:
             CheckpointError: lists every missing, unknown or misshapen parameter.
@@ -140,14 +140,14 @@ class ParamsReader(abc.ABC):
 
     @abc.abstractmethod
     def read_into(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Returns arrays by name, of the dtype and in the sharding of their target.
+        """Returns arrays by name, with the dtype and sharding of their targets.
 
         Raises:
             CheckpointError: one of them cannot be read.
         """
 
     def read_one(self, name: str) -> np.ndarray:
-        """Returns one array; in the order of `leaves`, many are read at a time and kept."""
+        """Returns one array; calls in the order of `leaves` are served from batches read ahead."""
         if name not in self._kept:
             self._kept = {}
             _give_back_memory()
@@ -156,7 +156,7 @@ class ParamsReader(abc.ABC):
         return self._kept[name]
 
     def digests(self) -> dict[str, str]:
-        """Returns the SHA-256 of those arrays that can be read, by name."""
+        """Returns the SHA-256 of each array that can be read, by name."""
         found = {}
         for name in self.leaves:
             with contextlib.suppress(CheckpointError):
@@ -220,7 +220,7 @@ class _SafetensorsReader(ParamsReader):
 
             return jax.make_array_from_callback(target.shape, target.sharding, part)
 
-        _give_back_memory()  # of the arrays before
+        _give_back_memory()  # of the previous arrays
         return {name: array(name, target) for name, target in targets.items()}
 
 
@@ -288,10 +288,10 @@ def _write_orbax(folder: pathlib.Path, wanted: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raises what the system refused, which the store wraps in a paragraph of its own.
+    """Replaces the store's long errors by the short error of the operating system.
 
     Raises:
-        OSError: whatever the store raises.
+        OSError: in place of whatever the store raises.
     """
     try:
         with silence():
@@ -303,29 +303,29 @@ def _plain_errors() -> Iterator[None]:
 
 
 def cause_of(error: Exception) -> str:
-    """Returns what an error of the store says, in the words of the system if it was the system."""
+    """Returns the message of a store's error, or the system's own if the system caused it."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return os.strerror(int(code[1])) if code else str(error).partition(" [tensorstore_spec=")[0]
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keeps the store from logging a page for each thing that fails; it raises that too."""
-    # A task of the store may die later, in a thread of its own.
+    """Keeps the store from logging a page for each failure, which it raises as well."""
+    # A task of the store may fail later, in another thread.
     logging.getLogger("asyncio").addFilter(_is_news)
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         yield
     except BaseException:
-        gc.collect()  # what nobody asked the outcome of says so now
+        gc.collect()  # futures whose results were never retrieved complain now, silenced
         raise
     finally:
         logging.disable(before)
 
 
 def silence_background() -> None:
-    """Keeps the threads in which the store writes from logging what it raises later, too."""
+    """Keeps the store's writing threads from logging errors that it raises later anyway."""
     logging.getLogger("absl").addFilter(_is_none_of_the_store)
 
 
@@ -334,7 +334,7 @@ def _is_none_of_the_store(record: logging.LogRecord) -> bool:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log record says more than that the store could not read, which was raised too."""
+    """Whether a log record is more than a failed read of the store, which was raised as well."""
     error = record.exc_info[1] if record.exc_info else None
     return "never retrieved" not in record.getMessage() or "ocdbt" not in str(error).lower()
 
@@ -342,8 +342,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _give_back_memory() -> None:
     """Returns freed memory to the system.
 
-    The allocator of Linux keeps buffers: of the array store half a gigabyte in every two written,
-    of parameters read into a mesh twice the largest, measured.
+    The allocator of Linux keeps freed buffers: as measured, half a gigabyte for every two that the
+    array store writes, and twice the largest parameter when reading into a mesh.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system
         ctypes.CDLL("libc.so.6").malloc_trim(0)

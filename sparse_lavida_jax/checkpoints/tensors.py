@@ -17,23 +17,23 @@ from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.data import files
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
-# What model folders may hold besides: matrices in 8 bits (`models/quantize.py`).
+# Model folders may also hold 8-bit matrices (`models/quantize.py`).
 NARROW = {"I8": jnp.dtype("int8"), "F8_E4M3": jnp.dtype("float8_e4m3fn")}
 STORED = DTYPES | NARROW
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000  # of one file of several
-FOR_PYTORCH = {"format": "pt"}  # what the header of a file says
-_LENGTH_BYTES = 8  # of the number at the beginning that says how long the header is
+SHARD_BYTES = 5_000_000_000  # most bytes of a file if there are several
+FOR_PYTORCH = {"format": "pt"}  # goes into the header of a file
+_LENGTH_BYTES = 8  # of the number at the start of a file: the length of its header
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor that is in a file, or that is made when its turn to be written comes.
+    """A tensor that is in a file, or that is computed when it is about to be written.
 
     Attributes:
         dtype: as the format calls it: "BF16".
         read: returns it.
-        file: name of the file that it is in.
+        file: name of the file that holds it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Numbers in the tensor."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -53,7 +53,7 @@ class Tensor:
 
 
 def dtype_name(dtype: np.dtype) -> str:
-    """Returns what the format calls a dtype."""
+    """Returns the name of a dtype in the format."""
     return next(name for name, known in STORED.items() if known == dtype)
 
 
@@ -80,7 +80,7 @@ def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _check_header(path: pathlib.Path) -> None:
-    """Refuses a header that names a tensor twice, of which the library takes the last.
+    """Refuses a header that names a tensor twice; the library would take the last one.
 
     Raises:
         ValueError: it does.
@@ -93,8 +93,8 @@ def _check_header(path: pathlib.Path) -> None:
 def read(path: pathlib.Path, name: str, part: Any = None) -> np.ndarray:
     """Returns a tensor of a file, or a part of it: a row, or a tuple of slices.
 
-    The library maps the file into memory, which counts as used until it is closed: so it is opened
-    again for each tensor.
+    The library maps the file into memory, and mapped pages count as used until it is closed:
+    therefore the file is reopened for each tensor.
 
     Raises:
         CheckpointError: the file has become shorter, or cannot be read.
@@ -109,7 +109,7 @@ def read(path: pathlib.Path, name: str, part: Any = None) -> np.ndarray:
 
 
 def _read_float8(path: pathlib.Path, name: str) -> np.ndarray:
-    """Returns a tensor whose numbers the library does not know with NumPy."""
+    """Returns a tensor of a dtype that the library cannot read into NumPy."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         about = files.parse_json(file.read(length))[name]
@@ -121,14 +121,14 @@ def _read_float8(path: pathlib.Path, name: str) -> np.ndarray:
 def write(
     path: pathlib.Path, tensors: Iterable[Tensor], metadata: Mapping[str, str] = FOR_PYTORCH
 ) -> None:
-    """Writes a file, holding one tensor at a time, in this order.
+    """Writes a file while holding one tensor at a time.
 
-    The library writes no file whose tensors are not in memory all at once.
+    The library itself needs all tensors in memory at once.
 
     Raises:
         OSError: the disk is full.
     """
-    # Wide numbers first, as the library does it: every tensor is aligned to its own numbers.
+    # Wide dtypes first, as in the library, so that every tensor is aligned to its dtype.
     tensors = sorted(tensors, key=lambda tensor: -STORED[tensor.dtype].itemsize)
     header: dict[str, dict] = {"__metadata__": dict(metadata)}
     end = 0
@@ -155,11 +155,11 @@ def write_sharded(
     always_indexed: bool = False,
     metadata: Mapping[str, str] = FOR_PYTORCH,
 ) -> int:
-    """Writes `SINGLE`, or several files with their `INDEX`; returns how many files.
+    """Writes `SINGLE`, or several files with their `INDEX`; returns the number of files.
 
     Args:
-        most_bytes: of the tensors in one file; a larger tensor has a file of its own.
-        always_indexed: numbers the file and writes the index where there is one file, too.
+        most_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+        always_indexed: numbers the file and writes the index even if there is only one file.
 
     Raises:
         OSError: the disk is full.
@@ -185,10 +185,10 @@ def write_sharded(
 
 
 def read_index(path: pathlib.Path) -> dict[str, str]:
-    """Returns which tensor is in which file, as an index says.
+    """Returns the file of each tensor according to an index.
 
     Raises:
-        CheckpointError: it does not say it.
+        CheckpointError: the index is damaged.
     """
     try:
         placed = (files.read_json(path) or {}).get("weight_map")

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of low rank (`models/lora.py`) as folders of their own, in the files and names of PEFT.
+"""Low-rank adapters (`models/lora.py`) in folders of their own, with the files and names of PEFT.
 
-adapter_config.json        rank, alpha and the matrices that have adapters
+adapter_config.json        rank, alpha and the adapted matrices
 adapter_model.safetensors  base_model.model.<released module>.lora_A.weight [rank, in] and
-                           .lora_B.weight [out, rank], and whole tensors that were trained too
-config.json                settings of the run that trained them
-base.json                  where its base lay, and the SHA-256 of its manifest
+                           .lora_B.weight [out, rank], and tensors that were trained whole
+config.json                settings of the training run
+base.json                  path of the base model, and the SHA-256 of its manifest
 TENSORS.sha256, MANIFEST.sha256
 
 The first two are what PEFT writes and reads (github.com/huggingface/peft, `LoraConfig`): adapters
-that it trained next to the released model are read as well. Folders of before this have
-adapters.safetensors instead, with all layers in one array, and are read too.
+that it trained for the released model are read as well. Older folders have adapters.safetensors
+instead, with all layers in one array; they can still be read.
 """
 
 import dataclasses
@@ -47,10 +47,10 @@ _FACTOR = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """What a folder of adapters holds, by our names of single layers.
+    """The contents of an adapter folder, under our names of single layers.
 
     Attributes:
-        factors: A [in, rank] and B [rank, out] by the path of their matrix, such as
+        factors: A [in, rank] and B [rank, out] by the path of the matrix, such as
             `joint_layers/00/understanding/q`; B is scaled by alpha / rank.
         whole: parameters that were trained whole.
     """
@@ -61,10 +61,11 @@ class Adapters:
 
 
 def parse(given: str | Mapping[str, float]) -> dict[str, float]:
-    """Returns the weights of adapters by name, of `mine,runs/other:0.5,org/name`.
+    """Parses `mine,runs/other:0.5,org/name` to the weights of adapters by name.
 
     Raises:
-        CheckpointError: a name or weight is missing, given twice, or no number.
+        CheckpointError: a name or weight is missing, a name is given twice, or a weight is no
+            number.
     """
     if not isinstance(given, str):
         return dict(given)
@@ -85,14 +86,14 @@ def parse(given: str | Mapping[str, float]) -> dict[str, float]:
 
 
 def written(weights: Mapping[str, float]) -> str:
-    """Returns what `parse` reads."""
+    """Returns weights as text that `parse` reads."""
     return ",".join(
         name if weight == 1 else f"{name}:{weight:g}" for name, weight in weights.items()
     )
 
 
 def find(name: str) -> pathlib.Path:
-    """Returns the folder of adapters that a name stands for: a folder, a run, or one of the hub.
+    """Returns the adapter folder that a name refers to: a folder, a run, or an id on the hub.
 
     Raises:
         CheckpointError: there are none.
@@ -110,7 +111,7 @@ def find(name: str) -> pathlib.Path:
 
 
 def digest(base: pathlib.Path, weights: Mapping[str, float]) -> str:
-    """Returns the SHA-256 that tells a model with adapters from others; without any, its base's."""
+    """Returns the SHA-256 that identifies a model with adapters; without any, that of its base."""
     parts = [manifest.digest(base)]
     for name, weight in weights.items():
         folder = find(name)
@@ -120,27 +121,29 @@ def digest(base: pathlib.Path, weights: Mapping[str, float]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Next to a model.
+# Adding adapters to a model.
 
 
 def added(
     model: M, settings: config.Model, base: pathlib.Path, weights: Mapping[str, float], *,
     merge: bool = True,
 ) -> M:  # fmt: skip
-    """Returns a model with adapters, each times its weight.
+    """Returns a model with adapters added, each times its weight.
 
-    What was trained whole goes from what the base has towards what was trained, likewise.
+    Likewise, parameters that were trained whole move from the base's values towards the trained
+    ones by the weight.
 
     Args:
         model: the parameters of `base`, not fused.
         base: the folder it was read from.
-        weights: by the names of adapters.
-        merge: adds them to their matrices, where those are not in 8 bits; otherwise they are kept
-            next to them as one adapter, which takes a little longer and rounds nothing. Logits are
-            the same to 1e-5 in float32.
+        weights: by adapter name.
+        merge: adds them to their matrices, except for 8-bit ones; otherwise they are kept separate
+            as one adapter, which takes a little longer and rounds nothing. Logits are the same to
+            1e-5 in float32.
 
     Raises:
-        CheckpointError: no adapters there, a damaged file, of another base, or of other matrices.
+        CheckpointError: there are no adapters, a file is damaged, or the adapters belong to
+            another base or to other matrices.
     """
     shapes = arrays.by_layer(jax.eval_shape(lambda: model))
     found = [read(name, settings, base) for name in weights]
@@ -170,10 +173,10 @@ def added(
 
 
 def _check(one: Adapters, shapes: Mapping[str, Any]) -> None:
-    """Refuses adapters of other matrices.
+    """Refuses adapters that do not fit the matrices of the model.
 
     Raises:
-        CheckpointError: lists all that do not fit.
+        CheckpointError: lists every misfit.
     """
     problems = [
         f"  {path}: {a.shape[0]} by {b.shape[1]}, {shapes[f'{path}/kernel'].shape} in the model"
@@ -192,7 +195,7 @@ def _stacked(
     layers: Sequence[str],
     shape: Sequence[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the factors of a matrix, or of a stack of them; zeros where a layer has none."""
+    """Returns the factors of a matrix or of a stack of matrices; zeros for layers without any."""
     *stack, i, o = shape
     rank = max((factors[layer][0].shape[1] for layer in layers if layer in factors), default=0)
     a = np.zeros((len(layers), i, rank), np.float32)
@@ -205,7 +208,7 @@ def _stacked(
 
 
 def _layer_names(path: str, leaf: Any) -> list[str]:
-    """Returns what a parameter is called on disk, layer by layer."""
+    """Returns the names of a parameter on disk, one per layer."""
     return [*arrays.layers_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})]
 
 
@@ -240,11 +243,11 @@ def save(
     *,
     base: pathlib.Path | str,
 ) -> None:
-    """Writes what was trained next to a frozen base, replacing an older folder of the same kind.
+    """Writes what was trained on a frozen base, replacing an older folder of the same kind.
 
     Args:
         trained: the trained part of a model, as `parameters.parted` returns it.
-        base: the name of the model that the rest is of.
+        base: the name of the model that the frozen part belongs to.
 
     Raises:
         CheckpointError: the folder holds something else, there is no base, or the disk is full.
@@ -274,7 +277,7 @@ def save(
 def _settings(
     settings: config.Lora, base: str, adapted: Sequence[str], whole: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns what PEFT has to be told."""
+    """Returns the settings that PEFT needs."""
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -295,18 +298,18 @@ def _settings(
 
 
 def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
-    """Reads adapters of a model.
+    """Reads adapters for a model.
 
     Args:
         name: see `find`.
         base: the model folder that they are added to.
 
     Raises:
-        CheckpointError: no adapters there, a damaged file, they were trained next to another base,
-            or are of a kind that is not known here.
+        CheckpointError: there are no adapters, a file is damaged, or they were trained for another
+            base or are of an unsupported kind.
     """
     folder = find(name)
-    if (folder / manifest.MANIFEST).exists() or (folder / BASE).exists():  # not of PEFT itself
+    if (folder / manifest.MANIFEST).exists() or (folder / BASE).exists():  # not PEFT's own
         manifest.verify(folder)
         manifest.verify_tensors(folder)
         _check_base(folder, base)
@@ -373,7 +376,7 @@ def _released(
 
 
 def _scale(path: pathlib.Path, official: Mapping[str, str]) -> Callable[[str, int], float]:
-    """Returns what PEFT's settings say that the product of two factors is multiplied by."""
+    """Returns the scale of the product of two factors, according to PEFT's settings."""
     try:
         given = files.read_json(path)
         if given["peft_type"] != "LORA" or given.get("use_dora"):

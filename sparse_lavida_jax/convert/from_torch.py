@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A released PyTorch folder becomes a model folder.
+"""Converts a released PyTorch folder to a model folder.
 
-One tensor at a time is read, laid out as ours and written: what is held on the host does not grow
-with the depth of the model. Everything is looked at before anything is written, all problems are
-listed at once, and where there is one nothing is written.
+Tensors are read, brought into our layout and written one at a time, so host memory does not grow
+with the depth of the model. Everything is checked before anything is written, and all problems
+are listed at once; if there is any, nothing is written.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ _LICENCES = ("LICENSE", "LICENCE", "NOTICE")
 _SMALL_BYTES = 50 * 2**20
 _LAYER_NUMBER = re.compile(r"(?<=blocks\.|layers\.)\d+")
 
-Progress = Callable[[int, int], None]  # bytes done, of how many
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     num_tensors: int
     num_parameters: int
@@ -55,12 +55,12 @@ class Converted:
 
 @dataclasses.dataclass
 class _Released:
-    """A released folder, looked through.
+    """What is known of a released folder before its tensors are read.
 
     Attributes:
         stored: its tensors, in the order of the files.
         problems: what is wrong with its files.
-        unread: beginnings of the names of tensors in files that cannot be read.
+        unread: name prefixes of tensors in files that cannot be read.
     """
 
     folder: pathlib.Path
@@ -72,7 +72,7 @@ class _Released:
 
     @contextlib.contextmanager
     def noting(self, unread: Iterable[str] = (), where: str = "") -> Iterator[None]:
-        """Notes what is wrong, and which tensors are then not read."""
+        """Records a problem, and which tensors cannot be read because of it."""
         try:
             yield
         except arrays.CheckpointError as error:
@@ -80,7 +80,7 @@ class _Released:
             self.unread += unread
 
     def add(self, found: Mapping[str, tensors.Tensor]) -> None:
-        """Adds the tensors of a file, and notes those that another file holds as well."""
+        """Adds the tensors of a file, and records those that another file holds as well."""
         self.problems += [
             f"{name} is in {self.stored[name].file} and in {tensor.file}: leave it in one of them."
             for name, tensor in found.items()
@@ -113,16 +113,16 @@ def convert(
 
     Args:
         src: holds config.json, tokenizer.json and safetensors files, sharded or not; or the id of
-            such a model on the hub, which is fetched.
-        dtype: float32 or bfloat16, of the parameters on disk; by default as they are.
-        understanding_only: takes LLaDA, a model without images, too.
+            such a model on the hub, which is downloaded.
+        dtype: of the parameters on disk, float32 or bfloat16; by default unchanged.
+        understanding_only: also accepts LLaDA, a model without images.
         check_finite: whether to refuse tensors that hold a NaN or an infinite number.
         kind: how the parameters are stored.
-        name: what the README says that was converted; by default the folder or the id.
+        name: of the source, for the README; by default the folder or the id.
 
     Raises:
         ConvertError: lists everything that is wrong with `src`.
-        CheckpointError: a tensor holds what is no number.
+        CheckpointError: a tensor holds a NaN or an infinite number.
         CheckpointError: `dst` holds something else, or the disk is full.
     """
     dst = pathlib.Path(dst).resolve()
@@ -173,13 +173,13 @@ def convert(
 def convert_from_hub(
     name: pathlib.Path | str, *, revision: str | None = None, local_files_only: bool = False
 ) -> None:
-    """Makes a released model of the hub one that `model_folder.find_model` finds by its id.
+    """Converts a released model on the hub so that `model_folder.find_model` finds it by its id.
 
-    Nothing is done where it was converted before, or needs no converting.
+    Does nothing if it was converted before or needs no conversion.
 
     Raises:
         ConvertError: lists everything that is wrong with it.
-        CheckpointError: there is no such model, it is a folder here, or the disk is full.
+        CheckpointError: there is no such model, the name is a local folder, or the disk is full.
     """
     how: Any = {"revision": revision, "local_files_only": local_files_only}
     try:
@@ -194,7 +194,7 @@ def convert_from_hub(
 def _laid_out(
     name: names.Name, stored: tensors.Tensor, dtype: str | None, check_finite: bool
 ) -> tensors.Tensor:
-    """Returns a released tensor as ours, still to be read; what is unused may hold anything."""
+    """Returns a released tensor in our layout, read on demand; unused ones are not checked."""
     kind = tensors.DTYPES[stored.dtype] if dtype is None else jnp.dtype(dtype)
 
     def read() -> np.ndarray:
@@ -202,7 +202,7 @@ def _laid_out(
         if check_finite and name.home != "unused":
             arrays.refuse_nonfinite(f"{name.official} in {stored.file}", array)
         ours = names.to_ours(name, array.astype(kind, copy=False))
-        return np.ascontiguousarray(ours)  # and lets go of the released one
+        return np.ascontiguousarray(ours)  # so that the released one can be freed
 
     return tensors.Tensor(name.ours, tensors.dtype_name(kind), name.our_shape, read)
 
@@ -211,9 +211,9 @@ def _laid_out(
 def _first_registers(
     released: _Released, model: config.Model, params: list[tensors.Tensor]
 ) -> list[tensors.Tensor]:
-    """Returns the registers that are not there; they equal what they stand in for.
+    """Returns registers for those that the release lacks.
 
-    That is a masked token of their stream.
+    Each equals the embedding of a masked token of its stream, in whose place it stands.
     """
     kinds = {tensor.name: tensor.dtype for tensor in params}
     file = released.folder / released.stored[WORDS].file
@@ -240,14 +240,14 @@ def _first_registers(
 
 
 # ---------------------------------------------------------------------------------------------
-# Looking before writing.
+# Checks before writing.
 
 
 def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
-    """Reads what describes the tensors of a released folder, and no tensor.
+    """Reads the description of the tensors of a released folder, but no tensor.
 
     Raises:
-        ConvertError: it is no such folder, or holds no weights that can be read.
+        ConvertError: it is not a released folder, or holds no readable weights.
     """
     if not folder.is_dir():
         if folder.is_file() and folder.suffix in _PICKLED:
@@ -284,7 +284,7 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
 
 
 def _list_weights(released: _Released) -> None:
-    """Notes where every tensor lies, what is wrong with the files, and which are not read."""
+    """Records the file of every tensor, what is wrong with the files, and what is unreadable."""
     folder = released.folder
     placed = tensors.read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     if not placed and not (folder / SINGLE).is_file():
@@ -295,7 +295,7 @@ def _list_weights(released: _Released) -> None:
             released.add(_list_file(folder, file))
     if any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
         return
-    # The main files leave the image tokenizer out.
+    # The main files do not contain the image tokenizer.
     alone = folder / "vqvae"
     paths = sorted(alone.glob("*.safetensors"))
     if not paths and (pickled := _pickled_in(alone)):
@@ -311,7 +311,7 @@ def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
     """Returns the tensors of a file that the index names.
 
     Raises:
-        ConvertError: it is not there, damaged, or pickled.
+        ConvertError: the file is missing, damaged or pickled.
     """
     if file.endswith(_PICKLED):
         raise ConvertError(_pickled([file]))
@@ -355,7 +355,7 @@ def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[
 
     Raises:
         ConvertError: lists what is wrong with the files and with config.json, and the tensors that
-            are missing, unknown, or of a wrong shape or dtype.
+            are missing, unknown, or have a wrong shape or dtype.
     """
     try:
         settings = _settings(released, dtype)
@@ -390,7 +390,7 @@ def _match(released: _Released, dtype: str | None) -> tuple[config.Config, list[
 
 
 def _by_layer(problems: list[str]) -> list[str]:
-    """Returns the problems, as one those that differ in the number of their layer alone."""
+    """Returns the problems; those that differ only in the layer number are merged into one."""
     joined, kinds = [], dict[str, list[str]]()
     for problem in dict.fromkeys(problems):
         kinds.setdefault(_LAYER_NUMBER.sub("*", problem), []).append(problem)
@@ -412,11 +412,11 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Files next to the parameters.
+# Files other than the parameters.
 
 
 def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
-    """Copies the tokenizer, and into `official/` what an export gives back unchanged."""
+    """Copies the tokenizer, and to `official/` the files that an export returns unchanged."""
     official = new / OFFICIAL
     (official / "vqvae").mkdir(parents=True)
     shutil.copyfile(released.folder / "tokenizer.json", new / "tokenizer.json")
@@ -430,7 +430,7 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
             continue
         if path.stat().st_size <= _SMALL_BYTES:
             shutil.copyfile(path, official / path.relative_to(released.folder))
-    # Which tensors came from where; a folder of one file has no index of its own.
+    # The file of each tensor; a folder with a single file has no index of its own.
     if not (official / INDEX).is_file():
         placed = {name: tensor.file for name, tensor in released.stored.items()}
         files.write_json(official / INDEX, {"weight_map": placed}, indent=2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of names: every released tensor, our parameter, and how one becomes the other.
+"""The table of names: each released tensor, our parameter, and how to convert one to the other.
 
 The rules are those of spec Sec. 10. A table is made for one config: the shapes of our parameters
-come from the model itself, so a parameter that no rule names is found, not forgotten.
+come from the model itself, so a parameter that no rule names is detected, not forgotten.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ REGISTERS = ("model.register_understanding.weight", "model.register_generation.w
 VQ_PREFIX = "model.vqvae."
 TOWER_PREFIX = "model.vision_tower.vision_tower.vision_model."
 
-# How PyTorch lays out a tensor that we hold otherwise, and how we do. The 2x2 convolution that
-# merges the codes of a cell is a matrix here, its inputs code by code in raster order (spec
-# Sec. 2.6); so is the transposed one.
+# How the layout of a tensor differs between PyTorch and us. The 2x2 convolution that merges the
+# codes of a cell is a matrix here, its inputs code by code in raster order (spec Sec. 2.6); so is
+# the transposed one.
 Layout = Literal["same", "matrix", "convolution", "merge", "spread"]
 LAYOUTS: dict[Layout, tuple[str, str]] = {
     "same": ("...", "..."),
@@ -34,16 +34,17 @@ LAYOUTS: dict[Layout, tuple[str, str]] = {
     "merge": ("o i h w", "(h w i) o"),
     "spread": ("i o h w", "i (h w o)"),
 }
-# Where a tensor lives in a model folder: among the parameters, in the image tokenizer, or, unused,
-# next to them until it is exported again.
+# Where a tensor is stored in a model folder: with the parameters, in the image tokenizer, or, if
+# unused, in a separate file until it is exported again.
 Home = Literal["params", "vq", "unused"]
 
-# Our modules, or parameters without one, and the released modules:
+# Our modules (or parameters outside any module) and the released modules:
 # "layer": parts of a layer; "tower": parts of a layer of the vision tower; "vqvae": of the image
 #   tokenizer, as patterns.
-# "merge": the 2x2 convolutions, which models of one code a cell do without.
+# "merge": the 2x2 convolutions, which models with one code per cell do not have.
 # "modules": all others. "alone": the table and the last matrix of the image embedding and head,
-#   which stand alone without layers between, and in a sequence otherwise (spec Sec. 2.5).
+#   which are single modules if no layers lie between, and otherwise part of a sequence (spec
+#   Sec. 2.5).
 _NAMES: dict[str, dict[str, str]] = RELEASED["names"]
 
 
@@ -53,8 +54,8 @@ class Name:
 
     Attributes:
         official: key of the released state dict.
-        ours: leaf on disk, such as `joint_layers/03/understanding/q/kernel`; of an unused tensor,
-            the official name again.
+        ours: leaf on disk, such as `joint_layers/03/understanding/q/kernel`; for an unused
+            tensor, the official name again.
         layout: how the released tensor is laid out.
         shape: of the released tensor.
         our_shape: of ours.
@@ -98,7 +99,7 @@ def _table(model: config.Model, image: config.VQ) -> list[Name]:
 
 
 def of_denoiser(model: config.Model) -> dict[str, Name]:
-    """Returns the tensors of a denoiser by our names; what the release lacks keeps ours, dotted."""
+    """Returns the tensors of a denoiser by our names; those not released keep ours, dotted."""
     plain = dataclasses.replace(model, cell_positions=False)
     known = {name.ours: name for name in _params(plain)}
     own = arrays.by_layer(denoiser.shapes(model)).items()
@@ -139,7 +140,7 @@ def _params(model: config.Model) -> Iterator[Name]:
 
 
 def _unused(model: config.Model) -> Iterator[Name]:
-    """Yields the 2x2 modules of a folder whose model does without them (the 256 px stage)."""
+    """Yields the 2x2 modules in the folder of a model that does not use them (256 px stage)."""
     if model.codes_per_token > 1:
         return
     width = model.generation_width
@@ -176,7 +177,7 @@ def _official_vq(ours: str) -> str:
 
 
 def _split(ours: str) -> tuple[str, str]:
-    """Returns the path of a module, or of a parameter without one, and PyTorch's leaf of it."""
+    """Splits a name into the path of its module (or parameter) and PyTorch's name of the leaf."""
     match = re.fullmatch(r"(.*)/(weight|kernel|scale|bias)", ours)
     if match is None:
         return ours, "weight"

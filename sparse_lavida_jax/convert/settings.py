@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The released `config.json` as our settings, and back (spec Sec. 10.5).
 
-Nothing is guessed: what the file leaves out has the release's value where the release has only
-one, and what contradicts our code is refused.
+Nothing is guessed: a key that the file leaves out gets the release's value if the release has only
+one, and a value that contradicts our code is refused.
 """
 
 import dataclasses
@@ -15,29 +15,29 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.checkpoints.model_folder import CONVERTED_DATA
 
-# What the release says of itself:
-# "allowed", by section: values that our code implements, null where a key may have none; a key that
-#   is absent has one of them. Dropout is none of the release's (all zero), and ours has none.
+# Facts about the release:
+# "allowed", by section: values that our code implements, null where a key may be null; an absent
+#   key has one of them. The release uses no dropout (all zero), and our code has none.
 # "siglip_config": google/siglip-so400m-patch14-384, which it names but does not describe (spec
 #   Sec. 4).
-# "vqvae": its image tokenizer (spec Sec. 3) where no file describes it.
-# "sampling": how it draws, edits and writes (spec Sec. 6 and 7.5, the 1024 px settings).
-# "keys": our settings that are keys of its files under another name.
-# "names": the modules of its state dict by ours; see `names.py`.
+# "vqvae": its image tokenizer (spec Sec. 3), if no file describes it.
+# "sampling": its settings for drawing, editing and text (spec Sec. 6 and 7.5; those of 1024 px).
+# "keys": our settings that its files have under another name.
+# "names": the modules of its state dict by our names; see `names.py`.
 RELEASED = json.loads((pathlib.Path(__file__).parent / "released.json").read_text())
 _ALLOWED: dict[str, dict[str, list]] = RELEASED["allowed"]
 _KEYS: dict[str, dict[str, str]] = RELEASED["keys"]
 _SIGLIP_NAME = "siglip-so400m-patch14-384"
 _SIGLIP: dict[str, Any] = RELEASED["siglip_config"]
 RELEASED_VQ: dict[str, Any] = RELEASED["vqvae"]
-_IMAGE_SIZE = 1024  # pixels a side that the release draws
-_SPARE_ROWS = 256  # of the table of codes, after the codebook (spec Sec. 2.5)
+_IMAGE_SIZE = 1024  # pixels per side of the images that the release draws
+_SPARE_ROWS = 256  # in the table of codes, after the codebook (spec Sec. 2.5)
 _SAMPLING = config.Sampling(**RELEASED["sampling"])
-# The same for a model that was trained sparsely since.
+# The same for a model that was trained with sparse attention after its release.
 _SPARSE_SAMPLING = dataclasses.replace(
     _SAMPLING, grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0
 )
-OURS = "sparse_lavida"  # section of an exported config.json for what the release has no key for
+OURS = "sparse_lavida"  # section of an exported config.json: settings unknown to the release
 
 
 class ConvertError(CheckpointError):
@@ -45,15 +45,15 @@ class ConvertError(CheckpointError):
 
 
 def settings_from(given: Mapping[str, Any], vq: Mapping[str, Any] | None = None) -> config.Config:
-    """Returns the settings that a released `config.json` stands for.
+    """Returns the settings that a released `config.json` describes.
 
     Args:
-        given: what the file holds. Recorded cases also describe the vision tower there
+        given: the contents of the file. Recorded cases also describe the vision tower there
             (`siglip_config`), the image head (`gen_head_config`) and the tokenizer (`vq_config`).
-        vq: what the `config.json` of the `vqvae` subfolder holds; None where there is none.
+        vq: the contents of `config.json` in the `vqvae` subfolder; None if there is none.
 
     Raises:
-        ConvertError: lists every key that is missing or asks for what our code does not do.
+        ConvertError: lists every key that is missing or asks for something unsupported.
     """
     described = vq or given.get("vq_config") or RELEASED_VQ
     problems = _problems(given, described)
@@ -79,10 +79,10 @@ def has_generation_branch(given: Mapping[str, Any]) -> bool:
 
 
 def vq_settings(vq: Mapping[str, Any], gen_shape: list[int] | None = None) -> config.VQ:
-    """Returns the settings of the image tokenizer that a `vqvae/config.json` stands for.
+    """Returns the settings of the image tokenizer that a `vqvae/config.json` describes.
 
     Args:
-        gen_shape: codes along the sides of the largest image; None: the release's 64.
+        gen_shape: height and width of the largest image in codes; None: the release's 64.
     """
     channels = tuple(vq["block_out_channels"])
     factor = 2 ** (len(channels) - 1)
@@ -204,12 +204,12 @@ def _of_section(
     whole: Iterable[str] = (),
     where: str = "",
 ) -> list[str]:
-    """Returns a line for every key that is missing, no size, or not what our code does.
+    """Returns a line for every key that is missing, not a size, or unsupported by our code.
 
     Args:
         needed: keys that must be there.
-        whole: keys of sizes.
-        where: what stands in front of a key in its line.
+        whole: keys of sizes, which are whole numbers.
+        where: prefix of the key in its line.
     """
     allowed = {key: values for key, values in _ALLOWED[section].items() if key in given}
     return [
@@ -230,14 +230,14 @@ def _of_section(
 def _unequal(
     key: str, given: Mapping[str, Any], wanted: Any, why: str, where: str = ""
 ) -> list[str]:
-    """Returns a line if a key is there and has another value than the wanted one."""
+    """Returns a line if a key is present and its value is not the wanted one."""
     if given.get(key) in (None, wanted) or wanted is None:
         return []
     return [f"{where}{key} is {given[key]!r}: {why}, {wanted}."]
 
 
 # ---------------------------------------------------------------------------------------------
-# Back.
+# From our settings to the release's.
 
 
 def official_config(settings: config.Config, dtype: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder such as LaViDa-O is released in, of arbitrary numbers, where its weights are not.
+"""Writes a folder like the LaViDa-O release with arbitrary numbers, in place of the real weights.
 
-It converts, loads and exports as the release does. What it draws is noise.
+It converts, loads and exports as the release does. The images that it draws are noise.
 """
 
 import pathlib
@@ -20,12 +20,12 @@ from sparse_lavida_jax.data import files
 from sparse_lavida_jax.lavida_o import chat
 
 SHARD_TENSORS = 200
-# Corners of boxes, in eighths of an image, and what stands around them.
+# Corners of boxes, in eighths of an image, and the tokens that enclose them.
 LOCATIONS = (*(f"<LOC_{i}>" for i in range(9)), "<box_p>", "</box_p>", "<LOC_BEGIN>", "<LOC_END>")
 
 
 def tiny_settings() -> config.Config:
-    """Returns LaViDa-O with 3 layers in place of 32, narrow, for images of 32 pixels a side."""
+    """Returns LaViDa-O with 3 layers in place of 32, narrow, for images of 32 pixels per side."""
     vq = config.VQ(
         image_size=32, channels=(8, 8, 8), layers_per_block=1, latent_channels=4, codebook_size=16,
         norm_groups=4,
@@ -49,7 +49,7 @@ def tiny_settings() -> config.Config:
 def byte_tokenizer(
     control: Sequence[str] = chat.CONTROL, more: Sequence[str] = LOCATIONS
 ) -> tokenizers.Tokenizer:
-    """Returns a tokenizer with `control` first, in that order, a token a byte, then `more`."""
+    """Returns a tokenizer with `control` first, in that order, one token per byte, then `more`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(
         models.BPE({token: i for i, token in enumerate((*control, *alphabet))}, [])
@@ -62,7 +62,7 @@ def byte_tokenizer(
 
 
 def write(folder: pathlib.Path, settings: config.Config) -> int:
-    """Writes a released folder of a model; returns the bytes of its tensors."""
+    """Writes a model in the form of a released folder; returns the bytes of its tensors."""
     (folder / "vqvae").mkdir(parents=True)
     files.write_json(folder / "config.json", official_config(settings, "bfloat16"))
     files.write_json(folder / "vqvae" / "config.json", official_vq_config(settings.vq))
@@ -80,7 +80,7 @@ def write(folder: pathlib.Path, settings: config.Config) -> int:
 
 def _arbitrary(name: names.Name) -> tensors.Tensor:
     def read() -> np.ndarray:
-        # Signs and digits at random, so that nothing can be compressed; sizes around 0.01.
+        # Random signs and mantissas, so that nothing can be compressed; magnitudes around 0.01.
         bits = np.random.default_rng(0).integers(0, 2**16, name.shape, np.uint16)
         return ((bits & 0x80FF) | 0x3C00).view(tensors.DTYPES["BF16"])
 

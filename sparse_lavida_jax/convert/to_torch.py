@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder becomes a folder that PyTorch users can load.
+"""Exports a model folder to a folder that PyTorch users can load.
 
-Released names, sharded safetensors with their index, config.json, and the small files that came
-with the release. One tensor at a time is read and written.
+It has the released names, sharded safetensors with their index, config.json, and the small files
+that came with the release. Tensors are read and written one at a time.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ VQ_FILE = "diffusion_pytorch_model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What an export wrote."""
+    """The result of an export."""
 
     num_tensors: int
     num_parameters: int
@@ -44,10 +44,10 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A model folder, looked through.
+    """A model folder to export.
 
     Attributes:
-        placed: files of the released tensors by name; empty for a model that was not converted.
+        placed: the file of each released tensor; empty for a model that was not converted.
     """
 
     folder: pathlib.Path
@@ -57,7 +57,7 @@ class _Model:
 
     @property
     def has_registers(self) -> bool:
-        """Whether registers are worth exporting: trained, or there from the beginning."""
+        """Whether registers are worth exporting: trained, or part of the source from the start."""
         was_trained = self.settings.model.trained_attention == "step_causal"
         return was_trained or not set(names.REGISTERS).isdisjoint(self.placed)
 
@@ -67,15 +67,15 @@ def export(
 ) -> Exported:
     """Writes the PyTorch folder `dst` from a model folder, run directory or bundled name `src`.
 
-    The registers of sparse training are written where the model was trained with them, or came
-    with them; the released code knows nothing of them.
+    The registers of sparse training are written if the model was trained with them or came with
+    them; the released code ignores them.
 
     Args:
-        max_shard_bytes: of one safetensors file; a larger tensor has a file of its own.
+        max_shard_bytes: of one safetensors file; a larger tensor gets a file of its own.
 
     Raises:
         CheckpointError: there is no model in `src`, or it is damaged, or `dst` cannot be written.
-        ConvertError: the model has no released form, or `dst` holds something.
+        ConvertError: the model has no released form, or `dst` is not empty.
     """
     folder, dst = model_folder.find_model(src), pathlib.Path(dst).resolve()
     if dst.exists() and (dst.is_file() or any(dst.iterdir())):
@@ -114,7 +114,7 @@ def _look_through(folder: pathlib.Path) -> _Model:
 
 
 def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
-    """Yields the tensors of the denoiser, and those that it did without."""
+    """Yields the tensors of the denoiser, and the released ones that it did not use."""
     table = {name.ours: name for name in names.table(model.settings) if name.home == "params"}
     if stored := stores.narrow_dtype(model.folder):
         raise ConvertError(
@@ -123,7 +123,7 @@ def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
         )
     store = stores.open_params(model.folder)
     store.check({ours: name.our_shape for ours, name in table.items()})
-    for ours, leaf in store.leaves.items():  # in the order in which they are read together
+    for ours, leaf in store.leaves.items():  # in this order they are read in batches
         if not table[ours].optional or model.has_registers:
             yield _official(table[ours], leaf.dtype, functools.partial(store.read_one, ours))
     if (model.folder / UNUSED).is_file():
@@ -149,7 +149,7 @@ def _official(name: names.Name, dtype: np.dtype, read: Callable[[], np.ndarray])
 
 
 def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.Tensor]) -> None:
-    """Writes config.json, the tokenizer's files, and what came with the release."""
+    """Writes config.json, the tokenizer's files, and the small files of the release."""
     official = model.folder / OFFICIAL
     if official.is_dir():
         shutil.copytree(official, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(INDEX))
@@ -164,7 +164,7 @@ def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.Te
 
 
 def _write_config(path: pathlib.Path, model: _Model, wanted: list[tensors.Tensor]) -> None:
-    """Writes config.json; that of the release as it was, unless the parameters changed."""
+    """Writes config.json; the released one unchanged, unless the parameters changed."""
     kind = next(tensor.dtype for tensor in wanted if tensor.name == WORDS)
     dtype = str(tensors.DTYPES[kind])
     given: dict[str, Any] = files.read_json(path) if path.is_file() else {}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From examples to the arrays of a training pass: rows, shared rows, and batches.
 
-`make_row` lays an example out, draws its blocks and masks it. `TrainingRow.batch` sorts and pads
-rows, and stacks them to `Corrupted`, which is what the loss takes.
+`make_row` lays out an example, draws its blocks and masks it. `TrainingRow.batch` sorts and pads
+rows, and stacks them into `Corrupted`, the input of the loss.
 
-Several short examples may share a row (`data.packing`). Each is a segment that sees itself alone
-(`visibility.visible`), so a packed batch has the losses and gradients of its examples in rows of
-their own. Packing comes last on the host: what training leaves out of a sequence is gone by then.
-The number of examples of a row is fixed, which keeps the number of rows and of images static;
-which examples meet is chosen so that all rows end up about as long.
+Several short examples may share a row (`data.packing`). Each is a segment that sees only itself
+(`visibility.visible`), so a packed batch has the same losses and gradients as its examples in rows
+of their own. Packing is the last step on the host, after tokens that training drops are gone.
+The number of examples per row is fixed, which keeps the numbers of rows and of images static;
+examples are combined so that all rows have about the same length.
 """
 
 import abc
@@ -33,13 +33,13 @@ from sparse_lavida_jax.sequence import (
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
-ORDER_SEEDS = 512  # training draws the seed of an unmasking order below this
+ORDER_SEEDS = 512  # training draws seeds of unmasking orders below this
 
 Shared = Sequence[Sequence[int]]  # the examples of every row
 
 
 class RowShape(NamedTuple):
-    """Token counts of an example, or of a row: of the understanding and the generation stream."""
+    """Token counts of an example or a row in the understanding and the generation stream."""
 
     understanding: int
     generation: int
@@ -53,10 +53,10 @@ class GroupShape:
     """The static shape of the batches of a group of examples.
 
     Attributes:
-        example: tokens that an example may have.
-        views: of the vision tower, likewise; 0 where examples have one image at most, of one view.
+        example: most tokens of an example.
+        views: most views of an example; 0 if examples have at most one image, with one view.
         predicts: the streams that hold responses.
-        rows: tokens of the rows of a batch, the smallest first.
+        rows: possible sizes of the rows of a batch in tokens, the smallest first.
     """
 
     example: RowShape
@@ -67,11 +67,11 @@ class GroupShape:
 
 @dataclasses.dataclass(frozen=True)
 class Row(abc.ABC):
-    """What a batch is made of; the objectives have a kind of their own.
+    """An element of a batch; each training objective has a subclass.
 
     Attributes:
         length: how many tokens it may have in each stream.
-        views: of its images, where they may be several.
+        views: of its images, if there may be several.
         predicts: the streams that hold its response.
     """
 
@@ -82,7 +82,7 @@ class Row(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def batch(rows: list, shape: GroupShape, settings: config.Config) -> Corrupted | None:
-        """Returns rows of this kind as one batch; None where they do not fit `shape` together."""
+        """Returns rows of this kind as one batch; None if they do not fit `shape` together."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class TrainingRow(Row):
     """An example in one training pass.
 
     Attributes:
-        example: what it is made of.
+        example: the clean example.
         blocks: of the response.
         tokens: of both streams, masked; some of the prompt may be dropped.
     """
@@ -107,7 +107,7 @@ class TrainingRow(Row):
     def batch(
         rows: "list[TrainingRow]", shape: GroupShape, settings: config.Config
     ) -> Corrupted | None:
-        """Returns rows as one batch, `data.packing` of them in each row of it, if they fit."""
+        """Returns rows as one batch with `data.packing` of them per row, if they fit."""
         per_row, model = settings.data.packing, settings.model
         lengths = [row.length for row in rows]
         shared = deal(lengths, per_row) if per_row > 1 else alone(rows)
@@ -133,14 +133,14 @@ class TrainingRow(Row):
 
 
 def make_row(example: Example, settings: config.Config, rng: np.random.Generator) -> TrainingRow:
-    """Returns the row of an example: what is given, its blocks, and what is dropped, at random."""
+    """Returns a row of an example; given tokens, blocks and dropped parts are drawn at random."""
     given = given_of(example, settings, rng)
     blocks = _blocks_of(example, given, settings, rng)
     model = settings.model
     codes = model.codes_per_token
     if settings.diffusion.partial_cells:
         blocks = diffusion.partly_known(rng, blocks, example.kind, codes, settings.diffusion)
-    if settings.data.edit_area_weight > 1:  # then the rows of a batch all have weights by code
+    if settings.data.edit_area_weight > 1:  # then all rows of a batch have weights by code
         weight = example.code_weight
         weight = np.ones((len(example.response), codes)) if weight is None else weight
         blocks = dataclasses.replace(blocks, code_weight=weight)
@@ -165,9 +165,9 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
 def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -> int:
     """Returns how much longer than this response a sampled text may get, in whole text blocks.
 
-    The tokens more are left out of the row; only the registers' positions move. Any doubling of the
-    length, up to `data.sampled_answer_len`, is as likely as any other. An image, and a text that
-    something follows (a box), are as long as they are; then nothing is drawn.
+    The additional tokens are not part of the row; they only move the positions of the registers.
+    The length is drawn log-uniformly up to `data.sampled_answer_len`. Images, and texts that are
+    followed by something (boxes), have a fixed length; then nothing is drawn.
     """
     length, block, longest = len(example.response), data.text_block_len, data.sampled_answer_len
     is_open = example.kind == "text" and isinstance(example.parts[-1], Response)
@@ -180,7 +180,7 @@ def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -
 def given_of(
     example: Example, settings: config.Config, rng: np.random.Generator
 ) -> Bool[np.ndarray, " l"]:
-    """With probability `given`, a random rectangle or set of spans is shown as given."""
+    """With probability `given`, marks a random rectangle or set of spans as given."""
     given = example.given
     if given.any() or rng.random() >= settings.data.given:
         return given
@@ -191,7 +191,7 @@ def given_of(
         shown[y0:y1, x0:x1] = True
         shown = shown.reshape(-1) ^ (rng.random() < 0.5)
     else:
-        # A span of the part that is decoded; a prefix or a suffix are spans too.
+        # A span of the part that is decoded; it may be a prefix or a suffix.
         start, stop = np.sort(rng.integers(0, example.reach + 1, 2))
         shown = np.zeros(len(given), bool)
         shown[start:stop] = True
@@ -224,7 +224,7 @@ def _blocks_of(
 
 
 def _pick(rng: np.random.Generator, choices: Sequence[int]) -> int:
-    """Draws one as `rng.choice` does, without making an array of them."""
+    """Draws one choice as `rng.choice` does, without making an array of the choices."""
     return choices[rng.integers(len(choices))]
 
 
@@ -239,12 +239,12 @@ def see_together(
     most: int,
     vision: config.Vision,
 ) -> tuple[list[CorruptedRow], SeenBatch | None]:
-    """Returns rows with their features numbered as in the stacked views, and those views.
+    """Returns rows with features numbered for the stacked views, and those views.
 
     Args:
-        views: of each row; they are filled up with blanks, which no token looks at.
+        views: of each row; padded with blank views, to which no token refers.
         shared: which rows share each row of the batch.
-        most: views of a row, at least; more where one has more.
+        most: pad each row to at least this many views; to more if a row has more.
     """
     most = max(most, *(sum(map(len, own)) for own in views))
     if not most:
@@ -284,8 +284,8 @@ def stack(
     Args:
         full_attention: put every token into block 0.
         shared: which of `rows` share each row of the batch, as segments; by default each has
-            its own.
-        pixels: what the vision tower sees.
+            its own row.
+        pixels: input of the vision tower.
         predicts: the streams that hold responses; by default those of the rows.
 
     Raises:
@@ -327,7 +327,7 @@ def _stacked(
     full_attention: bool,
     by_segment: bool,
 ) -> tuple[Stream | None, dict[str, np.ndarray]]:
-    """Returns one stream of a batch, and what is stacked of it by name; no stream of length 0.
+    """Returns one stream of a batch, and its stacked fields by name; no stream if length is 0.
 
     Args:
         rows: the examples of each row.
@@ -345,7 +345,7 @@ def _stacked(
 def _sorted_and_padded(
     rows: list[list[Tokens]], length: int, pad_token: int
 ) -> dict[str, np.ndarray]:
-    """Returns one stream of a batch: fields of `Tokens`, and whose segment each token is."""
+    """Returns one stream of a batch: fields of `Tokens`, and the segment of each token."""
     counts = np.array([[len(one.block) for one in members] for members in rows])
     filled = counts.sum(axis=1)
     if (most := filled.max()) > length:
@@ -377,15 +377,15 @@ def _sorted_and_padded(
 
 
 def alone(rows: Sequence) -> Shared:
-    """Returns rows of one example each."""
+    """Returns a grouping with one example per row."""
     return [[i] for i in range(len(rows))]
 
 
 def deal(lengths: list[RowShape], per_row: int) -> Shared:
-    """Returns rows of `per_row` examples each, about equally long: the longest are dealt first.
+    """Groups examples into rows of `per_row`, of about equal length: the longest are dealt first.
 
     Raises:
-        ValueError: the examples do not make whole rows.
+        ValueError: the number of examples is not a multiple of `per_row`.
     """
     if len(lengths) % per_row:
         raise ValueError(
@@ -403,7 +403,7 @@ def deal(lengths: list[RowShape], per_row: int) -> Shared:
 
 
 def longest(lengths: list[RowShape], shared: Shared) -> RowShape:
-    """Returns the tokens that the fullest row has in each stream."""
+    """Returns the largest number of tokens of a row in each stream."""
     of_rows = [np.sum([lengths[i] for i in row], axis=0) for row in shared]
     return RowShape(*np.max(of_rows, axis=0).tolist())
 
@@ -411,15 +411,15 @@ def longest(lengths: list[RowShape], shared: Shared) -> RowShape:
 def buckets(
     lengths: list[RowShape], batch_size: int, per_row: int, count: int, multiple: int
 ) -> tuple[RowShape, ...]:
-    """Returns at most `count` static shapes, each of which holds its share of the batches.
+    """Returns at most `count` static shapes, each of which fits an equal share of the batches.
 
-    Batches are made of the lengths given, one after another; the last shape holds all of them.
+    Batches are simulated from the given lengths in order; the last shape fits all of them.
 
     Args:
-        lengths: of examples that stand for all; taken again from the start to fill a batch.
-        batch_size: examples of a batch.
-        per_row: examples of a row.
-        multiple: tokens; shapes are rounded up to this.
+        lengths: of a sample of examples; repeated from the start to fill a batch.
+        batch_size: examples per batch.
+        per_row: examples per row.
+        multiple: of tokens, to which shapes are rounded up.
     """
     number = -(-len(lengths) // batch_size)
     lengths = [lengths[i % len(lengths)] for i in range(number * batch_size)]
@@ -430,5 +430,5 @@ def buckets(
 
 
 def longest_of(shapes: Iterable[RowShape], multiple: int) -> RowShape:
-    """Returns the shape that holds each of these, rounded up."""
+    """Returns the smallest shape that holds each of these, rounded up."""
     return RowShape(*(-(-max(each) // multiple) * multiple for each in zip(*shapes, strict=True)))

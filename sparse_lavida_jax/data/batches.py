@@ -2,8 +2,8 @@
 """Batches by number: mixed by grain from groups of examples, and resumed at any step.
 
 Every random bit of a row comes from (seed, number), never from a host, a worker or a device. A
-batch holds examples of one group, so that its arrays have one static shape: as in the base
-model's batching (spec Sec. 9.4).
+batch holds examples of one group, so that its arrays have a static shape, as in the base model's
+batching (spec Sec. 9.4).
 """
 
 import abc
@@ -23,20 +23,20 @@ class Batches(abc.ABC):
     """The training data of a configuration; a subclass makes the rows.
 
     Args:
-        factors: of each group, what `train.batch_size` is multiplied with.
-        process_index, process_count: of the processes that train together, each of which makes
-            its share of every batch.
+        factors: by group, multiplies `train.batch_size`.
+        process_index, process_count: among the processes that train together; each makes its
+            share of every batch.
 
     Attributes:
-        sizes: examples of a batch of each group, over all processes.
-        shares: of the batches, of each group.
-        shapes: of the groups that were used already; `shape_of` finds the others.
+        sizes: examples per batch by group, over all processes.
+        shares: share of the batches by group.
+        shapes: by group, for those already used; `shape_of` computes the others.
     """
 
     called: ClassVar[str] = "examples"
-    remedy: ClassVar[str]  # what to do where they are too long
+    remedy: ClassVar[str]  # what a user can do if examples are too long
     error: ClassVar[type[ValueError]] = ValueError
-    multiple: ClassVar[int]  # tokens; a shape is rounded up to this
+    multiple: ClassVar[int]  # of tokens, to which shapes are rounded up
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def made(self, group: str, number: int, attempt: int) -> Row:
-        """Returns the row of this number; of every attempt another one."""
+        """Returns the row of this number; a different one for every attempt."""
 
     @abc.abstractmethod
     def probed(self, group: str) -> list[Row]:
@@ -70,7 +70,7 @@ class Batches(abc.ABC):
         return grain.MapDataset.mix(batches, weights=list(self.shares.values()))
 
     def batch(self, group: str, index: int) -> Corrupted:
-        """Returns this process's rows of the batch number `index` of a group."""
+        """Returns this process's rows of batch number `index` of a group."""
         share, shape = self.sizes[group] // self.process_count, self.shape_of(group)
         start = index * self.sizes[group] + self.process_index * share
         for again in range(MOST_ATTEMPTS):
@@ -84,10 +84,10 @@ class Batches(abc.ABC):
         )
 
     def row(self, group: str, number: int, again: int = 0) -> Row:
-        """Returns the row at `number`, or the next one of its own stream of retries that fits.
+        """Returns the row at `number`, or if it does not fit, its first redraw that does.
 
         Args:
-            again: how many times its batch was drawn before, and was too long as a whole.
+            again: how many times its batch was drawn before because it was too long as a whole.
         """
         shape = self.shape_of(group)
         for attempt in range(again * MOST_ATTEMPTS, (again + 1) * MOST_ATTEMPTS):
@@ -101,7 +101,7 @@ class Batches(abc.ABC):
 
     @staticmethod
     def fits(row: Row, shape: GroupShape) -> bool:
-        """Returns whether a row may be one of a batch of this shape."""
+        """Returns whether a row fits a batch of this shape."""
         return shape.example.holds(row.length) and _num_views(row) <= shape.views
 
     def shape_of(self, group: str) -> GroupShape:
@@ -135,8 +135,8 @@ def _sizes(factors: dict[str, float], processes: int, settings: config.Config) -
     """Returns how many examples a batch of each group has.
 
     Raises:
-        ConfigError: processes cannot share them: they do not divide, or each process would choose
-            a shape of its own.
+        ConfigError: processes cannot share the batches: they do not divide evenly, or each
+            process would choose a shape of its own.
     """
     data, batch_size, sizes = settings.data, settings.train.batch_size, {}
     rows = f" in rows of data.packing={data.packing}" if data.packing > 1 else ""

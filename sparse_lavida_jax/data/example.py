@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example: one sequence with its response, before anything of it is masked."""
+"""An example: one sequence with its response, before masking."""
 
 import dataclasses
 from typing import Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from sparse_lavida_jax.sequence import Kind, Part, Views
 
 @runtime_checkable
 class RowRequest(Protocol):
-    """What the sampler reads of a request (`inference.requests.Request`); None: by the settings."""
+    """What the sampler reads of a request (`inference.requests.Request`); None: as configured."""
 
     @property
     def seed(self) -> int: ...
@@ -32,17 +32,17 @@ class Example:
 
     Attributes:
         parts: the sequence; `sequence.prompt_row` lays it out.
-        response: clean ids (g = 1) or codes of the response.
+        response: clean ids (g = 1) or codes.
         given: response tokens that are known beforehand.
         kind: of the response.
         pixels: the image that the `VisionTokens` part stands for.
-        reach: tokens of a text response that a sampler may decode: whole text blocks up to the
+        reach: how many tokens of a text response a sampler may decode: whole text blocks up to the
             first end-of-text.
-        views: in place of `pixels`, the views of each image that is shown (`data/images.py`).
+        views: in place of `pixels`, the views of each input image (`data/images.py`).
         grid: rows and columns of cells of an image response; None: the model's largest.
-        code_weight: loss weight of each code of an image response; None: all alike.
+        code_weight: loss weight of each code of an image response; None: all equal.
         ends: whether a text may end before its last token; boxes, for example, do not.
-        request: what it was made for, where it is sampled; else None.
+        request: the request it was made for, if it is sampled; else None.
     """
 
     parts: tuple[Part, ...]
@@ -59,5 +59,5 @@ class Example:
 
     @property
     def shown(self) -> tuple[Views, ...]:
-        """The views of all its images, of `pixels` the one."""
+        """The views of all its images; a single one for `pixels`."""
         return self.views or (() if self.pixels is None else (self.pixels[None],))

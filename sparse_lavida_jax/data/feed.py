@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of a run in their order, made ahead of time."""
+"""The batches of a run in order, made ahead of time."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from sparse_lavida_jax.diffusion import Corrupted
 
 
 class Feed:
-    """The batches of a run in their order, prefetched by a thread or by worker processes.
+    """The batches of a run in order, prefetched by a thread or by worker processes.
 
-    They are the same however many workers make them.
+    The batches do not depend on the number of workers.
 
     Args:
         dataset: batch i at index i.
-        step: the batch to begin with.
+        step: the first batch.
         workers: processes that make batches; 0: one thread.
-        saved: `position` before that batch, of an earlier process. A feed with as many workers is
-            set to it; one with others begins at `step`.
+        saved: `position` before that batch, from an earlier process. A feed with the same number
+            of workers continues there; with another number it starts at `step`.
     """
 
     def __init__(
@@ -49,5 +49,5 @@ class Feed:
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where it stands, as JSON can hold it."""
+        """The current position, serializable as JSON."""
         return self._begun | {"iterator": self._iterator.get_state()}

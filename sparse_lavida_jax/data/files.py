@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that are written whole or not at all, and locks on them."""
+"""Writes files and folders completely or not at all, and locks them."""
 
 import contextlib
 import hashlib
@@ -13,8 +13,8 @@ from typing import Any
 
 import filelock
 
-UNFINISHED = ".tmp"  # ends the name of what is not whole yet
-DEEPEST = 100  # lists and objects inside each other in JSON
+UNFINISHED = ".tmp"  # ends the names of unfinished files and folders
+DEEPEST = 100  # nesting of lists and objects in JSON
 
 
 class LockedError(Exception):
@@ -25,7 +25,7 @@ class LockedError(Exception):
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a free path next to `path`; the file or folder made there becomes `path` at the end.
 
-    If anything goes wrong, what was at `path` before is unchanged and nothing new is left. A
+    If anything goes wrong, `path` is unchanged and nothing new is left. A
     process that is killed leaves `.<name>-<random>.tmp`; see `remove_unfinished`.
 
     Raises:
@@ -39,7 +39,7 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
         if new.is_file():
             with new.open("rb") as file:
                 os.fsync(file.fileno())
-        elif path.exists():  # a folder takes the place of an empty one at most
+        elif path.exists():  # a rename replaces only an empty folder
             path.rename(old)
         try:
             os.replace(new, path)
@@ -59,18 +59,18 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def write_json(path: pathlib.Path, values: Any, indent: int = 1) -> None:
-    """Writes a file of JSON as `replacing` does."""
+    """Writes a JSON file as `replacing` does."""
     write_text(path, json.dumps(values, indent=indent) + "\n")
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
-    """Returns what JSON says.
+    """Parses JSON.
 
     Args:
-        unique: refuses an object that has a key twice, of which the last would count.
+        unique: refuses an object with a duplicate key, of which the last would count.
 
     Raises:
-        ValueError: it is no JSON, or nested deeper than anything that is read here.
+        ValueError: it is not JSON, or nested deeper than anything that is read here.
     """
     too_deep = f"lists and objects are nested more than {DEEPEST} deep"
     try:
@@ -96,11 +96,11 @@ def _of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """Returns what a file of JSON says, whose objects have no key twice.
+    """Reads a JSON file whose objects must have no duplicate keys.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
-        ValueError: as `parse_json`, or the file is no text.
+        ValueError: as `parse_json`, or the file is not text.
     """
     return parse_json(path.read_text(encoding="utf-8"), unique=True)
 
@@ -112,7 +112,7 @@ def sha256(path: pathlib.Path) -> str:
 
 
 def remove_unfinished(folder: pathlib.Path) -> None:
-    """Removes what killed processes left anywhere in a folder."""
+    """Removes unfinished files of killed processes anywhere in a folder."""
     for path in [*folder.rglob(f".*{UNFINISHED}")]:
         _remove(path)
 
@@ -127,15 +127,15 @@ def _remove(path: pathlib.Path) -> None:
 def lock(path: pathlib.Path) -> filelock.BaseFileLock:
     """Returns a lock that only this process holds, until `release()`.
 
-    The operating system drops the lock of a process that dies, however it dies. The file holds the
-    process id, for the message to others.
+    The operating system releases the lock when a process dies, however it dies. The file holds
+    the process id, for error messages of other processes.
 
     Raises:
         LockedError: another process holds it.
         OSError: the file cannot be written to.
     """
     held = filelock.FileLock(path, blocking=False, thread_local=False)
-    # Read first: older versions of the library empty the file even if it is held.
+    # Read first: older versions of the library empty the file even if it is locked.
     owner = path.read_text().strip() if path.is_file() else ""
     try:
         held.acquire()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images whose grey levels are their codes: 8x8 cells of 17 levels, as handwritten digits have."""
+"""Images whose grey levels are their codes: 8x8 cells of 17 levels, for handwritten digits."""
 
 import einops
 import numpy as np
@@ -7,14 +7,14 @@ from jaxtyping import Int, UInt8
 
 SIDE = 8  # cells
 LEVELS = 17  # 0 is paper, 16 is ink
-IMAGE_SIZE = 64  # pixels a side, unless a caller asks for another
+IMAGE_SIZE = 64  # pixels per side by default
 
 
 def render(codes: Int[np.ndarray, "..."], size: int = IMAGE_SIZE) -> UInt8[np.ndarray, "h w 3"]:
-    """Draws 64 grey levels as an image, dark ink on white paper, `size` pixels a side.
+    """Draws 64 grey levels as an image, dark ink on white paper, `size` pixels per side.
 
     Raises:
-        ValueError: `size` is no multiple of 8, or there are not 64 levels of 0..16.
+        ValueError: `size` is not a multiple of 8, or there are not 64 levels in 0..16.
     """
     if codes.size != SIDE**2 or codes.min() < 0 or codes.max() >= LEVELS:
         raise ValueError(

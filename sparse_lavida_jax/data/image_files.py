@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files in and out: read with care, written whole or not at all.
+"""Reads image files safely, and writes them completely or not at all.
 
 In memory an image is bytes [h w 3], RGB.
 """
@@ -23,18 +23,18 @@ from sparse_lavida_jax.data import files
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 
-# Refused beyond, before anything is decoded.
+# Larger images are refused before anything is decoded.
 MOST_PIXELS = 2**26  # 8192 x 8192
 LONGEST_SIDE = 2**14  # pixels
 MOST_ASPECT = 64  # the longer side over the shorter: images are padded to squares
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-RECORD = "sparse-lavida"  # the text chunk of a PNG that says how it was drawn
+RECORD = "sparse-lavida"  # the text chunk of a PNG that records how it was drawn
 FRAME_MILLISECONDS = 350
 LAST_FRAME_MILLISECONDS = 2000
-BACKDROP = (255, 255, 255)  # shows through transparent pixels
+BACKDROP = (255, 255, 255)  # colour of transparent pixels
 GAP = 4  # pixels between the images of a sheet
-_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # 16 bits of grey a pixel
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # 16-bit grey
 
 
 class ImageError(ValueError):
@@ -42,31 +42,32 @@ class ImageError(ValueError):
 
 
 class WriteError(OSError):
-    """A file that could not be written; there is no part of it."""
+    """A file could not be written; no part of it is left."""
 
 
 # ---------------------------------------------------------------------------------------------
-# In.
+# Reading.
 
 
 def read(path: pathlib.Path | str, *, backdrop: bool = True) -> Pixels:
     """Returns an image file as RGB bytes, upright.
 
-    Palettes, grey levels, 16 bits and CMYK are converted; transparency shows white.
+    Palettes, grey levels, 16 bits and CMYK are converted; transparent pixels become white.
 
     Args:
-        backdrop: False: transparent pixels keep the colour that the file hides, often black, as
-            other people's evaluations read them.
+        backdrop: False: transparent pixels keep their hidden colour, often black, as in others'
+            evaluation code.
 
     Raises:
-        ImageError: no file, no PNG, JPEG or WebP, damaged, animated, or too many pixels.
+        ImageError: there is no such file, or it is not a PNG, JPEG or WebP, is damaged or animated,
+            or has too many pixels.
     """
     with _opened(pathlib.Path(path)) as image:
         return _as_rgb(ImageOps.exif_transpose(image), backdrop)
 
 
 def read_bytes(contents: bytes, name: str = "the image", *, backdrop: bool = True) -> Pixels:
-    """Returns what `read` does, of a file that is in memory; `name` is for the message.
+    """Does what `read` does with a file in memory; `name` is for error messages.
 
     Raises:
         ImageError: as `read`.
@@ -76,21 +77,21 @@ def read_bytes(contents: bytes, name: str = "the image", *, backdrop: bool = Tru
 
 
 def read_mask(path: pathlib.Path | str, like: Pixels) -> Bool[np.ndarray, "h w"]:
-    """Returns where a mask is white: that is to be painted.
+    """Reads a mask file: white pixels are to be painted.
 
     Raises:
-        ImageError: as `read`, or the mask has another size than the image `like`.
+        ImageError: as `read`, or its size differs from that of the image `like`.
     """
     return check_mask(Image.fromarray(read(path)), like, str(path))
 
 
 def read_transparent(contents: bytes, name: str = "the mask") -> Bool[np.ndarray, "_h _w"]:
-    """Returns where a mask in memory, as OpenAI has it, wants painting: where it is transparent.
+    """Reads a mask in OpenAI's form from memory: transparent pixels are to be painted.
 
-    A mask without transparency is read as ours: where it is white.
+    A mask without transparency is read like ours: white pixels are to be painted.
 
     Raises:
-        ImageError: as `read`, or there is no such place.
+        ImageError: as `read`, or there is nothing to paint.
     """
     with _opened(io.BytesIO(contents), name) as image:
         upright = ImageOps.exif_transpose(image)
@@ -106,10 +107,10 @@ def read_transparent(contents: bytes, name: str = "the mask") -> Bool[np.ndarray
 
 
 def read_record(path: pathlib.Path | str) -> dict[str, Any]:
-    """Returns how a PNG of ours was drawn.
+    """Returns the record of how a PNG was drawn that `write` stored in it.
 
     Raises:
-        ImageError: as `read`, or it says nothing of how it was drawn.
+        ImageError: as `read`, or there is no such record.
     """
     with _opened(pathlib.Path(path)) as image:
         text = image.info.get(RECORD)
@@ -127,7 +128,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.Image]:
-    """Yields an image whose size and kind were looked at before its pixels are."""
+    """Yields an image after checking its size and format, before its pixels are decoded."""
     path = name or file
     try:
         with warnings.catch_warnings():
@@ -148,7 +149,7 @@ def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.I
         raise ImageError(f"there is no image {path}.") from None
     except ImageError:
         raise
-    # Damaged files, and impossible names, make Pillow raise these.
+    # Pillow raises these for damaged files and impossible names.
     except (OSError, SyntaxError, EOFError, ValueError, LookupError, struct.error) as error:
         raise ImageError(f"{path} is no image that can be read: {error}") from error
 
@@ -168,7 +169,7 @@ def _check_header(path: object, image: Image.Image) -> None:
             f" {MOST_ASPECT} times those of the other. Cut it."
         )
     frames = getattr(image, "n_frames", 1)
-    # A JPEG of several images, as phones write them, is no animation: its first is the image.
+    # A JPEG of several images, as phones write, is not an animation: the first one counts.
     if frames > 1 and image.format != "MPO":
         raise ImageError(f"{path} is animated, {frames} frames: give one of them as an image.")
 
@@ -206,7 +207,7 @@ def check_mask(mask: Any, like: Pixels, name: str = "the mask") -> Bool[np.ndarr
     """Returns a mask, True where an image is to be painted.
 
     Raises:
-        ImageError: it has another size than the image `like`, or nothing is to be painted.
+        ImageError: its size differs from that of the image `like`, or nothing is to be painted.
     """
     if isinstance(mask, Image.Image):
         mask = _as_rgb(mask).mean(axis=-1) > 127
@@ -220,10 +221,10 @@ def check_mask(mask: Any, like: Pixels, name: str = "the mask") -> Bool[np.ndarr
 
 
 def check_box(box: Sequence[int | float], size: tuple[int, int]) -> Box:
-    """Returns a box x1, y1, x2, y2 that spans an area inside an image of `size` (width, height).
+    """Returns a box x1, y1, x2, y2 after checking it against an image of `size` (width, height).
 
     Raises:
-        ImageError: it does not.
+        ImageError: it has no area, or is not inside the image.
     """
     width, height = size
     if len(box) != 4 or not all(map(math.isfinite, box)):
@@ -242,14 +243,14 @@ def _size(image: Pixels) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Out.
+# Writing.
 
 
 def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None = None) -> None:
-    """Writes an image; a PNG says in its metadata how it was drawn.
+    """Writes an image; a PNG records in its metadata how it was drawn.
 
     Raises:
-        ImageError: a suffix of no format that is written.
+        ImageError: the suffix is of an unsupported format.
         WriteError: the disk is full, or the place cannot be written to.
     """
     path = check_writable(path)
@@ -260,7 +261,7 @@ def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None
 def encoded(
     image: Pixels, format: str = "PNG", record: dict[str, Any] | None = None, quality: int = 100
 ) -> bytes:
-    """Returns an image file; a PNG as `write` writes it.
+    """Returns an encoded image; a PNG is encoded as in `write`.
 
     Args:
         format: one of `FORMATS`.
@@ -273,7 +274,7 @@ def encoded(
 
 
 def _noted(record: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns what makes Pillow write into a PNG how it was drawn."""
+    """Returns arguments that make Pillow record in a PNG how it was drawn."""
     if record is None:
         return {}
     notes = PngImagePlugin.PngInfo()
@@ -282,10 +283,10 @@ def _noted(record: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def write_animation(path: pathlib.Path | str, frames: Sequence[Pixels]) -> None:
-    """Writes frames as a GIF that stays a while on its last.
+    """Writes frames as a GIF that pauses on its last frame.
 
     Raises:
-        ImageError: the name does not end in .gif, or there is no frame.
+        ImageError: the name does not end in .gif, or there are no frames.
         WriteError: as `write`.
     """
     path = check_writable(path, {".gif": "GIF"})
@@ -299,10 +300,10 @@ def write_animation(path: pathlib.Path | str, frames: Sequence[Pixels]) -> None:
 def check_writable(
     path: pathlib.Path | str, suffixes: dict[str, str] | None = None
 ) -> pathlib.Path:
-    """Returns a path whose name says the format of what will be written there.
+    """Checks that an image can be written to a path; returns the path.
 
     Raises:
-        ImageError: another suffix, a folder, or a file in the place of its folder.
+        ImageError: the suffix is unsupported, the path is a folder, or its parent is a file.
     """
     path, known = pathlib.Path(path), suffixes or SUFFIXES
     if path.suffix.lower() not in known:
@@ -326,7 +327,7 @@ def _save(path: pathlib.Path, image: Image.Image, format: str, **options: Any) -
 
 
 def sheet(images: Sequence[Pixels]) -> Pixels:
-    """Returns images side by side, as near to a square as they go, in the order given."""
+    """Returns images arranged in a grid that is as square as possible, in the given order."""
     columns = math.ceil(math.sqrt(len(images)))
     height = max(image.shape[0] for image in images) + GAP
     width = max(image.shape[1] for image in images) + GAP
@@ -339,7 +340,7 @@ def sheet(images: Sequence[Pixels]) -> Pixels:
 
 
 def with_boxes(image: Pixels, boxes: Sequence[Box | None]) -> Pixels:
-    """Returns an image with boxes drawn in it; None draws nothing."""
+    """Returns an image with boxes drawn on it; None draws nothing."""
     drawn = Image.fromarray(image)
     pen = ImageDraw.Draw(drawn)
     for box in boxes:

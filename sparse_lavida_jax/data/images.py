@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images before the model: views for the vision tower, crops for the image tokenizer, boxes.
+"""Image preprocessing: views for the vision tower, crops for the image tokenizer, boxes.
 
 Spec Sec. 4 (vision tower), Sec. 3 (image tokenizer) and Sec. 8 (boxes). Images are bytes
-[h w 3], RGB; sizes are (width, height) in pixels, as Pillow and the released config have them. The
+[h w 3], RGB; sizes are (width, height) in pixels, as in Pillow and the released config. The
 vision tower takes bytes and normalises them itself.
 """
 
@@ -20,9 +20,9 @@ from sparse_lavida_jax.sequence import VisionTokens
 
 Size = tuple[int, int]  # width, height
 
-LARGEST_PADDED = 4096  # pixels a side of what is padded to a square; ours, for memory
+LARGEST_PADDED = 4096  # pixels per side of a padded square; our choice, to limit memory
 BLACK = (0, 0, 0)
-GREY = (127, 127, 127)  # the mean of what SigLIP was trained on, 0.5, in bytes
+GREY = (127, 127, 127)  # 0.5 in bytes: the mean of the images SigLIP was trained on
 LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green, blue (spec Sec. 5.4)
 
 
@@ -32,12 +32,12 @@ LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green, blue (spec Sec. 5.4)
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """An image as the understanding branch sees it.
+    """An image as input to the understanding branch.
 
     Attributes:
         pixels: the views: the whole image, then its tiles row by row.
         index: for each vision token, which feature of `Denoiser.see(pixels)` it is.
-        num_features: features that `Denoiser.see(pixels)` makes.
+        num_features: how many features `Denoiser.see(pixels)` returns.
     """
 
     pixels: UInt8[np.ndarray, "n h w 3"]
@@ -46,15 +46,15 @@ class Seen:
 
     @property
     def part(self) -> VisionTokens:
-        """What stands for the image in a prompt."""
+        """The tokens that represent the image in a prompt."""
         return VisionTokens(len(self.index), self.index, self.num_features)
 
 
 def see(image: Pixels, settings: config.Vision, *, whole: bool = False) -> Seen:
-    """Returns the views of an image and the tokens made of them (spec Sec. 4).
+    """Returns the views of an image and its vision tokens (spec Sec. 4).
 
     Args:
-        whole: one view and no tiles, as released wherever a prompt shows several images.
+        whole: one view and no tiles; the release does this for prompts with several images.
     """
     views = whole_view(image, settings.image_size)[None]
     if settings.grid_sizes and not whole:
@@ -67,11 +67,11 @@ def see(image: Pixels, settings: config.Vision, *, whole: bool = False) -> Seen:
 def token_index(
     size: Size, settings: config.Vision, *, whole: bool = False
 ) -> Int[np.ndarray, " t"]:
-    """Returns which feature of `Denoiser.see` each vision token of an image is.
+    """Returns for each vision token of an image the index of its feature in `Denoiser.see`.
 
-    Feature i of view v has index v * settings.num_tokens + i, the newline the one after them all.
-    First come the features of the whole image; then the rows of the grid of tiles, those left
-    out that show padding only, each with a newline after it. An image with one view has one
+    Feature i of view v has index v * settings.num_tokens + i; the newline has the next index after
+    all of them. First come the features of the whole image, then the rows of the grid of tiles,
+    without rows that show only padding, each followed by a newline. An image with one view has one
     newline, at its end.
     """
     base = np.arange(settings.num_tokens)
@@ -97,8 +97,8 @@ def token_index(
 def choose_grid(size: Size, grid_sizes: tuple[Size, ...]) -> Size:
     """Returns the size of the grid of tiles that shows most of an image.
 
-    That is the one in which the resized image has most pixels, at most its own; among equals the
-    one with least padding, then the first.
+    In that grid the resized image has the most pixels, capped at its own number; among equals the
+    one with the least padding is taken, then the first.
     """
     width, height = _checked(size)
 
@@ -113,10 +113,10 @@ def choose_grid(size: Size, grid_sizes: tuple[Size, ...]) -> Size:
 def tiles(image: Pixels, grid: Size, side: int) -> UInt8[np.ndarray, "n side side 3"]:
     """Returns the tiles of an image on a black canvas of size `grid`, row by row.
 
-    The image is resized (bicubic) to fill one side of the canvas and stands in its middle.
+    The image is resized (bicubic) to fill one dimension of the canvas and is centred.
     """
     size = width, height = size_of(image)
-    # Products of floats, as released: integers would be a pixel apart now and then.
+    # Products of floats, as released: integers would sometimes differ by a pixel.
     across, down = grid[0] / width, grid[1] / height
     if across < down:
         size = grid[0], min(math.ceil(height * across), grid[1])
@@ -128,7 +128,7 @@ def tiles(image: Pixels, grid: Size, side: int) -> UInt8[np.ndarray, "n side sid
 
 
 def whole_view(image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns an image padded with grey to a square, in its middle, and resized (bicubic)."""
+    """Returns an image centred on a grey square, and resized (bicubic)."""
     image = shrunk(image, LARGEST_PADDED)
     longest = max(size_of(image))
     square = _centred(Image.fromarray(image), (longest, longest), GREY)
@@ -136,10 +136,11 @@ def whole_view(image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
 
 
 def _without_padding(grid: Int[np.ndarray, "y x"], size: Size) -> Int[np.ndarray, "_y _x"]:
-    """Leaves out the rows, or columns, of a grid of tiles that show nothing but padding.
+    """Removes the rows, or columns, of a grid of tiles that show only padding.
 
-    As many from either side, so that an odd one stays. Quotients of floats, as released: of 26
-    rows a square of 384 pixels keeps 14 and one of 360, for a 12.999 that is cut off, 12.
+    The same number is removed from either side, so an odd one stays. Quotients are floats, as
+    released: of 26 rows a square of 384 pixels keeps 14, and one of 360 keeps 12, because 12.999 is
+    cut off.
     """
     width, height = size
     rows, columns = grid.shape
@@ -155,15 +156,15 @@ def _without_padding(grid: Int[np.ndarray, "y x"], size: Size) -> Int[np.ndarray
 
 
 def source_view(image: Pixels, side: int, factor: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns the image of an edit as the image tokenizer takes it (spec Sec. 3).
+    """Returns the source image of an edit as input to the image tokenizer (spec Sec. 3).
 
-    Padded with black to a square, in its middle, and resized (bicubic).
+    It is centred on a black square, and resized (bicubic).
 
     Args:
-        factor: pixels a side that one code stands for (`config.VQ.factor`).
+        factor: pixels per side of one code (`config.VQ.factor`).
 
     Raises:
-        ValueError: `side` is no multiple of `factor`.
+        ValueError: `side` is not a multiple of `factor`.
     """
     _check_side(side, factor)
     image = shrunk(image, LARGEST_PADDED)
@@ -173,7 +174,7 @@ def source_view(image: Pixels, side: int, factor: int) -> UInt8[np.ndarray, "sid
 
 
 def size_to_crop(size: Size, side: int) -> Size:
-    """Returns the size of an image whose shortest side is made `side`; fractions are cut off."""
+    """Returns the size of an image resized to shortest side `side`; fractions are cut off."""
     width, height = _checked(size)
     if width <= height:
         return side, int(side * height / width)
@@ -183,12 +184,12 @@ def size_to_crop(size: Size, side: int) -> Size:
 def training_crop(
     image: Pixels, side: int, top: int, left: int, factor: int
 ) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns a square of an image whose shortest side was made `side` (bilinear; spec Sec. 3).
+    """Resizes an image to shortest side `side` (bilinear; spec Sec. 3) and returns a square of it.
 
-    `top` and `left` are in pixels of the resized image, whose size `size_to_crop` tells.
+    `top` and `left` are in pixels of the resized image, whose size `size_to_crop` returns.
 
     Raises:
-        ValueError: the square reaches over an edge, or `side` is no multiple of `factor`.
+        ValueError: the square extends beyond an edge, or `side` is not a multiple of `factor`.
     """
     _check_side(side, factor)
     width, height = size_to_crop(size_of(image), side)
@@ -203,10 +204,10 @@ def training_crop(
 
 
 def centre_crop(image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Returns the middle square of an image whose shortest side was made `side` (Lanczos).
+    """Resizes an image to shortest side `side` (Lanczos) and returns its central square.
 
-    How the ImgEdit benchmark feeds its images (spec Sec. 7.5). The rounding is ours: of the
-    longer side and of the offset, fractions are cut off.
+    The ImgEdit benchmark prepares its images like this (spec Sec. 7.5). The rounding is ours:
+    fractions of the longer side and of the offset are cut off.
     """
     size = size_to_crop(size_of(image), side)
     left, top = ((edge - side) // 2 for edge in size)
@@ -226,10 +227,10 @@ def luminance_and_contrast(image: Pixels) -> tuple[float, float]:
 def box_to_locations(box: Box, size: Size, frame: int) -> tuple[int, int, int, int]:
     """Returns a box in pixels as LOC coordinates: x1, y1, x2, y2, each one of 0..frame.
 
-    The frame is the image padded to a square, in its middle (by whole pixels, as
-    `whole_view` does it), and scaled to `frame` a side: 1024 in the release (spec Sec. 8).
-    Coordinates are rounded to the nearest, halves up, and clipped to the frame. The rounding is
-    ours: that of the released training data is not known.
+    The frame is the image centred on a square (by whole pixels, as in `whole_view`) and scaled to
+    `frame` per side: 1024 in the release (spec Sec. 8). Coordinates are rounded to the nearest,
+    halves up, and clipped to the frame. The rounding is ours: that of the released training data
+    is not known.
     """
     side, pads = _square(size)
     scaled = [(edge + pads[i % 2]) * frame / side for i, edge in enumerate(box)]
@@ -240,7 +241,7 @@ def box_to_locations(box: Box, size: Size, frame: int) -> tuple[int, int, int, i
 def locations_to_box(locations: tuple[int, int, int, int], size: Size, frame: int) -> Box:
     """Returns LOC coordinates as a box in pixels of the image, clipped to it; not rounded.
 
-    The inverse of `box_to_locations` up to side / (2 * frame) pixels, side the longer side.
+    The inverse of `box_to_locations` up to side / (2 * frame) pixels, where side is the longer one.
     """
     side, pads = _square(size)
     edges = [value * side / frame - pads[i % 2] for i, value in enumerate(locations)]
@@ -265,9 +266,9 @@ def resize(
 
 
 def shrunk(image: Pixels, longest: int) -> Pixels:
-    """Returns an image whose longer side has at most `longest` pixels; itself if it has (bicubic).
+    """Shrinks an image (bicubic) so that its longer side has at most `longest` pixels.
 
-    The shorter side keeps at least one.
+    The shorter side keeps at least one pixel. A small enough image is returned unchanged.
     """
     width, height = size_of(image)
     if max(width, height) <= longest:
@@ -277,7 +278,7 @@ def shrunk(image: Pixels, longest: int) -> Pixels:
 
 
 def _centred(image: Image.Image, size: Size, colour: tuple[int, int, int]) -> Image.Image:
-    """Puts an image in the middle of a canvas, half a pixel to the top left where it must."""
+    """Centres an image on a canvas, half a pixel to the top left if necessary."""
     canvas = Image.new("RGB", size, colour)
     canvas.paste(image, ((size[0] - image.width) // 2, (size[1] - image.height) // 2))
     return canvas

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown: tables, and parts of a page that a program writes."""
+"""Markdown tables, and generated parts of a page."""
 
 from collections.abc import Iterable, Sequence
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a Markdown table; a cell of None has nothing in it.
+    """Returns a Markdown table; None becomes an empty cell.
 
     Raises:
-        ValueError: a row has another number of cells than there are columns.
+        ValueError: the number of cells of a row differs from the number of columns.
     """
     lines = [_line(columns), _line(["---"] * len(columns))]
     for row in rows:
@@ -22,7 +22,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def with_part(page: str, begin: str, end: str, part: str) -> str:
-    """Returns a page with what stands between two of its lines replaced.
+    """Returns a page with the part between two of its lines replaced.
 
     Raises:
         ValueError: it has no such lines.

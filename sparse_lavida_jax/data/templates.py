@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both languages of prompts share: mistakes in a request, texts with gaps, an interface."""
+"""Shared by both prompt languages: request errors, texts with gaps, and their interface."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from sparse_lavida_jax.data.tokenizer import TextTokenizer
 Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
-Template = tuple[str | int, ...]  # pieces of text, and between them gaps of so many tokens
+Template = tuple[str | int, ...]  # pieces of text, and numbers: gaps of so many tokens
 
 _GAP = re.compile(r"_{2,}|\{(\d+)\}")
 MOST_GAP = 512  # tokens
@@ -23,7 +23,7 @@ WORD_GAP = 3  # tokens before, between and after required words: "a small red" c
 
 
 class RequestError(ValueError):
-    """Something asked for that a model cannot do; the message says what it can."""
+    """A request for something that a model cannot do; the message says what it can."""
 
 
 def parse_template(text: str) -> Template:
@@ -45,17 +45,17 @@ def parse_template(text: str) -> Template:
         )
     if wrong := [n for n in pieces if isinstance(n, int) and not 1 <= n <= MOST_GAP]:
         raise RequestError(f"a gap of {wrong[0]} tokens is out of range: 1..{MOST_GAP}.")
-    # What a gap is filled with brings its own space along.
+    # The filling of a gap brings its own leading space.
     spaced = (p if isinstance(p, int) or p[:1] in ("", " ") or i else f" {p}"
               for i, p in enumerate(pieces))  # fmt: skip
     return tuple(piece for piece in spaced if piece)
 
 
 def words_template(words: Sequence[str], gap: int = WORD_GAP) -> Template:
-    """Returns a template in which words stand in their order, with room around each.
+    """Returns a template with the words in their order and a gap around each.
 
     Raises:
-        RequestError: there is no word.
+        RequestError: there are no words.
     """
     if not words or not all(word.strip() for word in words):
         raise RequestError("a constrained caption needs a template or at least one word.")
@@ -77,7 +77,7 @@ def template_ids(
 
 
 def check_words(text: str, what: str = "prompt") -> str:
-    """Returns a text of a person.
+    """Checks a text that a user wrote, and returns it.
 
     Raises:
         RequestError: it is empty, or `check_characters` refuses it.
@@ -92,8 +92,8 @@ def check_characters(text: str, what: str) -> None:
     """Checks that a text can be encoded.
 
     Raises:
-        RequestError: it holds half a character (a surrogate), as JSON and the words of a command
-            line may.
+        RequestError: it holds half a character (a surrogate), which JSON and command-line
+            arguments may contain.
     """
     try:
         text.encode()
@@ -104,7 +104,7 @@ def check_characters(text: str, what: str) -> None:
 
 
 def too_long(text: str, tokens: int, most: int) -> RequestError:
-    """Returns the mistake of a prompt that is longer than the model has seen."""
+    """Returns the error for a prompt that is longer than the model allows."""
     shown = text if len(text) <= 40 else f"{text[:40]}..."
     return RequestError(
         f"the prompt {shown!r} is {tokens} tokens long, images included: at most {most} fit."
@@ -113,17 +113,17 @@ def too_long(text: str, tokens: int, most: int) -> RequestError:
 
 @runtime_checkable
 class PromptLanguage(Protocol):
-    """How every task is put to a model: `scenes`' `ScenePrompts` or `lavida_o`'s `ChatPrompts`.
+    """The prompts of every task: `ScenePrompts` in `scenes`, or `ChatPrompts` in `lavida_o`.
 
     Attributes:
         tokenizer_type, tokenizer: of the text.
-        encoder: what makes training examples of the small world; None where there are none.
-        describe: what asks for a caption.
-        describe_in: what asks for a caption of which words are given.
-        fill_in: what asks to fill the gaps of a text.
+        encoder: makes training examples of the small world; None for other models.
+        describe: words that ask for a caption.
+        describe_in: words that ask for a caption with given words.
+        fill_in: words that ask to fill the gaps of a text.
         answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
         text_block_len: tokens of a text block.
-        locates_in_one_step: whether all boxes take one step, as released.
+        locates_in_one_step: whether all boxes are decoded in one step, as released.
     """
 
     tokenizer_type: ClassVar[type[TextTokenizer]]
@@ -137,10 +137,10 @@ class PromptLanguage(Protocol):
 
     @classmethod
     def of(cls, tokenizer: Any, settings: config.Config, codec: Any) -> "PromptLanguage":
-        """Returns the language of a model, from its tokenizers.
+        """Returns the prompts of a model, given its tokenizers.
 
         Args:
-            codec: of images; None for a model that knows none.
+            codec: of images; None for a model without images.
 
         Raises:
             ValueError: tokenizer and model do not belong together.
@@ -166,29 +166,29 @@ class PromptLanguage(Protocol):
             raise RequestError(refusal)
 
     def unheld(self, words: str) -> list[str]:
-        """Returns the words of a prompt that training never held, where that is known."""
+        """Returns the words of a prompt that never occurred in training, as far as known."""
         return self.tokenizer.unheld(words)
 
     def lays_out(self, task: str) -> bool:
-        """Returns whether an image of this task can be laid out in text first."""
+        """Returns whether an image of this task can be planned in text first."""
         ...
 
     # Images.
 
     def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
-        """Returns an image at the size of those the model draws."""
+        """Returns an image at the size that the model draws."""
         ...
 
     def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
-        """Returns a mask over an image as a mask over its canvas."""
+        """Converts a mask over an image to one over its canvas."""
         ...
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
-        """Returns a canvas without what is to be drawn, as the model is shown it."""
+        """Returns a canvas without the part to be drawn, as it is shown to the model."""
         ...
 
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
-        """Returns what asks to inpaint or outpaint an image of which these cells are known."""
+        """Returns the words that ask to inpaint or outpaint an image with these known cells."""
         ...
 
     def draw(
@@ -200,10 +200,10 @@ class PromptLanguage(Protocol):
         attempts: Sequence[tuple[Pixels, str]] = (),
         grid: tuple[int, int] | None = None,
     ) -> Example:
-        """Returns what draws an image, after earlier attempts with what is wrong with each.
+        """Returns an example that draws an image, given earlier attempts and their faults.
 
         Args:
-            grid: rows and columns of its cells; by default it is a square.
+            grid: rows and columns of its cells; by default a square.
         """
         ...
 
@@ -215,17 +215,17 @@ class PromptLanguage(Protocol):
         known: Grid | None,
         plan: str | None = None,
     ) -> Example:
-        """Returns what edits an image of these codes as told, or draws what is not known of it.
+        """Returns an example that edits an image, or draws the unknown part of it.
 
         Args:
-            known: which cells are known; None for an edit, which may change them all.
+            known: which cells are known; None for an edit, which may change all of them.
         """
         ...
 
     # Text.
 
     def plan(self, prompt: str, image: Pixels | None = None) -> Example:
-        """Returns what lays out an image, or the change of one."""
+        """Returns an example that plans the layout of an image, or an edit of one."""
         ...
 
     def ask(
@@ -235,22 +235,23 @@ class PromptLanguage(Protocol):
         tokens: int,
         earlier: Sequence[tuple[str, str]] = (),
     ) -> Example:
-        """Returns what answers a question in so many tokens, rounded up to whole text blocks.
+        """Returns an example that answers a question.
 
         Args:
-            earlier: questions with their answers, before this one; images stand before them all.
+            tokens: of the answer, rounded up to whole text blocks.
+            earlier: previous questions and answers; images come before all of them.
 
         Raises:
-            RequestError: a prompt that is too long, or too many images.
+            RequestError: the prompt is too long, or there are too many images.
         """
         ...
 
     def complete(self, words: str, template: Template, shown: Sequence[Pixels]) -> Example:
-        """Returns what fills the gaps of a template."""
+        """Returns an example that fills the gaps of a template."""
         ...
 
     def judge(self, prompt: str, image: Pixels) -> Example:
-        """Returns what says whether an image is what was asked for."""
+        """Returns an example that judges whether an image shows what was requested."""
         ...
 
     def accepts(self, verdict: str) -> bool:
@@ -258,13 +259,13 @@ class PromptLanguage(Protocol):
         ...
 
     def correction(self, verdict: str) -> str | None:
-        """Returns the edit that mends the first fault of a verdict; None if none does."""
+        """Returns an edit that corrects the first fault of a verdict; None if there is none."""
         ...
 
     def template_ids(
         self, template: Template
     ) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
-        """Returns the ids of a template, something else in its gaps, and which are known."""
+        """Returns the ids of a template, with placeholders in its gaps, and which are known."""
         ...
 
     def ends(self) -> set[int]:
@@ -284,11 +285,11 @@ class PromptLanguage(Protocol):
     # Boxes.
 
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
-        """Returns what finds things in an image."""
+        """Returns examples that locate things in an image."""
         ...
 
     def locate_one(self, phrase: str, image: Pixels) -> Example:
-        """Returns what finds one thing."""
+        """Returns an example that locates one thing."""
         ...
 
     def boxes(
@@ -297,5 +298,5 @@ class PromptLanguage(Protocol):
         responses: Sequence[Int[np.ndarray, "_l 1"]],
         size: tuple[int, int],
     ) -> list[Box | None]:
-        """Returns what was found, in pixels of an image of `size` (width, height)."""
+        """Returns the boxes found, in pixels of an image of `size` (width, height)."""
         ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the text tokenizers have in common: a `tokenizer.json`, text to ids, and how one is made."""
+"""Common parts of the text tokenizers: a `tokenizer.json`, text to ids, and training."""
 
 import abc
 import functools
@@ -12,28 +12,28 @@ from typing import ClassVar
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-# Next to the tokenizer of a model from scratch: the words of the texts it learned from.
+# Next to the tokenizer of a model trained from scratch: the words of its training texts.
 WORDS = "words.txt"
-# Scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han. A letter is a
-# word there.
+# Scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han. There each
+# letter counts as a word.
 _UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}_])\w)+")
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the words of a text, in their order; upper and lower case are different words."""
+    """Returns the words of a text, in order; case is significant."""
     return _WORD.findall(text)
 
 
 class TextTokenizer(abc.ABC):
-    """Text to ids; a subclass says which ids are special, and makes text of ids.
+    """Converts text to ids; a subclass defines the special ids, and converts ids to text.
 
     Raises:
-        FileNotFoundError: there is none at `path`.
+        FileNotFoundError: there is no tokenizer at `path`.
         ValueError: the file is damaged.
     """
 
-    remedies: ClassVar[tuple[str, str]]  # what to do without a file, and with a damaged one
+    remedies: ClassVar[tuple[str, str]]  # what to do if the file is missing, and if it is damaged
 
     def __init__(self, path: pathlib.Path | str):
         self.path, (missing, damaged) = pathlib.Path(path), self.remedies
@@ -51,26 +51,26 @@ class TextTokenizer(abc.ABC):
         return self._inner.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """Returns ids; what is special in the text is as the class says."""
+        """Returns ids; the subclass decides how special tokens in the text are treated."""
         return self._inner.encode(text).ids
 
     @functools.cached_property
     def words(self) -> frozenset[str] | None:
-        """The words that its model learned from; None where the folder does not say."""
+        """The words of the model's training texts; None if the folder does not record them."""
         path = self.path.with_name(WORDS)
         return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else None
 
     def unheld(self, text: str) -> list[str]:
-        """Returns the words of a text that training never held, where that is known."""
+        """Returns the words of a text that never occurred in training, as far as known."""
         known = self.words
         return [] if known is None else [w for w in dict.fromkeys(words_of(text)) if w not in known]
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns text; what is special in it is left out."""
+        """Returns text without special tokens."""
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns ids, and for each the characters (start, end) of `text` that it stands for."""
+        """Returns ids, and the characters (start, end) of `text` that each represents."""
         encoding = self._inner.encode(text)
         return encoding.ids, encoding.offsets
 
@@ -80,12 +80,12 @@ def train_byte_level(
 ) -> str:
     """Trains byte-level BPE and returns the contents of its `tokenizer.json`.
 
-    Any Unicode text has ids: a word that was never seen becomes smaller pieces, down to bytes.
+    Any Unicode text can be encoded: unknown words become smaller pieces, down to bytes.
 
     Args:
-        special: tokens that are no text, in the order of their ids from 0 on.
+        special: tokens that are not text, in the order of their ids from 0 on.
         textual: whole tokens of text, whose ids follow; then come bytes and merges.
-        vocabulary: most tokens of all sorts.
+        vocabulary: largest number of tokens in total.
     """
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -101,7 +101,7 @@ def train_byte_level(
     )
     inner.train_from_iterator(texts, trainer)
     contents = json.loads(inner.to_str())
-    # The trainer makes every added token special; one of text is looked for by `encode`.
+    # The trainer makes every added token special; `encode` must find those that are text.
     for token in contents["added_tokens"]:
         token["special"] = token["content"] in special
     return json.dumps(contents, ensure_ascii=False, indent=1) + "\n"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark is: numbered items, how a model is asked, what becomes of its answers.
+"""What all benchmarks share: numbered items, how a model is asked, and what is done with answers.
 
 A benchmark is one file of this folder with a class `Bench`, found by its name. `evals/run.py` runs
-it: it keeps every answer, and asks for the metrics when all are there.
+it: it keeps every answer, and computes the metrics when all are there.
 """
 
 import abc
@@ -27,8 +27,8 @@ MACHINERY = (
     "benchmark", "circumstances", "exact", "files", "held_out", "lmms", "nearest", "report", "run",
     "scorers",
 )  # fmt: skip
-EXPORT, JUDGED = "export", "judged"  # folders: what scorers read, and what they leave
-# One token a step at temperature 0, as the base model was evaluated (spec Sec. 6).
+EXPORT, JUDGED = "export", "judged"  # folders: the input of scorers, and their output
+# One token per step at temperature 0, as in the evaluation of the base model (spec Sec. 6).
 TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
 
 
@@ -40,7 +40,7 @@ class Item:
         key: its official name.
         words: the prompt.
         record: its entry in the official file.
-        shown: images that go with it: files, what is in them, or functions that return that.
+        shown: its images: files, contents of files, or functions that return these.
         index: its number in the benchmark.
     """
 
@@ -51,11 +51,11 @@ class Item:
     index: int = 0
 
     def load(self) -> list[Pixels]:
-        """Returns the images, transparent pixels as lmms-eval reads them.
+        """Returns the images, with transparent pixels handled as in lmms-eval.
 
         Raises:
             ImageError: one cannot be read.
-            EvaluationError: one is not there.
+            EvaluationError: one is missing.
         """
         found = (one() if callable(one) else one for one in self.shown)
         return [
@@ -68,7 +68,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model made of an item.
+    """The answer of a model to an item.
 
     Attributes:
         item: the item.
@@ -96,16 +96,16 @@ class Answer:
 def written_texts(
     pipe: SparseLaViDa, examples: Sequence[Any], sampling: config.Sampling, seeds: Sequence[int]
 ) -> list[str]:
-    """Returns the text that answers each example; all run in one compiled program.
+    """Returns the text that answers each example; all use one compiled program.
 
-    The released evaluation drops exclamation marks in front of an answer (spec Sec. 6).
+    As in the released evaluation, exclamation marks before an answer are dropped (spec Sec. 6).
     """
     said = pipe.decode(examples, sampling=sampling, seed=seeds, shared=True)
     return [text.strip().lstrip("!").strip() for text in pipe.texts(said)]
 
 
 def write_images(folder: pathlib.Path, images: Mapping[str, Pixels]) -> dict[str, Any]:
-    """Writes images of an answer, by their names below the export, and returns its output."""
+    """Writes images of an answer, named by their paths in the export, and returns its output."""
     for name, image in images.items():
         image_files.write(folder / EXPORT / name, image)
     return {"files": list(images)}
@@ -115,16 +115,16 @@ class Benchmark(abc.ABC):
     """A benchmark.
 
     Args:
-        settings: of the evaluation, those of the checkpoint among them.
+        settings: of the evaluation, including those of the checkpoint.
 
     Attributes:
-        title: its name for people.
-        source: where its files come from and how they must lie, in sentences.
-        judge: how a person gets the scores that other people's models give; "": there are none.
-        verdicts: names, as a pattern, of the files that judges leave; "": there are none.
-        configs: its settings (`config.Evaluate`), by the names that `configs/evaluate.py` takes.
-        sampled_with: settings of sampling (`config.Sampling`) in all of these.
-        items: all of them.
+        title: its name for readers.
+        source: in sentences, where its files come from and how they must be arranged.
+        judge: how to get the scores given by other models; "": there are none.
+        verdicts: a pattern for names of files with the output of judges; "": there are none.
+        configs: its settings (`config.Evaluate`), by the names in `configs/evaluate.py`.
+        sampled_with: sampling settings (`config.Sampling`) shared by all of these.
+        items: all items.
 
     Raises:
         EvaluationError: files are missing or wrong.
@@ -151,44 +151,44 @@ class Benchmark(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> Iterable[Item]:
-        """Returns all items of the official files, without their numbers."""
+        """Returns all items from the official files, without numbers."""
 
     @abc.abstractmethod
     def answer(
         self, pipe: SparseLaViDa, items: Sequence[Item], folder: pathlib.Path
     ) -> list[dict[str, Any]]:
-        """Returns the output for each item; images are written below `folder`, whole or not."""
+        """Returns the output for each item; image files in `folder` are complete or not there."""
 
     def export(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Returns what the official scorer reads, except for images: texts and JSON by file."""
+        """Returns the input of the official scorer, except for images: texts and JSON by file."""
         return {}
 
     def scores(self, answers: Sequence[Answer], folder: pathlib.Path) -> list[Metric]:
-        """Returns the metrics that are formulas of the answers, whose images are in `folder`."""
+        """Returns the metrics computed from the answers, whose images are in `folder`."""
         return []
 
     def judged(self, answers: Sequence[Answer], path: pathlib.Path) -> list[Metric]:
-        """Returns the metrics that a file of `verdicts` gives."""
+        """Returns the metrics from a file matching `verdicts`."""
         return []
 
     def metrics(self, answers: Sequence[Answer], folder: pathlib.Path) -> list[Metric]:
-        """Returns what judges say, in `folder / JUDGED`, then the formulas; no name comes twice."""
+        """Returns the judges' metrics, from `folder / JUDGED`, then the others; no name twice."""
         paths = sorted((folder / JUDGED).glob(self.verdicts)) if self.verdicts else []
         judged = [metric for path in paths for metric in self.judged(answers, path)]
         return [*judged, *self.scores(answers, folder)]
 
     def first(self, items: Iterable[Item]) -> Iterable[Item]:
-        """Returns as many items as the settings ask for."""
+        """Returns only as many items as the settings ask for."""
         return itertools.islice(items, self.settings.limit or None)
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Yields items that are decoded together."""
+        """Yields groups of items that are decoded together."""
         size = max(1, self.settings.batch_size // self.settings.num_images)
         for start in range(0, len(items), size):
             yield list(items[start : start + size])
 
     def seed_of(self, item: Item) -> int:
-        """Returns the seed of an item's first row: the same whatever else is evaluated."""
+        """Returns the seed of an item's first row, independent of what else is evaluated."""
         first = item.index * self.settings.num_images
         return (self.config.seed + first) % (LARGEST_SEED - 2**16)
 
@@ -197,7 +197,7 @@ class Benchmark(abc.ABC):
         """The folder of the official files.
 
         Raises:
-            EvaluationError: none was named, or it is not there.
+            EvaluationError: none was given, or it does not exist.
         """
         if not self.settings.data:
             raise EvaluationError(
@@ -212,7 +212,7 @@ class Benchmark(abc.ABC):
         """Returns a path inside the folder of official files.
 
         Raises:
-            EvaluationError: it is not there.
+            EvaluationError: it does not exist.
         """
         path = self.folder.joinpath(*parts)
         if not path.exists():
@@ -231,20 +231,20 @@ class Benchmark(abc.ABC):
         return found
 
     def image(self, name: Any, where: str, *folders: str) -> tuple[pathlib.Path]:
-        """Returns the one image of an item.
+        """Returns the only image of an item.
 
         Args:
-            name: of the file, as the record at `where` gives it.
-            folders: that it lies in.
+            name: of the file, as in the record at `where`.
+            folders: the folders to it.
 
         Raises:
-            EvaluationError: it is not there, or the name leads out of the folder.
+            EvaluationError: it does not exist, or the name leads out of the folder.
         """
         return (self.file(*folders, image_name(name, where)),)
 
 
 class ImageBenchmark(Benchmark):
-    """Prompts for which images are generated."""
+    """Prompts for which images are drawn."""
 
     def answer(self, pipe, items, folder):
         """Returns the names of the image files."""
@@ -265,7 +265,7 @@ class QuestionBenchmark(Benchmark):
     """Questions about images, answered in text.
 
     Attributes:
-        solution: the field with the right answer; those of test splits are kept secret.
+        solution: the field with the correct answer; those of test splits are secret.
     """
 
     sampled_with = TOKEN_BY_TOKEN
@@ -280,14 +280,14 @@ class QuestionBenchmark(Benchmark):
         return [{"text": said} for said in written_texts(pipe, examples, self.sampling, seeds)]
 
     def metrics(self, answers, folder):
-        """Returns no metric of a split without right answers: the official site judges it."""
+        """Returns no metrics for a split without correct answers: the official site judges it."""
         if all(one.record.get(self.solution) in (None, "", "?") for one in answers):
             return []
         return super().metrics(answers, folder)
 
 
 def names() -> list[str]:
-    """Returns the names of all benchmarks: the files of this folder except for the machinery."""
+    """Returns the names of all benchmarks: the files in this folder except for the shared ones."""
     return [one.name for one in pkgutil.iter_modules(evals.__path__) if one.name not in MACHINERY]
 
 
@@ -303,7 +303,7 @@ def find(name: str) -> type[Benchmark]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Returns the config with which a benchmark is run, for `configs/evaluate.py`.
+    """Returns the config for running a benchmark, for `configs/evaluate.py`.
 
     Raises:
         EvaluationError: no benchmark has a config of this name.

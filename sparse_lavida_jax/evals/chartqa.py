@@ -29,7 +29,7 @@ class Bench(QuestionBenchmark):
     configs: ClassVar = {"chartqa": {"split": "test", "max_new_tokens": 16}}
 
     def read(self):
-        """Yields an item for each question, those of people first."""
+        """Yields an item for each question, first those written by people."""
         split = self.settings.split
         for part in PARTS:
             path = self.file(split, f"{split}_{part}.json")
@@ -50,7 +50,7 @@ class Bench(QuestionBenchmark):
         return {f"{self.settings.split}_{part}.json": of for part, of in entries.items()}
 
     def scores(self, answers, folder):
-        """Returns the relaxed accuracy: of all questions, and of each part."""
+        """Returns the relaxed accuracy: for all questions, and for each part."""
         hits = [
             (one.record["part"], relaxed_match(one.text, str(one.record["label"])))
             for one in answers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What results were made with: time, device, software and the commit of the code."""
+"""The conditions of a result: time, device, software and the commit of the code."""
 
 import datetime
 import importlib.metadata
@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-RESULTS = "sparse_lavida_jax/bench/results"  # rows of measurements, which are no code
+RESULTS = "sparse_lavida_jax/bench/results"  # measurements, not code
 
 
 def circumstances() -> dict[str, Any]:
-    """Returns when, on what device and with what software this process runs."""
+    """Returns when this process runs, on which device and with which software."""
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device(),
@@ -31,7 +31,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def device() -> dict[str, Any]:
-    """Returns the kind and number of devices, and what the host has."""
+    """Returns the kind and number of devices, and the resources of the host."""
     first = jax.devices()[0]
     return {
         "kind": first.device_kind,
@@ -43,7 +43,7 @@ def device() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Returns the version of a package; None where it is not installed."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +51,7 @@ def version(package: str) -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """Returns the commit of the code, and whether the code was changed since."""
+    """Returns the commit of the code, and whether there are uncommitted changes."""
 
     def git(*words):
         here = pathlib.Path(__file__).parent

@@ -16,7 +16,7 @@ ENDING = "\nAnswer the question using a single word or phrase."
 
 
 class Bench(QuestionBenchmark):
-    """5349 questions, val (table 5 of the paper), or 5188 whose answers the site keeps (test).
+    """5349 questions of val (table 5 of the paper), or 5188 of test, with secret answers.
 
     Room for an answer as in lmms-eval.
     """
@@ -38,7 +38,7 @@ class Bench(QuestionBenchmark):
             yield Item(str(record["questionId"]), words, record, image)
 
     def export(self, answers):
-        """Returns the file that the site takes."""
+        """Returns the file to submit to the site."""
         entries = [{"questionId": one.record["questionId"], "answer": one.text} for one in answers]
         return {f"{self.settings.split}_submission.json": entries}
 

@@ -2,7 +2,7 @@
 """DPG-Bench (arXiv:2403.05135): does an image follow a long prompt?
 
 Files and layout: `dpg_bench` of github.com/TencentQQGYLab/ELLA. The judge is mPLUG, which answers
-questions about each image; the official script makes scores of its answers.
+questions about each image; the official script turns its answers into scores.
 """
 
 import re
@@ -15,8 +15,8 @@ from sparse_lavida_jax.evals.files import EvaluationError, read_text
 from sparse_lavida_jax.evals.scorers import mean
 
 MOST_IMAGES = 4  # on one sheet
-MOST_FAILED = 1  # prompts that the official script may leave out, as it does the first
-# What the official script writes: image, the score of each part of the sheet, their mean.
+MOST_FAILED = 1  # prompts that the official script may skip, as it does the first
+# The output of the official script: image, the score of each part of the sheet, their mean.
 _LINE = re.compile(
     r"(?:.*[\\/])?(?P<key>[^\\/.]+)\.png(?P<parts>(?:, [\d.e-]+)+), (?P<mean>[\d.e-]+)"
 )
@@ -60,7 +60,7 @@ class Bench(ImageBenchmark):
         return {f"{item.key}.png": page}
 
     def judged(self, answers, path):
-        """Returns the mean of the scores of all sheets; of one judged twice the last one counts."""
+        """Returns the mean score of all sheets; if one was judged twice, the last score counts."""
         found = {}
         for match in filter(None, map(_LINE.fullmatch, read_text(path).splitlines())):
             key, parts = match["key"], match["parts"].count(",")

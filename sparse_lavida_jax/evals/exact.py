@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact scores on the scenes: programs that read pixels or text judge what a model made.
+"""Exact scores on the scenes: programs read pixels or text to judge the output of a model.
 
 `evals/scenes.py` is the benchmark; reports of training runs use the same scores.
 """
@@ -16,7 +16,7 @@ from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import tasks, world
 
 Output = np.ndarray | str
-EVAL_SEED = 2026  # of the prompts; the test stream is disjoint from training whatever the seed
+EVAL_SEED = 2026  # for the prompts; the test stream is disjoint from training, whatever the seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +24,12 @@ class TaskResult:
     """Scores of one task.
 
     Attributes:
-        task: its name; for held-out combinations with "/held_out" after it.
-        correct, total: prompts answered right, and asked.
-        columns: (correct, total) of each column of "draw", and of each part of "edit".
+        task: its name; for held-out combinations followed by "/held_out".
+        correct, total: prompts answered correctly, and asked.
+        columns: (correct, total) for each column of "draw", and for each part of "edit".
         attribute_precision: share of drawn objects whose shape and colour were asked for; None for
             tasks without images.
-        reasons: the commonest reasons for a 0, with their counts.
+        reasons: the most common reasons for a score of 0, with their counts.
     """
 
     task: str
@@ -45,7 +45,7 @@ class TaskResult:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The lines of a table: the whole, each column, the precision of what was drawn."""
+        """The lines of a table: the whole, each column, the precision of the drawings."""
         found = [Metric(self.task, self.share, self.total, self.correct)]
         for column, (hits, total) in sorted(self.columns.items()):
             found.append(Metric(f"- {column}", hits / total, total, hits))
@@ -66,7 +66,7 @@ def answer(
 
     Args:
         pipe: a `SparseLaViDa`.
-        samples: all with an image or none, and so with given tokens.
+        samples: all with an image or none, and likewise for given tokens.
         callback: see `SparseLaViDa.run`.
     """
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
@@ -135,6 +135,6 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
 
 
 def as_json(result: TaskResult) -> dict[str, Any]:
-    """Returns what the rows of `bench/quality.py` have."""
+    """Returns the values for rows of `bench/quality.py`."""
     low, high = wilson_interval(result.correct, result.total)
     return dataclasses.asdict(result) | {"share": result.share, "interval_95": [low, high]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of official benchmark files. An error names what is missing or wrong."""
+"""Readers of official benchmark files. Errors say what is missing or wrong."""
 
 import csv
 import functools
@@ -16,7 +16,7 @@ from sparse_lavida_jax.mixture.records import RecordError
 Names = Sequence[str]
 Record = dict[str, Any]
 
-MOST_CELL = 2**27  # characters of a cell that holds an image
+MOST_CELL = 2**27  # characters in a cell with an image
 
 
 class EvaluationError(Exception):
@@ -27,7 +27,7 @@ def read_text(path: pathlib.Path) -> str:
     """Returns the text of a file in UTF-8, without a byte order mark.
 
     Raises:
-        EvaluationError: it is no text.
+        EvaluationError: it is not text.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -36,10 +36,10 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def read(path: pathlib.Path) -> Any:
-    """Returns what a file holds that is, by its suffix, JSON, JSON Lines, CSV or TSV.
+    """Returns the contents of a file: JSON, JSON Lines, CSV or TSV, according to its suffix.
 
     Raises:
-        EvaluationError: it is not that.
+        EvaluationError: it is not in that format.
     """
     text = read_text(path)
     try:
@@ -57,7 +57,7 @@ def read(path: pathlib.Path) -> Any:
 
 
 def _json_lines(text: str) -> Iterator[Any]:
-    # Not `splitlines`: JSON may hold other line breaks, such as U+2028, inside its strings.
+    # Not `splitlines`: JSON strings may contain other line breaks, such as U+2028.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -68,7 +68,7 @@ def _json_lines(text: str) -> Iterator[Any]:
 
 
 def _rows(text: str, delimiter: str) -> list[dict[str, str]]:
-    limit = csv.field_size_limit(MOST_CELL)  # of the whole process
+    limit = csv.field_size_limit(MOST_CELL)  # for the whole process
     try:
         lines = io.StringIO(text, newline="")
         return list(csv.DictReader(lines, restval="", delimiter=delimiter))
@@ -83,11 +83,11 @@ def records(
     inside: str = "",
     load: Callable[[pathlib.Path], Any] = read,
 ) -> Iterator[tuple[str, Record, str]]:
-    """Yields each record of a file with its key, or number, in front and where it is after it.
+    """Yields each record of a file, preceded by its key or number, and followed by its location.
 
     Args:
         fields: what every record must have.
-        inside: the field of the file that holds the records; "": it holds nothing else.
+        inside: the field of the file that contains the records; "": the file contains only them.
         load: reads the file.
 
     Raises:
@@ -105,7 +105,7 @@ def records(
 
 
 def check_fields(record: Any, fields: Iterable[str], where: str) -> Record:
-    """Returns the record if it has all of the fields.
+    """Returns the record, if it has all of the fields.
 
     Raises:
         EvaluationError: it lacks one.
@@ -124,7 +124,7 @@ def image_name(name: Any, where: str) -> str:
     """Returns the name of an image if it stays inside its folder.
 
     Raises:
-        EvaluationError: it is none, or leads out of there.
+        EvaluationError: it is not a name, or leads out of the folder.
     """
     path = pathlib.PurePosixPath(name if isinstance(name, str) else "")
     if path == pathlib.PurePosixPath() or path.is_absolute() or ".." in path.parts:
@@ -135,15 +135,15 @@ def image_name(name: Any, where: str) -> str:
 def read_parquet(
     paths: Iterable[pathlib.Path], fields: Names, others: Names, images: Names
 ) -> Iterator[tuple[Record, dict[str, Callable[[], bytes]]]]:
-    """Yields the rows of Parquet files, each with its images by their columns.
+    """Yields the rows of Parquet files, each with its images by column.
 
-    An image is a function that returns it, encoded, and raises EvaluationError if it is not there.
+    An image is a function that returns its encoded bytes or raises EvaluationError if it is absent.
 
     Args:
         paths: the files.
         fields: columns that every row must have.
-        others: columns to read where a row has them.
-        images: columns of images, as Hugging Face writes them (`bytes` and `path`).
+        others: columns to read if a row has them.
+        images: image columns in Hugging Face's format (`bytes` and `path`).
 
     Raises:
         EvaluationError: a file cannot be read, or lacks a column.

@@ -16,7 +16,7 @@ from sparse_lavida_jax.evals.scorers import mean, means
 class Bench(ImageBenchmark):
     """553 prompts in six groups, four images each (table 1 of the paper).
 
-    The prefix of prompts is that of the released evaluation (spec Sec. 7.5).
+    The prompts' prefix is that of the released evaluation (spec Sec. 7.5).
     """
 
     title = "GenEval"
@@ -42,11 +42,11 @@ class Bench(ImageBenchmark):
         return {f"{item.key}/samples/{i:05}.png": one for i, one in enumerate(drawn)}
 
     def export(self, answers):
-        """Returns what was asked, to lie next to the images of each prompt."""
+        """Returns the prompts' records, to be stored with the images of each prompt."""
         return {f"{one.key}/metadata.jsonl": json.dumps(one.record) + "\n" for one in self.items}
 
     def judged(self, answers, path):
-        """Returns what the detector found: the official score is the mean of the groups."""
+        """Returns the detector's findings: the official score is the mean of the groups."""
         judged = {}
         for _, record, _ in records(path, ("filename", "tag", "correct")):
             file = pathlib.PurePath(str(record["filename"]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss on held-out records, compared with the loss on as many training records."""
+"""The loss on held-out records, compared with the loss on equally many training records."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from sparse_lavida_jax.mixture.batches import FEWEST, MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import step
 
-NAMES = ("text_nll", "image_nll")  # the logged values that are compared
+NAMES = ("text_nll", "image_nll")  # the logged values to compare
 _loss = jax.jit(step.loss, static_argnames="chunk")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ImgEdit (arXiv:2505.20275), the basic edits: is an image changed as told, and nothing else?
+"""ImgEdit (arXiv:2505.20275), basic edits: is the image changed as instructed, and nothing else?
 
 Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge is GPT-4o.
 """
@@ -52,7 +52,7 @@ class Bench(Benchmark):
         return [write_images(folder, {f"{item.key}.png": image}) for item, image in pairs]
 
     def judged(self, answers, path):
-        """Returns the mean of the judge's points, 1 to 5, of each type."""
+        """Returns the judge's mean points, 1 to 5, for each type."""
         judged, points = check_fields(read(path), (), str(path)), []
         for item in self.items:
             said = judged.get(item.key)
@@ -75,10 +75,10 @@ class Bench(Benchmark):
 
 
 def judged_points(said: str) -> float | None:
-    """Returns the mean of the points in a judge's answer, one a line; None if there are none.
+    """Returns the mean of the points in a judge's answer, one per line; None if there are none.
 
-    Points stand alone after the only ": " of their line, and the mean is rounded to two places, as
-    in the official script.
+    Points follow the only ": " of their line, and the mean is rounded to two places, as in the
+    official script.
     """
     lines = [line.strip().split(": ") for line in said.splitlines()]
     points = [int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A model for `lmms-eval`, whose tasks then run on a checkpoint of ours.
+r"""A model for `lmms-eval`, to run its tasks on our checkpoints.
 
     python -m lmms_eval --model sparse_lavida --tasks mme,chartqa \
         --model_args pretrained=models/lavida-o,batch_size=8
 
-It is found by the entry point `lmms_eval.models` of this package; docs/evaluation.md says more.
+lmms-eval finds it by the entry point `lmms_eval.models` of this package; see docs/evaluation.md.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from sparse_lavida_jax.evals.benchmark import written_texts
 from sparse_lavida_jax.evals.scorers import grouped
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-MAX_NEW_TOKENS = 256  # of tasks that do not say, as in the released adapter (spec Sec. 6)
+MAX_NEW_TOKENS = 256  # for tasks without a limit, as in the released adapter (spec Sec. 6)
 REFUSED = (
     "sparse_lavida answers one question at a time and has no likelihood to read off one forward"
     " pass: choose tasks whose output_type is generate_until."
 )
-PLACEHOLDER = "<image>"  # our prompts put images in front
+PLACEHOLDER = "<image>"  # our prompts put images first
 
 
 def manifest() -> Any:
-    """Returns what the entry point gives to lmms-eval: a name and where the class is."""
+    """Returns what the entry point gives to lmms-eval: a name and the path of the class."""
     from lmms_eval.models.registry_v2 import ModelManifest  # pyright: ignore[reportMissingImports]
 
     return ModelManifest("sparse_lavida", simple_class_path=f"{__name__}.SparseLaViDaLmms")
@@ -41,7 +41,7 @@ class SparseLaViDaLmms(lmms):
         pretrained: a model folder, a run directory, or the name of a bundled model.
         batch_size: rows decoded together.
         text_steps: steps per text block; 0: one for each of its tokens, as released.
-        seed: of the first request of a call.
+        seed: of the first request in a call.
 
     Raises:
         CheckpointError: there is no such model.
@@ -58,7 +58,7 @@ class SparseLaViDaLmms(lmms):
         **unknown: Any,
     ):
         super().__init__()
-        unknown.pop("device", None)  # lmms-eval always gives it; JAX has its own devices
+        unknown.pop("device", None)  # lmms-eval always sets it; JAX has its own devices
         unknown.pop("max_batch_size", None)
         if unknown:
             raise ValueError(
@@ -76,11 +76,11 @@ class SparseLaViDaLmms(lmms):
         self.seed = int(seed)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Returns the answer to each request, in their order.
+        """Returns the answer to each request, in order.
 
-        A request has `args`: words, settings of generation, a function that gives the images of a
-        document, the number of the document, the task, the split. Of the settings `max_new_tokens`
-        and `until` are followed; temperature is 0.
+        A request has `args`: words, generation settings, a function that returns the images of a
+        document, the number of the document, the task, the split. Only the settings
+        `max_new_tokens` and `until` are used; temperature is 0.
         """
         asked = [request.args for request in requests]
         rooms = grouped(
@@ -99,7 +99,7 @@ class SparseLaViDaLmms(lmms):
         return [answers[place] for place in range(len(asked))]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Refuses: a masked diffusion model gives no likelihood of a text token by token.
+        """Refuses: a masked diffusion model gives no likelihood of text token by token.
 
         Raises:
             NotImplementedError: always.
@@ -107,7 +107,7 @@ class SparseLaViDaLmms(lmms):
         raise NotImplementedError(REFUSED)
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Refuses: the checkpoints were trained to answer one question.
+        """Refuses: the checkpoints were trained to answer single questions.
 
         Raises:
             NotImplementedError: always.
@@ -126,7 +126,7 @@ class SparseLaViDaLmms(lmms):
 
 
 def _ended(text: str, until: str | Sequence[str]) -> str:
-    """Returns an answer up to what ends it."""
+    """Returns an answer up to the first stop string."""
     for end in (until,) if isinstance(until, str) else until:
         text = text.partition(end)[0] if end else text
     return text.strip()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MathVerse (arXiv:2403.14624): the same problem with more in words or more in the figure.
+"""MathVerse (arXiv:2403.14624): the same problems, with more given in words or in the figure.
 
 Files: huggingface.co/datasets/AI4Math/MathVerse, whose `query_cot` is the official prompt; scorer:
-github.com/ZrrSkywalker/MathVerse. The judge is GPT-4, which finds the answer in a response and
-compares it; the only rule of the official script, equal text, is given as a lower bound.
+github.com/ZrrSkywalker/MathVerse. The judge is GPT-4, which extracts the answer from a response and
+compares it; the official script's only rule, equal text, gives a lower bound.
 """
 
 from typing import ClassVar
@@ -20,7 +20,7 @@ SCORES = "scores_testmini.json"
 class Bench(QuestionBenchmark):
     """3940 questions, testmini (table 5 of the paper): 788 problems in five versions.
 
-    Room for an answer is that of MathVista: ours, the paper does not say.
+    Room for an answer is as in MathVista: our choice, as the paper does not say.
     """
 
     title = "MathVerse"
@@ -55,7 +55,7 @@ class Bench(QuestionBenchmark):
         return [mean("equal text, a lower bound", equal)]
 
     def judged(self, answers, path):
-        """Returns the share that GPT-4 judged right."""
+        """Returns the share that GPT-4 judged correct."""
         judged = {
             str(record["sample_index"]): record["judgement"]
             for _, record, _ in records(path, ("sample_index", "judgement"))

@@ -2,8 +2,8 @@
 """MathVista (arXiv:2310.02255): questions about figures, charts and photographs with numbers.
 
 Files: huggingface.co/datasets/AI4Math/MathVista, whose column `query` is the official prompt;
-scorer: github.com/lupantech/MathVista. Where its rules find no answer it asks GPT-4; here such an
-answer is wrong, and the table says how many there are.
+scorer: github.com/lupantech/MathVista. If its rules find no answer it asks GPT-4; here such an
+answer counts as wrong, and the table says how many there are.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Bench(QuestionBenchmark):
         return {OUTPUT: said}
 
     def scores(self, answers, folder):
-        """Returns the share of right answers that rules find."""
+        """Returns the share of answers found correct by rules."""
         extracted = [extract(one.text, one.record) for one in answers]
         name = "accuracy, answers found by rules"
         whole, *parts = self._accuracy(name, extracted, ending=", by rules")
@@ -63,7 +63,7 @@ class Bench(QuestionBenchmark):
         return [whole, mean("answers that no rule finds, counted wrong", unread), *parts]
 
     def judged(self, answers, path):
-        """Returns the share of right answers that GPT-4 found."""
+        """Returns the share of answers that GPT-4 found correct."""
         found = {key: str(one["extraction"]) for key, one, _ in records(path, ("extraction",))}
         check_fields(found, [item.key for item in self.items], str(path))
         return self._accuracy("accuracy", [found[item.key] for item in self.items])
@@ -71,7 +71,7 @@ class Bench(QuestionBenchmark):
     def _accuracy(
         self, name: str, extracted: Sequence[str | None], ending: str = ""
     ) -> list[Metric]:
-        """Returns the share of right answers, and that of each task."""
+        """Returns the share of correct answers, overall and for each task."""
         hits = []
         for item, said in zip(self.items, extracted, strict=True):
             task = (item.record.get("metadata") or {}).get("task", "all")
@@ -80,10 +80,10 @@ class Bench(QuestionBenchmark):
 
 
 def extract(said: str, record: Mapping) -> str | None:
-    """Returns the answer in a response by the official rules; None where none of them holds.
+    """Returns the answer in a response by the official rules; None if none applies.
 
-    An option as it stands, a letter "(B)" or "B" alone (the official script resolves these later),
-    a whole response that is a number, or 'The answer is "...".'.
+    It is an option as written, a letter "(B)" or "B" alone (the official script resolves these
+    later), a whole response that is a number, or 'The answer is "...".'.
     """
     said = said.strip()
     choices = record.get("choices") or []
@@ -99,7 +99,7 @@ def extract(said: str, record: Mapping) -> str | None:
 
 
 def is_right(extracted: str | None, record: Mapping) -> bool:
-    """Whether an extracted answer, brought into the form of the right one, equals it."""
+    """Whether an extracted answer, converted to the form of the correct one, equals it."""
     if extracted is None:
         return False
     wanted, choices = str(record["answer"]).strip(), record.get("choices") or []
@@ -117,7 +117,7 @@ def is_right(extracted: str | None, record: Mapping) -> bool:
 
 
 def _choice(said: str, choices: list[str]) -> str:
-    """Returns the option that is meant: by its letter, else the one of least edit distance."""
+    """Returns the option that is meant: by its letter, or by the smallest edit distance."""
     if match := re.search(r"\(([a-zA-Z])\)", said):
         said = match[1].upper()
     place = ord(said) - ord("A") if len(said) == 1 else -1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MJHQ-30K (arXiv:2402.17245): how close are images to those that people liked?
 
-Files: huggingface.co/datasets/playgroundai/MJHQ-30K. FID is a formula of features that
-another project's encoder computes; PickScore, HPS v2 and HPS v3 are scores of other models.
+Files: huggingface.co/datasets/playgroundai/MJHQ-30K. FID is computed from features of another
+project's encoder; PickScore, HPS v2 and HPS v3 are scores from other models.
 """
 
 import json
@@ -50,13 +50,13 @@ class Bench(ImageBenchmark):
             yield Item(key, record["prompt"], record)
 
     def keep(self, item, drawn):
-        """Returns one image in the folder of its category, as the real ones lie."""
+        """Returns one image in the folder of its category, arranged like the real ones."""
         if len(drawn) > 1:
             raise EvaluationError("MJHQ-30K takes one image per prompt: evaluate.num_images=1.")
         return {_file(item.record, item.key): drawn[0]}
 
     def export(self, answers):
-        """Returns which image goes with which prompt."""
+        """Returns which image belongs to which prompt."""
         lines = [
             {"name": one.item.key, "file": one.output["files"][0], **one.record} for one in answers
         ]
@@ -101,5 +101,5 @@ class Bench(ImageBenchmark):
 
 
 def _file(record: Record, key: str) -> str:
-    """Returns the file of an image, which lies in the folder of its category like the real one."""
+    """Returns the path of an image, in the folder of its category like the real one."""
     return f"{record['category']}/{key}.png"

@@ -2,8 +2,8 @@
 """MMBench (arXiv:2307.06281): each question asked once for every order of its options.
 
 Files: the TSV of github.com/open-compass/MMBench. The wording is that of lmms-eval, with which the
-base model was evaluated. The official scorer asks GPT where its rule finds no letter; here such an
-answer is wrong.
+base model was evaluated. If the official scorer's rule finds no letter, it asks GPT; here such an
+answer counts as wrong.
 """
 
 import base64
@@ -19,14 +19,14 @@ from sparse_lavida_jax.evals.scorers import mean, means
 FIELDS = ("index", "question", "A", "B", "category", "image")
 LETTERS = "ABCDE"
 ROUND = 1_000_000  # added to the index of a question for each further order of its options
-REFERENCE = 64  # characters: shorter "images" are the number of the row that holds it
+REFERENCE = 64  # characters: shorter "images" are the number of the row that contains the image
 ENDING = "\nAnswer with the option's letter from the given choices directly."
 
 
 class Bench(QuestionBenchmark):
     """1164 questions in up to four orders of their options, dev, English (table 5 of the paper).
 
-    Room for an answer: ours; lmms-eval gives 1024 tokens for what is one letter.
+    Room for an answer is ours; lmms-eval allows 1024 tokens for a single letter.
     """
 
     title = "MMBench"
@@ -56,13 +56,13 @@ class Bench(QuestionBenchmark):
             yield Item(key, words_of(row), row, (image,))
 
     def first(self, items):
-        """Returns the rows of as many questions as the settings ask for, all their orders."""
+        """Returns the rows of as many questions as the settings ask for, in all orders."""
         items = list(items)
         numbers = {*[*dict.fromkeys(map(_question, items))][: self.settings.limit or None]}
         return [item for item in items if _question(item) in numbers]
 
     def export(self, answers):
-        """Returns the table with a column of predictions, to be judged or handed in."""
+        """Returns the table with a column of predictions, to be judged or submitted."""
         names, text = list(self.items[0].record), io.StringIO()
         table = csv.writer(text, delimiter="\t")
         table.writerow([*names, "prediction"])
@@ -70,7 +70,7 @@ class Bench(QuestionBenchmark):
         return {f"{self.settings.split}.tsv": text.getvalue()}
 
     def scores(self, answers, folder):
-        """Returns how many questions are right in every order, and in the first."""
+        """Returns the share of questions answered correctly in every order, and in the first."""
         by_question: dict[int, list[bool]] = {}
         first, categories, unread = [], {}, []
         for one in answers:
@@ -93,12 +93,12 @@ class Bench(QuestionBenchmark):
 
 
 def _question(item: Item) -> int:
-    """Returns the number that a question has in every order of its options."""
+    """Returns the number that a question has in all orders of its options."""
     return int(item.key) % ROUND
 
 
 def options_of(row: dict[str, str]) -> dict[str, str]:
-    """Returns the options of a question by their letters; empty ones are none."""
+    """Returns the options of a question by letter, without empty ones."""
     listed = {letter: row.get(letter, "").strip() for letter in LETTERS}
     return {letter: text for letter, text in listed.items() if text and text != "nan"}
 
@@ -114,8 +114,8 @@ def words_of(row: dict[str, str]) -> str:
 def letter_of(said: str, options: dict[str, str]) -> str | None:
     """Returns the option that an answer names by the official rule; None if not exactly one.
 
-    A letter that stands alone, or between marks such as "(A)." or "A:"; else the words of exactly
-    one option. "A" in more than three words may be an article, and is not taken.
+    That is a letter that stands alone, or between marks such as "(A)." or "A:"; otherwise the words
+    of exactly one option. "A" among more than three words may be an article, and does not count.
     """
     found = said.split()
     for before, after in (("", ""), *_MARKS):

@@ -25,7 +25,7 @@ CATEGORIES = {
 OFFICIAL_ENDING = " Please answer yes or no."
 ENDING = "\nAnswer the question using a single word or phrase."
 SUFFIXES = (".jpg", ".png", ".jpeg")
-IMAGE_NAME = "picture"  # in records: the digests of evaluations that were begun cover it
+IMAGE_NAME = "picture"  # in records: digests of existing evaluations depend on it
 
 
 class Bench(QuestionBenchmark):
@@ -77,7 +77,7 @@ class Bench(QuestionBenchmark):
         return {file: "".join(part) for file, part in grouped(lines).items()}
 
     def scores(self, answers, folder):
-        """Returns the points: of a category at most 200, its accuracy and its accuracy+."""
+        """Returns the points: per category up to 200, the sum of its accuracy and accuracy+."""
         hits: dict[str, dict[str, list[bool]]] = {}
         for one in answers:
             pairs = hits.setdefault(one.record["category"], {})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MMMU (arXiv:2311.16502): questions of college courses, some with several images.
 
-Files: huggingface.co/datasets/MMMU/MMMU; scorer: github.com/MMMU-Benchmark/MMMU, whose rules of
-reading an answer are followed here. The wording is that of lmms-eval, with which the base model was
+Files: huggingface.co/datasets/MMMU/MMMU; scorer: github.com/MMMU-Benchmark/MMMU, whose rules for
+parsing answers are used here. The wording is that of lmms-eval, with which the base model was
 evaluated.
 """
 
@@ -23,7 +23,7 @@ IMAGES = tuple(f"image_{i}" for i in range(1, 8))
 CHOICE = "multiple-choice"
 CHOOSE = "Answer with the option's letter from the given choices directly."
 SAY = "Answer the question using a single word or phrase."
-# Words that an answer comes after.
+# Words that precede an answer.
 KEYS = (
     "could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ",
 )  # fmt: skip
@@ -67,7 +67,7 @@ class Bench(QuestionBenchmark):
         return {"total_val_output.json": said}
 
     def scores(self, answers, folder):
-        """Returns the share of right answers."""
+        """Returns the share of correct answers."""
         hits = []
         for one in answers:
             key = one.item.key
@@ -86,10 +86,10 @@ def words_of(record: Mapping) -> str:
 
 
 def options_of(record: Mapping) -> dict[str, str]:
-    """Returns the options of a question by their letters; the file has them as a list in words.
+    """Returns the options of a question by letter; the file has them as the text of a list.
 
     Raises:
-        EvaluationError: they are none.
+        EvaluationError: it is not a list of options.
     """
     try:
         options = ast.literal_eval(record["options"])
@@ -101,7 +101,7 @@ def options_of(record: Mapping) -> dict[str, str]:
 
 
 def is_right(record: Mapping, said: str, key: str) -> bool:
-    """Whether an answer is right; a question may have several right ones."""
+    """Whether an answer is correct; a question may have several correct ones."""
     if record["question_type"] == CHOICE:
         return letter_of(said, options_of(record), key) == record["answer"]
     wanted = record["answer"]
@@ -120,10 +120,10 @@ def is_right(record: Mapping, said: str, key: str) -> bool:
 
 
 def letter_of(said: str, options: Mapping[str, str], key: str) -> str:
-    """Returns which option an answer names, the last one where it names several.
+    """Returns which option an answer names; if it names several, the last one.
 
-    Looked for are "(A)", then "A ", then "A.", then the words of an option. Where none is
-    found the official rule guesses; here the guess depends on `key` alone.
+    It looks for "(A)", then "A ", then "A.", then the words of an option. If none is found, the
+    official rule guesses; here the guess depends only on `key`.
     """
     for mark in ",.!?;:'":
         said = said.strip(mark)
@@ -140,7 +140,7 @@ def letter_of(said: str, options: Mapping[str, str], key: str) -> str:
 
 
 def open_answers(said: str) -> set[str | float]:
-    """Returns what an answer in words may mean: what comes after "is" and the like, numbers."""
+    """Returns possible meanings of an answer in words: what follows "is" and the like, numbers."""
     said = said.strip().strip(".").lower()
     sentences = re.split(r"\.\s(?=[A-Z])|\n", said)
     found = []
@@ -150,7 +150,7 @@ def open_answers(said: str) -> set[str | float]:
         for word in keys:
             if word in sentence:
                 tail = sentence.split(word)[-1].strip()
-                # The official rule: an empty one makes it start again.
+                # As in the official rule, an empty one starts over.
                 shortest = tail if not shortest or len(tail) < len(shortest) else shortest
         if shortest and shortest not in tuple(":,.!?;'"):
             found.append(shortest)
@@ -160,7 +160,7 @@ def open_answers(said: str) -> set[str | float]:
 
 
 def _comparable(text: str) -> list[str | float]:
-    """Returns a number to two places, or words in lower case."""
+    """Returns a number rounded to two places, or words in lower case."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]

@@ -17,9 +17,9 @@ from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
-MOST_RECORDS = 10_000  # training images to compare with, at most
+MOST_RECORDS = 10_000  # the largest number of training images to compare with
 ENOUGH = 256  # images needed on each side of a Fréchet distance
-REMEMBERED = 0.9  # share of equal codes from which a sample counts as remembered
+REMEMBERED = 0.9  # share of equal codes from which a sample counts as memorized
 
 
 def compare(

@@ -2,7 +2,7 @@
 """RefCOCO, RefCOCO+ and RefCOCOg (arXiv:1608.00272, 1511.02283): where is what a phrase describes?
 
 Files: `refs(unc).p` or `refs(umd).p` and `instances.json` of github.com/lichengunc/refer, images
-of COCO train2014. The prompt and the one step are those of the released evaluation (spec Sec. 8).
+of COCO train2014. The prompt and the single step are as in the released evaluation (spec Sec. 8).
 """
 
 import pathlib
@@ -39,7 +39,7 @@ class Bench(Benchmark):
     sampled_with: ClassVar = {"text_steps": 1, "text_step_ratio": 0.0, "text_commit": "count"}
 
     def read(self):
-        """Yields an item for each phrase; a thing has several."""
+        """Yields an item for each phrase; an object has several."""
         name, _, split = self.settings.split.partition("/")
         path = self.files(f"{name}/refs(u*).p".lstrip("/"))[0]
         listed = self.file(name, "instances.json")
@@ -63,7 +63,7 @@ class Bench(Benchmark):
                 yield Item(str(sentence["sent_id"]), sentence["sent"], record, shown)
 
     def answer(self, pipe, items, folder):
-        """Returns the box of each phrase in pixels of its image, None where there is none."""
+        """Returns the box of each phrase in pixels of its image, or None if there is none."""
         pipe.prompts.check_task("ground")
         shown = [item.load()[0] for item in items]
         pairs = zip(items, shown, strict=True)
@@ -82,12 +82,12 @@ class Bench(Benchmark):
         return outputs
 
     def export(self, answers):
-        """Returns each phrase with the right box and the one that was found."""
+        """Returns each phrase with the correct box and the box found."""
         entries = [{**one.record, "predicted": one.output["box"]} for one in answers]
         return {f"{self.settings.split.replace('/', '_')}.json": entries}
 
     def scores(self, answers, folder):
-        """Returns P@0.5, the share of boxes that overlap the right one by half or more."""
+        """Returns P@0.5, the share of boxes that overlap the correct one by at least one half."""
         boxes = [(one.output["box"], one.record["box"]) for one in answers]
         found = [overlap(box, right) if box else 0.0 for box, right in boxes]
         none = [box is None for box, _ in boxes]
@@ -99,9 +99,9 @@ class Bench(Benchmark):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads pickles of lists, dicts, text and numbers, and runs nothing.
+    """Unpickles lists, dicts, text and numbers, without running anything.
 
-    A pickle is a program; it can call only what `find_class` gives it.
+    A pickle is a program; it can call only what `find_class` returns.
     """
 
     def find_class(self, module_name: str, global_name: str):
@@ -109,10 +109,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_plain_pickle(path: pathlib.Path) -> Any:
-    """Returns what is in a pickle that holds data and no program.
+    """Returns the contents of a pickle that contains only data.
 
     Raises:
-        EvaluationError: it is damaged, or holds anything else.
+        EvaluationError: it is damaged, or contains anything else.
     """
     try:
         with path.open("rb") as file:

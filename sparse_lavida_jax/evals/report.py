@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows people: sheets of images while it trains, and `report.md` at its end."""
+"""What a run shows: sheets of images while it trains, and `report.md` at its end."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import metrics
 
-CHECK_PROMPTS = 48  # drawing prompts scored while training
+CHECK_PROMPTS = 48  # drawing prompts scored during training
 SHEET_COLUMNS = 6
 CAPTION_HEIGHT = 40  # pixels
 SPEED_RUNS = 5  # the median is reported
-LOSS_ROWS = 10  # of the table of losses
-# What makes prompts to draw, by number, and what judges an image.
+LOSS_ROWS = 10  # in the table of losses
+# For each data source: what makes prompts to draw, by number, and what judges an image.
 DRAWING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "digits": (digits.sample, digits.score),
     "scenes": (functools.partial(tasks.sample, "draw"), tasks.score),
@@ -36,7 +36,7 @@ DRAWING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One image of a sheet with its caption."""
+    """An image on a sheet, with its caption."""
 
     pixels: np.ndarray
     caption: str
@@ -44,7 +44,7 @@ class Tile:
 
 
 def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
-    """Returns images in a grid, each above its caption, which is green or red if it was judged."""
+    """Returns images in a grid with captions, in green or red if they were judged."""
     side = tiles[0].pixels.shape[0]
     rows = -(-len(tiles) // columns)
     width, height = columns * (side + 8), rows * (side + CAPTION_HEIGHT + 8)
@@ -60,7 +60,7 @@ def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
 
 
 def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -> dict[str, float]:
-    """Draws test prompts in the middle of a run, saves a sheet and returns scores to log.
+    """Draws test prompts during a run, saves a sheet and returns scores to log.
 
     Args:
         prompts: what to draw with prepared data, whose images no program can judge.
@@ -92,10 +92,10 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
 
 
 def model_card(settings: config.Config, steps: int, seconds: float, base_readme: str = "") -> str:
-    """Returns the README of a model folder: what it is, from where, under which licence.
+    """Returns the README of a model folder: what the model is, its origin and its licence.
 
     Args:
-        base_readme: of the model that training started from, if it did from one.
+        base_readme: of the model that training started from, if any.
     """
     how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
     command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
@@ -171,7 +171,7 @@ def write(
 
 
 def _losses(path: pathlib.Path) -> str:
-    """Returns a table of the mean losses of each tenth of a run."""
+    """Returns a table of mean losses for each tenth of a run."""
     logged = [row for row in metrics.read_metrics(path) if row.get("loss") is not None]
     if not logged:
         return "No loss was logged (train.log_every)."
@@ -186,7 +186,7 @@ def _losses(path: pathlib.Path) -> str:
 
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
-    folders = ("images", "pictures")  # the second is what older versions called it
+    folders = ("images", "pictures")  # the second is the name in older versions
     sheets = [path for name in folders for path in folder.glob(f"{name}/[0-9]*.png")]
     if not sheets:
         return []
@@ -195,7 +195,7 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
-    """Returns exact scores of every task that was trained, and examples of some."""
+    """Returns exact scores for every trained task, and examples for some."""
     found, parts = [], []
     prompts = pipe.settings.train.eval_prompts
     for task in [task for task in pipe.settings.data.tasks if task in tasks.TASKS]:
@@ -215,7 +215,7 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
 
 
 def _tiles(sample: tasks.Sample, output: exact.Output) -> list[Tile]:
-    """Returns what was shown and what was made of it."""
+    """Returns the images that were shown and the output."""
     ok = tasks.score(sample, output).ok
     shown = None if sample.image is None else world.render(sample.image)
     if isinstance(output, str):
@@ -227,7 +227,7 @@ def _tiles(sample: tasks.Sample, output: exact.Output) -> list[Tile]:
 
 
 def _curve(path: pathlib.Path) -> str:
-    """Returns a table of the checks of a run: the image scores over time."""
+    """Returns a table of the checks during a run: the image scores over time."""
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
         return "No image was scored while it trained (train.image_seconds, train.eval_every)."
@@ -246,7 +246,7 @@ def _curve(path: pathlib.Path) -> str:
 
 
 def _speed(pipe: SparseLaViDa) -> str:
-    """Times sparse and dense decoding of images on the same weights, in turn."""
+    """Times sparse and dense decoding of images in turn, with the same weights."""
     settings = pipe.settings
     blank = np.zeros((settings.model.num_cells, settings.model.codes_per_token), np.int32)
     examples = [pipe.encoder.image_example("a red circle", blank) for _ in range(pipe.batch_size)]
@@ -258,7 +258,7 @@ def _speed(pipe: SparseLaViDa) -> str:
             begin = time.perf_counter()
             pipe.decode(examples, sampling=sampling)
             taken.append(time.perf_counter() - begin)
-    # The first run compiles.
+    # The first run includes compilation.
     sparse, dense = (1000 * statistics.median(taken[1:]) / len(examples) for taken in times)
     example, block = examples[0], pipe.prompts.text_block_len
     passed = [tokens_passed(settings.model, one, example, block) for one in samplings]
@@ -271,7 +271,7 @@ def _speed(pipe: SparseLaViDa) -> str:
 
 
 def _enlarged(pixels: np.ndarray) -> np.ndarray:
-    """Returns small images (digits) at a size at which people can see them."""
+    """Returns small images (digits) enlarged to a visible size."""
     factor = max(1, world.IMAGE_SIZE // pixels.shape[0])
     return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a benchmark: item by item, resumable, in shards; at the end its metrics and its table.
+"""Runs a benchmark item by item, resumable and in shards, and finally computes its metrics.
 
-A folder holds `settings.json` (the evaluation that it is of; another one is refused),
-`shards/0-of-4/` and so on with `items.jsonl` (a line for each item, appended when it is done) and
-`made_with.json` (on which machine), `export/` (what the official scorer reads), `judged/` (a person
-puts there what scorers and judges said), and when every item is there `results.json` and
+A folder contains `settings.json` (the evaluation it belongs to; any other is refused),
+`shards/0-of-4/` and so on with `items.jsonl` (one line per item, appended when it is done) and
+`made_with.json` (on which machine), `export/` (the input of the official scorer), `judged/` (where
+people put the output of scorers and judges), and, once all items are done, `results.json` and
 `table.md`.
 """
 
@@ -28,8 +28,8 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs
 
 SCHEMA = "sparse-lavida-eval/1"
-MADE_WITH = "made_with.json"  # of a shard: device, software and commit, an entry for each
-# Settings that change where and how fast items are computed, and not what they are.
+MADE_WITH = "made_with.json"  # of a shard: device, software and commit, one entry for each
+# Settings that change where and how fast items are computed, but not the items.
 MAY_CHANGE = frozenset({"evaluate.batch_size", "evaluate.checkpoint", "evaluate.data"})
 
 
@@ -42,15 +42,15 @@ def evaluate(
     shard: str = "",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
-    """Computes the items of a shard that are not there yet, and scores when all are.
+    """Computes the missing items of a shard, and the scores once all shards are complete.
 
     Args:
-        settings: of the evaluation, those of the checkpoint among them.
+        settings: of the evaluation, including those of the checkpoint.
         name: the checkpoint.
-        folder: of this evaluation; it is made, or continued.
+        folder: of this evaluation; it is created, or continued.
         adapters: to add to the model, in the syntax of `--adapters`.
-        shard: "i/n" for every n-th item from the i-th on; "": all of them.
-        on_progress: called with the number of finished items of the shard, and of all its items.
+        shard: "i/n" for every n-th item starting from the i-th; "": all of them.
+        on_progress: called with the number of finished items of the shard, and its total.
 
     Returns:
         The table in Markdown, or how many items are still missing.
@@ -58,11 +58,11 @@ def evaluate(
     Raises:
         EvaluationError: the benchmark cannot be run.
         CheckpointError: there is no such model.
-        RunError: the folder is of another evaluation, or in use.
+        RunError: the folder belongs to another evaluation, or is in use.
     """
     part, parts = _shard(shard)
     bench = benchmark.find(settings.evaluate.benchmark)(settings)
-    # The SHA-256 of the manifest of a model, which holds those of all its files.
+    # The SHA-256 of the manifest of a model, which contains those of all its files.
     weights = lora_folders.parse(adapters)
     source = {"name": name, "sha256": lora_folders.digest(model_folder.find_model(name), weights)}
     if weights:
@@ -94,7 +94,7 @@ def evaluate(
 
 
 def _shard(words: str) -> tuple[int, int]:
-    """Reads "i/n"; "": the only one."""
+    """Parses "i/n"; "": the only shard."""
     if not words:
         return 0, 1
     first, _, second = words.partition("/")
@@ -104,10 +104,10 @@ def _shard(words: str) -> tuple[int, int]:
 
 
 def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, checksum: str) -> None:
-    """Writes down what the folder is the evaluation of.
+    """Records which evaluation the folder belongs to.
 
     Raises:
-        RunError: it is of another one, or holds something else.
+        RunError: it belongs to another one, or contains something else.
     """
     path = folder / "settings.json"
     told = [(item.key, item.words, item.record) for item in bench.items]
@@ -118,7 +118,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
         "seed": settings.seed,
         **_settings(bench),
     }
-    now = json.loads(json.dumps(now))  # tuples become lists, as in the file
+    now = json.loads(json.dumps(now))  # turns tuples into lists, as in the file
     if not path.exists():
         if folder.exists() and not (folder / "shards").is_dir():
             if not folder.is_dir() or any(p.suffix != files.UNFINISHED for p in folder.iterdir()):
@@ -127,7 +127,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
                     " another --workdir."
                 )
         files.write_json(_made(folder) / path.name, now)
-    # Of shards that start together each may write; they go on if they wrote the same.
+    # Shards that start together may all write this; they continue if they wrote the same.
     try:
         before = dict(_flat(files.read_json(path)))
     except (ValueError, AttributeError) as error:
@@ -158,7 +158,7 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _note_circumstances(path: pathlib.Path) -> None:
-    """Adds device, software and commit to a file, unless its last entry has the same."""
+    """Adds device, software and commit to a file, unless its last entry is the same."""
     before = files.read_json(path) if path.exists() else []
     now = json.loads(json.dumps({**circumstances(), **commit()}))
     if not before or before[-1] | {"created": ""} != now | {"created": ""}:
@@ -173,9 +173,9 @@ def _made(folder: pathlib.Path) -> pathlib.Path:
 def _compute(
     bench: Benchmark, pipe: SparseLaViDa, pending: Sequence[benchmark.Item], path: pathlib.Path
 ) -> Iterator[int]:
-    """Appends a line for each item, and yields the size of each batch that is on the disk."""
+    """Appends a line for each item, and yields the size of each batch once it is on disk."""
     with path.open("ab") as file:
-        file.truncate(len(_whole(path)))  # a process that died may have left half a line
+        file.truncate(len(_whole(path)))  # a process that died may have left an incomplete line
         for batch in bench.batches(pending):
             begin = time.perf_counter()
             outputs = bench.answer(pipe, batch, path.parents[2])
@@ -190,7 +190,7 @@ def _compute(
 
 
 def _whole(path: pathlib.Path) -> bytes:
-    """Returns the lines of a file that end."""
+    """Returns the complete lines of a file."""
     contents = path.read_bytes()
     return contents[: contents.rfind(b"\n") + 1]
 
@@ -248,7 +248,7 @@ def _finish(
 
 
 def _description(bench: Benchmark, results: dict[str, Any]) -> str:
-    """Returns what was evaluated, where, and which settings are not the defaults."""
+    """Returns what was evaluated, where, and which settings differ from the defaults."""
     machines = dict.fromkeys(
         f"commit {(made['commit'] + '+' * made['dirty']) or 'unknown'}, {made['device']['count']} x"
         f" {made['device']['kind']}, jax {made['software']['jax']}"

@@ -16,7 +16,7 @@ from sparse_lavida_jax.scenes import tasks
 class Bench(Benchmark):
     """Every task that a small model was trained on, and drawing of held-out combinations.
 
-    The prompts are ours, and training never saw them.
+    The prompts are ours, and never occur in training.
     """
 
     title = "Scenes"
@@ -41,11 +41,11 @@ class Bench(Benchmark):
                 yield Item(f"{task}/{split}/{number:05}", words, record)
 
     def first(self, items):
-        """Returns all: `limit` is of each task."""
+        """Returns all items: `limit` is per task."""
         return items
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Yields items of one task each, all with given tokens or none, and so with an image."""
+        """Yields items of one task each, all or none with given tokens, and so with an image."""
         samples = {item.index: _sample(item) for item in items}
 
         def kind(item):
@@ -57,11 +57,11 @@ class Bench(Benchmark):
             yield from super().batches(list(members))
 
     def seed_of(self, item):
-        """Returns the seed that `evaluate` gives the same prompt."""
+        """Returns the seed that `evaluate` gives to the same prompt."""
         return EVAL_SEED + self.config.seed + item.record["number"]
 
     def answer(self, pipe, items, folder):
-        """Returns texts, and the names of files with images."""
+        """Returns texts, or the names of image files."""
         samples, seeds = [_sample(item) for item in items], [self.seed_of(item) for item in items]
         made = exact.answer(pipe, samples, sampling=self.sampling, seed=seeds)
         return [
@@ -72,7 +72,7 @@ class Bench(Benchmark):
         ]
 
     def scores(self, answers, folder):
-        """Returns the share of right responses of each task, and of its columns."""
+        """Returns the share of correct responses for each task, and for its columns."""
         found = []
         for name, members in itertools.groupby(answers, lambda one: _name(one.item)):
             samples, outputs = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics, and the formulas that give them."""
+"""Metrics, and the formulas for them."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Box = Sequence[int | float]  # x1, y1, x2, y2
 
-RELAXATION = 0.05  # by which numbers may differ in ChartQA
+RELAXATION = 0.05  # allowed difference of numbers in ChartQA
 LEAST_ANLS = 0.5  # lower similarities count as 0
 
 
@@ -27,7 +27,7 @@ class Metric:
         name: what was measured.
         value: in the unit of the benchmark: a share, points, a distance.
         count: the number of items.
-        correct: how many of them are right; None where the value is no share of right items.
+        correct: how many of them are correct; None if the value is not a share of correct items.
     """
 
     name: str
@@ -55,7 +55,7 @@ def table(metrics: Iterable[Metric]) -> str:
 
 
 def mean(name: str, values: Sequence[float | bool]) -> Metric:
-    """Returns the mean of values; of hits and misses that is the share of hits."""
+    """Returns the mean of values; for hits and misses, the share of hits."""
     hits = [value for value in values if isinstance(value, bool)]
     correct = sum(hits) if len(hits) == len(values) else None
     return Metric(name, sum(values) / max(len(values), 1), len(values), correct)
@@ -64,17 +64,17 @@ def mean(name: str, values: Sequence[float | bool]) -> Metric:
 def means(
     name: str, values: Sequence[tuple[str, float | bool]], *, ending: str = ""
 ) -> list[Metric]:
-    """Returns the mean of all values, then of each group, in order of its first member.
+    """Returns the mean of all values, then of each group, ordered by first appearance.
 
     Args:
-        ending: of the names of groups, where the same groups have other lines too.
+        ending: appended to the names of groups, if the same groups have other lines too.
     """
     parts = [mean(f"- {group}{ending}", members) for group, members in grouped(values).items()]
     return [mean(name, [value for _, value in values]), *parts]
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Returns the second members of pairs, by the first ones, in order of appearance."""
+    """Groups the second members of pairs by the first ones, in order of appearance."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -104,10 +104,10 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def anls(answer: str, wanted: Sequence[str]) -> float:
-    """Returns the similarity of an answer to the nearest of the wanted ones (arXiv:1905.13648).
+    """Returns the similarity of an answer to the closest of the accepted ones (arXiv:1905.13648).
 
     That is 1 - edit distance / length of the longer one; 0 below 0.5. Case and runs of spaces do
-    not count.
+    not matter.
     """
     given = " ".join(answer.lower().split())
     best = 0.0
@@ -119,9 +119,9 @@ def anls(answer: str, wanted: Sequence[str]) -> float:
 
 
 def relaxed_match(answer: str, wanted: str) -> bool:
-    """Whether an answer is right for ChartQA (arXiv:2203.10244 Sec. 5.1).
+    """Whether an answer is correct for ChartQA (arXiv:2203.10244 Sec. 5.1).
 
-    Numbers may differ by 5 %; all else must be the same except for case.
+    Numbers may differ by 5 %; other answers must be equal except for case.
     """
     given, right = _number(answer), _number(wanted)
     if given is not None and right:
@@ -130,7 +130,7 @@ def relaxed_match(answer: str, wanted: str) -> bool:
 
 
 def _number(text: str) -> float | None:
-    """Returns a number, percentages as shares; None for other text."""
+    """Returns a number, with percentages as shares; None for other text."""
     text = text.strip()
     try:
         return float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
@@ -151,8 +151,8 @@ def overlap(one: Box, other: Box) -> float:
 def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m e"]) -> float:
     """Returns the squared Fréchet distance of two normal distributions (arXiv:1706.08500).
 
-    |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), means and covariances those of the features. With
-    features of Inception-v3 (the layer of 2048 before its classifier) this is FID.
+    |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), with means and covariances of the features. With
+    Inception-v3 features (the layer of 2048 before its classifier) this is FID.
 
     Raises:
         ValueError: fewer than two rows, or features of different widths.
@@ -165,7 +165,7 @@ def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m 
     one, other = one.astype(np.float64), other.astype(np.float64)
     first, second = np.cov(one, rowvar=False), np.cov(other, rowvar=False)
     first, second = np.atleast_2d(first), np.atleast_2d(second)
-    # (S1 S2)^(1/2) has the trace of (R S2 R)^(1/2) with R = S1^(1/2), which is symmetric.
+    # (S1 S2)^(1/2) has the same trace as (R S2 R)^(1/2) with R = S1^(1/2), which is symmetric.
     values, vectors = np.linalg.eigh(first)
     root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
     shared = np.linalg.eigvalsh(root @ second @ root)

@@ -9,22 +9,22 @@ from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.sampling.prompts import LaidOut, lengths_of
 
 # How batches are padded:
-# fit: no more than they need;
-# full: to all rows and to steps of `LENGTHS[-1]`, so that an evaluation runs few programs;
-# served: every row to a length of `LENGTHS` by itself, so that a server runs few programs and what
-#   a row gets does not depend on the others.
+# fit: no more than needed;
+# full: to full batches and multiples of `LENGTHS[-1]`, so that evaluations use few programs;
+# served: each row separately to one of `LENGTHS`, so that a server uses few programs and the
+#   result of a row does not depend on the others.
 Padding = Literal["fit", "full", "served"]
-LENGTHS = (32, 64, 128)  # tokens; longer prompts are padded to multiples of the last
-CHARACTERS = 4  # of a token, about
+LENGTHS = (32, 64, 128)  # tokens; longer prompts are padded to multiples of the last one
+CHARACTERS = 4  # per token, roughly
 
-# Tasks whose rows have nothing to do with each other. Of the others, the phrases of "ground" are
-# about one image, "reflect" takes as many attempts as it takes, and gaps differ in number.
+# Tasks with independent rows. Of the others, the phrases of "ground" share an image, "reflect"
+# takes a varying number of attempts, and gaps differ in number.
 SHARING = ("generate", "edit", "inpaint", "outpaint", "ask", "reason", "caption")
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The shapes that a batch is padded to: with the request, all that the exact bits depend on."""
+    """The shapes that a batch is padded to; they and the request determine the exact bits."""
 
     rows: int
     prompt_len: tuple[int, int]
@@ -32,7 +32,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Examples that are decoded together: their numbers, what they share, and their bucket."""
+    """Examples that are decoded together: their indices, what they share, and their bucket."""
 
     members: list[int]
     shape: Hashable
@@ -40,20 +40,20 @@ class Chunk:
 
     @property
     def filled(self) -> list[int]:
-        """The number of the example in each row: the last one fills the batch up."""
+        """The index of the example in each row: the last one fills the batch up."""
         return self.members + [self.members[-1]] * (self.bucket.rows - len(self.members))
 
 
 def kind_of(request: Request) -> Hashable:
-    """Returns what requests agree in that can be rows of one batch.
+    """Returns what requests must agree in to be rows of one batch.
 
-    Words, seed and scales are each row's own. But whether a scale is 0 chooses the program, long
-    words would keep short ones waiting, and given cells must be the same.
+    Words, seed and scales may differ. But whether a scale is 0 decides which program runs, long
+    words would make short ones wait, and given cells must be the same.
     """
     scales = request.temperature, request.guidance, request.guidance_image
     how = request.sampling
     characters = len(request.words) + sum(len(q) + len(a) for q, a in request.earlier)
-    # The codes of a step lie in more cells or fewer, as the order of the row has it.
+    # The order of a row decides how many cells the codes of a step are spread over.
     by_seed = how is not None and how.grid == "code" and how.order_seed < 0
     return (
         request.task,
@@ -76,7 +76,7 @@ def chunks(
     """Returns which examples are decoded together: those of one shape, at most `most` of them.
 
     Args:
-        bucket: of all, whatever `padding` says.
+        bucket: for all of them; overrides `padding`.
     """
     apart, shapes = padding == "served", dict[Hashable, list[int]]()
     for number, one in enumerate(laid):
@@ -90,10 +90,10 @@ def chunks(
 
 
 def _shape(laid: LaidOut, *, apart: bool) -> Hashable:
-    """Returns what rows of a batch have in common.
+    """Returns what the rows of a batch have in common.
 
     Args:
-        apart: whether all that the batch is padded to is among it.
+        apart: whether that includes everything the batch is padded to.
     """
     example = laid.example
     own = len(example.response), example.grid
@@ -104,7 +104,7 @@ def _shape(laid: LaidOut, *, apart: bool) -> Hashable:
 
 
 def _bucket(laid: Sequence[LaidOut], most: int, padding: Padding) -> Bucket:
-    """Returns the shapes that hold all of some examples; rows are a power of two, or all."""
+    """Returns shapes large enough for some examples; the rows are a power of two, or `most`."""
     lengths, rows = lengths_of(laid), min(most, 1 << (len(laid) - 1).bit_length())
     if padding == "fit":
         return Bucket(rows, lengths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in, results out: examples in batches through the sampler, and how each task is done."""
+"""Requests in, results out: batches of examples for the sampler, and how each task is done."""
 
 import collections
 import contextlib
@@ -42,7 +42,7 @@ from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.version import __version__
 
-# Entered where programs are run, with what chooses them.
+# Entered around compiled programs, with the key that chooses them.
 Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
 
 
@@ -51,9 +51,9 @@ class Decoded:
     """What the sampler returned.
 
     Attributes:
-        responses: of the examples, in their order.
+        responses: one per example, in order.
         buckets: the shapes that each was padded to.
-        tokens: how many of each passed through the network (`tokens_passed`).
+        tokens: the number of tokens each passed through the network (`tokens_passed`).
     """
 
     responses: list[Int[np.ndarray, "_l g"]]
@@ -62,12 +62,12 @@ class Decoded:
 
 
 class Engine:
-    """A model, and what is kept between its batches: its arrays, in 8 bits too, shared prefixes.
+    """A model and what it keeps between batches: its arrays, also in 8 bits, and shared prefixes.
 
     Args:
         model: the denoiser.
-        batch_size: most rows that are decoded together.
-        text_block_len: tokens of a text block, where the settings do not say; a text that is
+        batch_size: the largest number of rows decoded together.
+        text_block_len: tokens per text block if the settings do not say; a text that is
             not a whole number of blocks is one block.
     """
 
@@ -75,7 +75,7 @@ class Engine:
         self.model = model
         self.batch_size = batch_size
         self.text_block_len = text_block_len
-        self._models: dict[str, Denoiser] = {}  # by what `quantize` is called
+        self._models: dict[str, Denoiser] = {}  # by method of `quantize`
         self._making = threading.Lock()  # several threads may decode
         self._prefixes = collections.defaultdict(Prefixes, {"": Prefixes()})
 
@@ -91,14 +91,14 @@ class Engine:
         callback: Callback | None = None,
         programs: Programs = contextlib.nullcontext,
     ) -> Decoded:
-        """Decodes the responses of examples of one kind; those of one shape together.
+        """Decodes the responses of examples of one kind; those of the same shape together.
 
-        A batch that is not full is filled up, so that all batches run the same compiled programs.
+        A batch that is not full is filled up, so that all batches use the same compiled programs.
 
         Args:
             requests: of the examples: seeds and scales.
-            making: what is made, a key of `state.NOISE`: it has noise of its own, and `callback` is
-                told it; by default the kind.
+            making: what is made, a key of `state.NOISE`: it has its own noise, and `callback` is
+                told of it; by default the kind.
             bucket: the shapes to pad to; by default as `padding` says.
             padding: see `batches.Padding`.
             callback: called before the first step and after each segment.
@@ -143,7 +143,7 @@ class Engine:
         return Decoded(*map(list, columns))
 
     def _model(self, method: str) -> Denoiser:
-        """Returns the model, in 8 bits if asked for, as programs take it; it is kept."""
+        """Returns the model prepared for programs, in 8 bits if asked for, and caches it."""
         with self._making:
             if method not in self._models:
                 model = quantize.as_asked(self.model, method)
@@ -152,7 +152,7 @@ class Engine:
 
 
 def _told_rows(callback: Callback | None, rows: Sequence[int]) -> Callback | None:
-    """Returns a callback that is told which examples a batch holds."""
+    """Returns a callback that is also told which examples are in a batch."""
     if callback is None:
         return None
     return lambda state: callback(dataclasses.replace(state, rows=tuple(rows)))
@@ -161,7 +161,7 @@ def _told_rows(callback: Callback | None, rows: Sequence[int]) -> Callback | Non
 def check_steps(
     example: Example, sampling: config.Sampling, model: config.Model, text_block_len: int
 ) -> None:
-    """Checks that no step is without a token.
+    """Checks that every step has a token to decode.
 
     Raises:
         ConfigError: more steps than there are tokens.
@@ -183,14 +183,14 @@ def check_steps(
 
 
 def block_len(length: int, text_block_len: int) -> int:
-    """Returns the tokens of a text block: a text that is not a whole number of them is one."""
+    """Returns the tokens per text block: a text that is not a whole number of blocks is one."""
     return length if length % text_block_len else text_block_len
 
 
 def tokens_passed(
     model: config.Model, sampling: config.Sampling, example: Example, text_block_len: int
 ) -> int:
-    """Returns how many tokens all steps of one example pass, prompt included, padding not."""
+    """Returns the tokens passed by all steps of one example, with the prompt, without padding."""
     settings = _settings(sampling, model, example.kind, _has_source(example))
     asked = dataclasses.replace(example, request=example.request or Request(task=""))
     plan = _plan_of([asked], sampling, settings, model, text_block_len)
@@ -199,7 +199,7 @@ def tokens_passed(
 
 
 def _prompt_tokens(laid: LaidOut) -> int:
-    """Returns the tokens of a whole prompt, with what is given."""
+    """Returns the number of tokens in a whole prompt, with anything given."""
     passed = int(laid.example.given.sum()) * (not laid.given_passed)
     return len(laid.text[-1].index) + len(laid.image[-1].index) + passed
 
@@ -207,10 +207,10 @@ def _prompt_tokens(laid: LaidOut) -> int:
 def of_all(
     sampling: config.Sampling, requests: Sequence[Request], *, has_source: bool = False
 ) -> config.Sampling:
-    """Returns the settings of a batch: it is guided if one of its rows is.
+    """Returns the settings of a batch: it is guided if any of its rows is.
 
     Args:
-        has_source: whether they are edits, which may have a guidance of their own.
+        has_source: whether they are edits, which may have their own guidance.
     """
     scales = presets.guidance_of(sampling, has_source=has_source), sampling.guidance_image
     own = dict(zip(("guidance", "guidance_image"), scales, strict=True))
@@ -228,7 +228,7 @@ def of_all(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The segments of a batch, and what they pass: tokens of each row, and times of its prompt."""
+    """The segments of a batch, the tokens passed per row, and how often the prompt is passed."""
 
     segments: list[plans.Segment]
     tokens: Int[np.ndarray, " b"]
@@ -267,7 +267,7 @@ def _settings(
     has_source: bool,
     scales: tuple[float, float] | None = None,
 ) -> StepSettings:
-    """Returns the settings of a batch; `scales`: guidance of rows that do not say otherwise."""
+    """Returns the settings of a batch; `scales`: guidance of rows that have none of their own."""
     settings = presets.step_settings(sampling, model, kind, has_source=has_source)
     if scales is None:
         return settings
@@ -286,12 +286,12 @@ _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
 
 @dataclasses.dataclass(frozen=True)
 class _Canvas:
-    """An image to be drawn, as the model is told of it.
+    """An image to be drawn, as the model gets it.
 
     Attributes:
-        words: for example with the box of a hole.
+        words: with the box of a hole, for example.
         cells: rows and columns of its grid.
-        image: what is shown to the vision tower; None where nothing is shown.
+        image: what the vision tower sees; None: nothing.
         pixels: what is given as codes, at the size of the image to be drawn.
         known: cells that stay as they are.
     """
@@ -305,17 +305,17 @@ class _Canvas:
 
 @dataclasses.dataclass
 class TaskRun:
-    """Requests of one task while they are done: how, and what it took so far.
+    """Requests of one task while they are being done: settings, and measurements so far.
 
     Attributes:
         engine, settings, prompts, codec, source: of the pipeline.
-        sampling: of all requests, except for what a request has of its own.
+        sampling: for all requests, except for settings of single requests.
         callback, bucket, padding, programs: see `SparseLaViDa.run`.
-        seconds: what each stage took.
-        first: the request that the first example is of, where one is done after another.
-        buckets: of the images that were decoded last.
-        tokens: of each request, that passed through the network.
-        prompted: of each request's first prompt (`Result.prompted`).
+        seconds: the time of each stage.
+        first: the request of the first example, if requests are done one after another.
+        buckets: of the images decoded last.
+        tokens: the number passed through the network for each request.
+        prompted: tokens in each request's first prompt (`Result.prompted`).
     """
 
     engine: Engine
@@ -335,14 +335,14 @@ class TaskRun:
     prompted: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def run(self, requests: Sequence[Request]) -> Result:
-        """Does what is asked by requests of one task."""
+        """Does the requests, which are all of one task."""
         does = {"reflect": self.reflect, "ground": self.find_boxes}
         by_kind = self.draw_images if TASKS[requests[0].task].draws else self.write_texts
         return does.get(requests[0].task, by_kind)(requests)
 
     @property
     def cell_side(self) -> int:
-        """Pixels a side of a cell."""
+        """Pixels per side of a cell."""
         return self.codec.image_size // self.settings.model.grid_size
 
     def _texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
@@ -355,7 +355,7 @@ class TaskRun:
         requests: Sequence[Request],
         sampling: config.Sampling | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
-        """Decodes examples, and keeps the buckets that images were decoded in."""
+        """Decodes examples, and records the buckets in which images were decoded."""
         with self.timed(making):
             decoded = self.engine.decode(
                 examples,
@@ -376,7 +376,7 @@ class TaskRun:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds what a stage takes to `seconds`."""
+        """Adds the time of a stage to `seconds`."""
         begin = time.perf_counter()
         try:
             yield
@@ -384,7 +384,7 @@ class TaskRun:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
 
     def result(self, requests: Sequence[Request], **found: Any) -> Result:
-        """Returns what was found, with the records of images."""
+        """Returns the result, with the records of images."""
         records = ()
         if "pixels" in found:
             none = [None] * len(requests)
@@ -434,7 +434,7 @@ class TaskRun:
     # -- images -----------------------------------------------------------------------------
 
     def draw_images(self, requests: Sequence[Request]) -> Result:
-        """Returns the images of requests."""
+        """Draws the images of requests."""
         canvases = [self._canvas(request) for request in requests]
         layouts = self._layouts(requests, canvases)
         examples = [
@@ -470,7 +470,7 @@ class TaskRun:
     def _layouts(
         self, requests: Sequence[Request], canvases: Sequence[_Canvas]
     ) -> list[str] | None:
-        """Returns the layout of each image, as given or of the model's own; None: without."""
+        """Returns the layout of each image, given or by the model; None: without layouts."""
         task, asked = requests[0].task, [request.plan for request in requests]
         told = [layout for layout in asked if isinstance(layout, str)]
         if told:
@@ -486,10 +486,10 @@ class TaskRun:
         return self._texts(self.decode("layout", examples, _seeds(requests), how))
 
     def _about_images(self, *, layout: bool) -> config.Sampling:
-        """Returns the settings of texts about an image to be drawn: a layout, or a verdict.
+        """Returns the settings for a text about an image to be drawn: a layout or a verdict.
 
         Args:
-            layout: whether it is the layout of an image; that of an edit is as cold as other texts.
+            layout: whether to use the temperature of layouts; edits use that of other texts.
         """
         how, changes = self.sampling, {}
         if how.layout_block_len:
@@ -513,7 +513,7 @@ class TaskRun:
         return dataclasses.replace(example, grid=canvas.cells)
 
     def reflect(self, requests: Sequence[Request]) -> Result:
-        """Returns the last images of requests, with all attempts and their verdicts."""
+        """Draws and judges images; returns the last ones, with all attempts and their verdicts."""
         done = []
         for self.first, request in enumerate(requests):
             done.append(self._reflect(request))
@@ -551,7 +551,7 @@ class TaskRun:
     # -- text and boxes ---------------------------------------------------------------------
 
     def write_texts(self, requests: Sequence[Request]) -> Result:
-        """Returns the texts of requests."""
+        """Writes the texts of requests."""
         required = requests[0].required
         if required and not self.prompts.refusal("caption"):
             plain = [
@@ -583,7 +583,7 @@ class TaskRun:
         return prompts.ask(words, seen, request.max_new_tokens or tokens, request.earlier)
 
     def find_boxes(self, requests: Sequence[Request]) -> Result:
-        """Returns the boxes of phrases, all of one image."""
+        """Finds the boxes of phrases, all in one image."""
         image, named = requests[0].pixels, [request.words for request in requests]
         examples, how = self.prompts.locate(named, image), self.sampling
         if self.prompts.locates_in_one_step:
@@ -595,5 +595,5 @@ class TaskRun:
 
 
 def _seeds(requests: Sequence[Request]) -> list[Request]:
-    """Returns requests of which only the noise is left: for text about an image to be drawn."""
+    """Returns requests reduced to their noise, for text about an image to be drawn."""
     return [Request(task="", seed=one.seed, attempt=one.attempt) for one in requests]

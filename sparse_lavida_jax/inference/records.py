@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a PNG of ours says of how it was drawn, checked before anything is drawn after it.
+"""Checks the record in a PNG of ours of how it was drawn, before anything is drawn from it.
 
-`inference/engine.py` writes it. Whoever hands a file on may have changed it.
+`inference/engine.py` writes the record. Whoever passed the file on may have changed it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from sparse_lavida_jax.models.stack import implementation_of
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 2**17  # tokens of a prompt
+_LONGEST = 2**17  # tokens in a prompt
 _Lengths = Annotated[
     tuple[int, int],
     schema.Allowed(
@@ -70,10 +70,10 @@ class _Record(schema.Section):
 
 
 def check(record: dict[str, Any]) -> None:
-    """Refuses a record of another version, or one that no image of ours can have.
+    """Refuses a record from another version, or one that cannot belong to an image of ours.
 
     Raises:
-        RequestError: it is; the message says which part is wrong.
+        RequestError: the record is refused; the message says which part is wrong.
     """
     if record.get("format") != FORMAT:
         raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
@@ -95,9 +95,9 @@ def check(record: dict[str, Any]) -> None:
 
 
 def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
-    """Returns the model with the attention that a record names; itself where that does not run.
+    """Returns the model with the attention that a record names, or unchanged if that cannot run.
 
-    The latter is said in one line. Older records name none.
+    In the latter case it warns. Older records name no attention.
     """
     asked = record.get("attention") or implementation_of(model.settings)
     if asked == implementation_of(model.settings):
@@ -108,12 +108,12 @@ def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
             asked,
         )
         return model
-    model = jax.tree.map(lambda leaf: leaf, model)  # a module of its own around the same arrays
+    model = jax.tree.map(lambda leaf: leaf, model)  # a separate module that shares the arrays
     model.settings = dataclasses.replace(model.settings, attention_implementation=asked)
     return model
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is not None, which stands for what there is none of."""
+    """Drops None values, which mean that there is no such value."""
     found = {name: value for name, value in values.items() if value is not None}
     return {name: _given(v) if isinstance(v, dict) else v for name, v in found.items()}

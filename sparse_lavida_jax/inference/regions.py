@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an image to be drawn is new: sizes, masks and boxes in pixels become cells."""
+"""Where an image to be drawn is new: converts sizes, masks and boxes in pixels to cells."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ Grid = Bool[np.ndarray, "y x"]
 
 
 def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
-    """Returns which pixels of an image a mask or a box wants drawn.
+    """Returns which pixels of an image are to be drawn, from a mask or a box.
 
     Raises:
-        ImageError: both or neither, a mask of another size, or a box outside.
+        ImageError: both or neither are given, the mask has another size, or the box is outside.
     """
     if (mask is None) == (box is None):
         raise image_files.ImageError("inpainting needs a mask or a box, one of the two.")
@@ -33,10 +33,10 @@ def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np
 
 
 def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
-    """Returns which cells of a grid over an image no pixel of a mask touches."""
+    """Returns which cells of a grid over an image are not touched by any pixel of a mask."""
 
     def touching(length: int) -> Bool[np.ndarray, "grid length"]:
-        """Which pixels along a side touch which cells: a pixel may touch several."""
+        """Which pixels along one side touch which cells; a pixel may touch several."""
         cell, pixel = np.arange(grid)[:, None], np.arange(length)[None]
         return (pixel * grid < (cell + 1) * length) & ((pixel + 1) * grid > cell * length)
 
@@ -47,16 +47,16 @@ def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
 def inner_box(
     image: Pixels, box: Sequence[int | float] | None, side: int, step: int
 ) -> tuple[int, int, int, int]:
-    """Returns where an image stands in a new one, moved outwards to whole cells.
+    """Returns the box of an image inside a new one, expanded to whole cells.
 
     Args:
-        box: x1, y1, x2, y2 in pixels of the new one; None: in its middle, at the image's own
-            size, or at half the new one's if it is larger.
+        box: x1, y1, x2, y2 in pixels of the new image; None: in its middle, at the image's own
+            size, or at half the new image's size if it is larger.
         side: of the new image, in pixels.
-        step: pixels a side of a cell.
+        step: pixels per side of a cell.
 
     Raises:
-        ImageError: a box outside, or one that leaves nothing to draw.
+        ImageError: the box is outside, or leaves nothing to draw.
     """
     if box is None:
         height, width = image.shape[:2]
@@ -80,7 +80,7 @@ def inner_box(
 
 
 def placed(image: Pixels, box: Sequence[int], side: int, step: int) -> tuple[Pixels, Grid]:
-    """Returns a canvas with an image in a box, and the cells that it fills."""
+    """Returns a canvas with an image in a box, and which cells the image fills."""
     x1, y1, x2, y2 = box
     canvas = np.zeros((side, side, 3), np.uint8)
     canvas[y1:y2, x1:x2] = resize(image, (x2 - x1, y2 - y1))

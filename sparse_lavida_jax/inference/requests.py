@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a model: a `Request` is made once, where a person asks, and is then carried on.
+"""What a model is asked to do: a `Request` is made once, at the interface, and then passed along.
 
-`SparseLaViDa.requests` makes them, with the checks and the pairing of this file.
+`SparseLaViDa.requests` makes them, using the checks and the pairing in this file.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
 Words = str | Sequence[str]
 Number = int | float
-Numbers = Number | Sequence[Number | None] | None  # of all rows, or one for each
+Numbers = Number | Sequence[Number | None] | None  # for all rows, or one per row
 
 LARGEST_SEED = 2**31 - 1
-MOST_IMAGES = 1024  # of one prompt, and attempts at one
-ROUNDS = 3  # most attempts of "reflect", unless the request says otherwise
+MOST_IMAGES = 1024  # for one prompt, or attempts at one image
+ROUNDS = 3  # the default limit on attempts of "reflect"
 
 
 @dataclasses.dataclass(frozen=True)
 class ShownImage:
-    """An image that was handed in, and the file that it was read from."""
+    """An image that was given, and the file it was read from."""
 
     pixels: Pixels
     path: pathlib.Path | None = None
@@ -53,33 +53,33 @@ class ShownImage:
         return {"path": path, "sha256": hashlib.sha256(self.pixels.tobytes()).hexdigest()}
 
 
-# An image, or what holds one: an array, a Pillow image, a file, a result of an earlier task.
+# An image or something that contains one: an array, a Pillow image, a file, an earlier result.
 Shown = Pixels | Image.Image | pathlib.Path | str | Result | ShownImage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One thing that is asked of a model.
+    """One thing that a model is asked to do.
 
     Attributes:
-        task: one of `TASKS`; "" of one that says how a row is sampled and nothing else.
+        task: one of `TASKS`; "" if it only says how a row is sampled.
         words: prompt, instruction, question, phrase, or text with gaps.
         images: what the task is about; one image, except for questions about several.
-        earlier: questions of a conversation with their answers, before these words.
-        seed: all randomness of this row.
-        temperature: of the image, or of the text; None: as `sampling` says.
-        guidance, guidance_image: scales of an image; None: as `sampling` says.
-        sampling: how it is sampled; None: by the settings of the checkpoint.
-        plan: whether to lay an image out in text first, or the layout to follow; None: as
-            `sampling` says, where the model learned it.
+        earlier: earlier questions of the conversation, with their answers.
+        seed: determines all random numbers of this row.
+        temperature: for the image or the text; None: as in `sampling`.
+        guidance, guidance_image: guidance scales for an image; None: as in `sampling`.
+        sampling: how it is sampled; None: the settings of the checkpoint.
+        plan: whether to lay an image out in text first, or the layout to follow; None: as in
+            `sampling`, if the model learned it.
         size: height and width of the image to draw, in pixels; None: the largest.
         known: cells of an inpainted image that stay as they are.
-        box: where the given image stands in an outpainted one: x1, y1, x2, y2 in pixels.
-        rounds: most attempts at an image that the model judges itself.
-        attempt: the number of this one; each has noise of its own.
+        box: the place of the given image in an outpainted one: x1, y1, x2, y2 in pixels.
+        rounds: the largest number of attempts at an image that the model judges itself.
+        attempt: the number of this attempt; each has its own noise.
         max_new_tokens: of an answer; None: the usual number.
-        template: the text with gaps of a constrained caption.
-        required: words that a constrained caption must hold, in their order.
+        template: the text with gaps for a constrained caption.
+        required: words that a constrained caption must contain, in order.
     """
 
     task: str
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def pixels(self) -> Pixels:
-        """The image, of a task that needs one."""
+        """The image, for a task that needs one."""
         return self.images[0].pixels
 
     @property
@@ -113,13 +113,13 @@ class Request:
 
 
 class Options(TypedDict, total=False):
-    """What every task takes; None: not given.
+    """Options of all tasks; None: not given.
 
     Attributes:
-        seed: of the first row, the others count on; or one for each row.
+        seed: of the first row, from which the others count up; or one per row.
         sampling: the settings to start from; by default those of the checkpoint.
-        steps: of the image, or of a text block; also as `num_inference_steps`.
-        temperature: of all rows, or one for each; 0 takes the most probable.
+        steps: for the image, or for each text block; also as `num_inference_steps`.
+        temperature: for all rows, or one per row; 0 takes the most probable token.
         sampler: one of `options.SAMPLERS`, or a preset (`sampling/presets.py`).
         registers: how many, or the first and the last number of them.
         quantize: matrices of the layers in 8 bits (`config.QUANTIZED`).
@@ -136,15 +136,15 @@ class Options(TypedDict, total=False):
 
 
 class ImageOptions(Options, total=False):
-    """What every task takes that makes an image.
+    """Options of all tasks that make an image.
 
     Attributes:
-        num_images: of each prompt.
-        plan: whether to lay the image out in text first, or the layout to follow, or one for
-            each row; by default as the sampling settings say, where the model learned it.
-        guidance: scale of all rows, or one for each; also as `guidance_scale`.
+        num_images: images per prompt.
+        plan: whether to lay the image out in text first, or the layout to follow, or one per
+            row; by default as in the sampling settings, if the model learned it.
+        guidance: scale for all rows, or one per row; also as `guidance_scale`.
         order: of the cells (`config.Sampling.order`).
-        vq_dtype: of the decoder of images.
+        vq_dtype: dtype of the decoder of images.
     """
 
     num_images: int | None
@@ -156,10 +156,10 @@ class ImageOptions(Options, total=False):
 
 
 class ChangeOptions(ImageOptions, total=False):
-    """What every task takes that changes an image.
+    """Options of all tasks that change an image.
 
     Attributes:
-        guidance_image: scale of the image, of all rows or one for each.
+        guidance_image: scale of the image, for all rows or one per row.
     """
 
     guidance_image: Numbers
@@ -174,9 +174,9 @@ class TaskSpec:
     """What a task makes and takes.
 
     Attributes:
-        words: what its words are called; "": it has none.
+        words: what its words are called; "": it takes none.
         image: whether it is about an image.
-        takes: names of its options, of `Request` and of `sampling/options.py`.
+        takes: names of its options, from `Request` and `sampling/options.py`.
     """
 
     makes: Literal["image", "text", "boxes"]
@@ -210,15 +210,15 @@ TASKS: dict[str, TaskSpec] = {
 
 
 # ---------------------------------------------------------------------------------------------
-# What a person asks for, as requests.
+# From what a person asks for to requests.
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestMaker:
-    """Makes the requests of a model, and refuses what it cannot do.
+    """Makes requests for a model, and refuses what it cannot do.
 
     Attributes:
-        side: of the largest image, in pixels; 0 for a model that knows none.
+        side: of the largest image, in pixels; 0 for a model without images.
     """
 
     settings: config.Config
@@ -292,7 +292,7 @@ class RequestMaker:
         row: int,
         given: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Returns the fields of `Request` that a task's own options become for one row."""
+        """Returns the fields of `Request` for one row, from the options of a task."""
         model = self.settings.model
         found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
         for question, answer in (earlier := given.get("earlier", ())):
@@ -301,7 +301,7 @@ class RequestMaker:
         found["earlier"] = tuple(earlier)
         if task == "generate":
             size = given.get("size")
-            grid_of(size, self.side, model)  # refuses some
+            grid_of(size, self.side, model)  # refuses impossible sizes
             found["size"] = size and tuple(size)
         elif task in ("inpaint", "outpaint") and "known" in given:
             found["known"] = _grid(given["known"], row, model.grid_size)
@@ -322,10 +322,10 @@ class RequestMaker:
 
 
 def _grid(known: Any, row: int, side: int) -> Grid:
-    """Returns the grid of cells to keep of a row; one is for all of them.
+    """Returns the grid of cells to keep for a row; a single grid is for all rows.
 
     Raises:
-        ImageError: it is none of `side` by `side` cells.
+        ImageError: it is not a grid of `side` by `side` cells.
     """
     try:
         found = np.asarray(known, bool)
@@ -339,10 +339,10 @@ def _grid(known: Any, row: int, side: int) -> Grid:
 
 
 def named(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is given under its own names; what is None is not given.
+    """Returns options under their own names; None means not given.
 
     Raises:
-        RequestError: an option under two names.
+        RequestError: an option is given under two names.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -360,7 +360,7 @@ def named(given: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_of(
     draws: bool, given: dict[str, Any], default: config.Sampling
 ) -> tuple[config.Sampling, dict[str, Sequence[float | None]]]:
-    """Returns the settings that all rows share, and the numbers that are given row by row."""
+    """Returns the settings that all rows share, and the numbers given per row."""
     shared, columns = {}, {}
     for name in [name for name in OPTIONS if name in given]:
         by_row = OPTIONS[name].by_row
@@ -375,10 +375,10 @@ def sampling_of(
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
-    """Returns what was handed in as images, files read.
+    """Returns given images as `ShownImage`, reading files.
 
     Raises:
-        ImageError: one is no image.
+        ImageError: one is not an image.
     """
     if shown is None:
         return []
@@ -401,14 +401,14 @@ def paired(
     copies: int = 1,
     together: bool | None = None,
 ) -> list[tuple[str, tuple[ShownImage, ...]]]:
-    """Returns words and images row by row: one image goes with all words, one text with all images.
+    """Returns words and images per row: one image goes with all words, one text with all images.
 
     Args:
         copies: of each pair.
         together: whether all words are about all images.
 
     Raises:
-        RequestError: nothing is asked, or words and images do not go together.
+        RequestError: nothing is asked for, or words and images do not match in number.
     """
     asked = [words] if isinstance(words, str) else [*words]
     for one in asked:
@@ -426,10 +426,10 @@ def paired(
 
 
 def each(name: str, values: Any, rows: int, copies: int = 1) -> list[Any]:
-    """Returns a value for each row: one for all, or one for each row or each thing copied.
+    """Returns a value per row, from one for all rows, one per row, or one per copied item.
 
     Raises:
-        RequestError: there are not as many as rows.
+        RequestError: the number of values does not match the rows.
     """
     if isinstance(values, str) or not isinstance(values, Sequence):
         return [values] * rows
@@ -442,14 +442,14 @@ def each(name: str, values: Any, rows: int, copies: int = 1) -> list[Any]:
 
 
 def row_seeds(seed: int | Sequence[int], rows: int, copies: int = 1) -> list[int]:
-    """Returns a seed for each row.
+    """Returns a seed per row.
 
     Args:
-        seed: of the first row, from which the others count on; or one for each row, or for each
-            thing that is copied.
+        seed: of the first row, from which the others count up; or one per row, or per item that
+            is copied.
 
     Raises:
-        RequestError: one is out of range, or there are not as many as rows.
+        RequestError: a seed is out of range, or their number does not match the rows.
     """
     if isinstance(seed, Sequence):
         copied = copies if len(seed) < rows else 1
@@ -462,10 +462,10 @@ def row_seeds(seed: int | Sequence[int], rows: int, copies: int = 1) -> list[int
 
 
 def row_numbers(name: str, numbers: Numbers, rows: int, copies: int = 1) -> list[float | None]:
-    """Returns a number for each row; None: as the sampling settings say.
+    """Returns a number per row; None: as in the sampling settings.
 
     Raises:
-        RequestError: one is out of range, or there are not as many as rows.
+        RequestError: a number is out of range, or their count does not match the rows.
     """
     column = each(f"values of {name}", numbers, rows, copies)
     if wrong := [one for one in column if one is not None and not 0 <= one <= LARGEST_SCALE]:
@@ -476,23 +476,23 @@ def row_numbers(name: str, numbers: Numbers, rows: int, copies: int = 1) -> list
 
 
 def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
-    """Returns the settings by which the image of a request is drawn when it is drawn alone."""
+    """Returns the settings for drawing the image of a request by itself."""
     names = ("temperature", "guidance", "guidance_image")
     own = {name: value for name in names if (value := getattr(request, name)) is not None}
     if "guidance" in own:
-        own["guidance_edit"] = -1.0  # it holds for edits too
+        own["guidance_edit"] = -1.0  # it applies to edits too
     return dataclasses.replace(sampling, **own) if own else sampling
 
 
 def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:
-    """Returns rows and columns of cells of an image of height and width `size`.
+    """Returns rows and columns of cells in an image of height and width `size`.
 
     Args:
         size: in pixels; None: the largest.
         side: of the largest image, in pixels.
 
     Raises:
-        RequestError: the model draws no image of that size.
+        RequestError: the model cannot draw an image of that size.
     """
     if size is None:
         return model.grid_size, model.grid_size
@@ -511,10 +511,10 @@ def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple
 
 
 def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | None:
-    """Returns the image that a recorded one was drawn after; None if after none.
+    """Returns the image that a recorded image was drawn from; None if there was none.
 
     Raises:
-        RequestError: it is not to be had, or `shown` is another one.
+        RequestError: it cannot be found, or `shown` is a different one.
     """
     wanted = record.get("picture")
     if wanted is None:

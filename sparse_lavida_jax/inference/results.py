@@ -14,9 +14,9 @@ from sparse_lavida_jax.data import image_files
 
 Box = image_files.Box
 FORMAT = "sparse-lavida-picture/1"
-# One more whenever the same request may draw something else; `replay` refuses other versions.
-# 2: noise of its own for what is made of one seed, drawn finely; counts as PyTorch rounds them;
-# confidences as log-odds; no end-of-text before what is given.
+# Incremented whenever the same request may draw something else; `replay` refuses other versions.
+# 2: each stage with the same seed has its own, finely drawn noise; counts rounded as in PyTorch;
+# confidences as log-odds; no end-of-text before anything given.
 SAMPLER_VERSION = 2
 
 
@@ -26,9 +26,9 @@ class Origin:
 
     Attributes:
         name: the folder or bundled name it was loaded from; "" for a model made in memory.
-        sha256: of the manifest of its folder, which holds the digests of all its files; with
-            adapters, of theirs too.
-        adapters: that were added, with their weights, as `--adapters` takes them.
+        sha256: of the manifest of its folder, which contains the digests of all its files; if it
+            has adapters, of their manifests too.
+        adapters: the adapters that were added and their weights, in the syntax of `--adapters`.
     """
 
     name: str = ""
@@ -38,27 +38,27 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a task returned; tuples have one entry a row, or none where they do not apply.
+    """What a task returned; tuples have one entry per row, or none if they do not apply.
 
     Attributes:
-        task: which one.
-        prompts: what was asked, in the words of the person.
-        seeds: of each row.
-        sampling: how it was sampled, except for what a row has of its own.
+        task: its name.
+        prompts: what was asked, in the user's words.
+        seeds: one per row.
+        sampling: how it was sampled, except for settings of single rows.
         source: the checkpoint.
-        seconds: what each stage took, all rows together.
+        seconds: the time of each stage, for all rows together.
         tokens: the decoded responses: text ids [l 1] or codes of cells [l g].
         pixels: images.
         texts: answers, captions, filled texts; verdicts of "reflect".
-        boxes: of "ground", one a phrase: x1, y1, x2, y2 in pixels of the image that was shown;
-            None where the model named none.
-        plans: the layouts that images were drawn after.
-        attempts: of "reflect": every image with what was said of it, one entry a row.
+        boxes: for "ground", one per phrase: x1, y1, x2, y2 in pixels of the image that was shown;
+            None if the model named none.
+        plans: the layouts that images were drawn from.
+        attempts: for "reflect": every image with its verdict, one entry per row.
         records: how to draw each image again (`SparseLaViDa.replay`).
-        prompted: text tokens and image tokens of each row's prompt, headers included; of the first
-            stage, where an image is laid out first.
-        passed: tokens that all steps of a row passed through the network, prompts included and
-            padding not, as planned: a text that ends early passes fewer.
+        prompted: text tokens and image tokens of each row's prompt, headers included; those of the
+            first stage, if an image is laid out first.
+        passed: tokens that all steps of a row passed through the network, including prompts but not
+            padding, as planned: a text that ends early passes fewer.
     """
 
     task: str
@@ -103,13 +103,13 @@ class Result:
         return self.boxes[0]
 
     def part(self, start: int, stop: int) -> "Result":
-        """Returns the result of some rows; `seconds` are those of all."""
+        """Returns the result of some rows; `seconds` are still those of all rows."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own = {name: x[start:stop] for name, x in fields.items() if isinstance(x, tuple)}
         return dataclasses.replace(self, **own)
 
     def save(self, path: pathlib.Path | str, row: int = 0) -> None:
-        """Writes an image; a PNG holds everything that drew it.
+        """Writes an image; a PNG includes the record of how it was drawn.
 
         Raises:
             ImageError, WriteError: see `image_files.write`.

@@ -36,7 +36,7 @@ CHILD = (sys.executable, "-m", "sparse_lavida_jax.kernels.trial")
 LIMIT_S = 300.0  # time limit of the child, which compiles some twenty programs
 END_S = 10.0  # wait for a killed child; one stuck in its driver may not end
 MOST_OFF = 2e-2  # largest error against the reference, for bfloat16
-SLOWER = 1.05  # refused above this multiple of the time of blocks; less may be noise
+SLOWER = 1.05  # refused above this multiple of blockwise attention's time; less may be noise
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Verdict:
     """What the child found.
 
     Attributes:
-        device: its kind; empty if the child did not get that far.
+        device: its kind; empty if the child failed before it was known.
         kernel: the kernel for the device; None if there is none.
         why: why the kernel is refused; empty if it is admitted.
         checks: the result of each check (`trial.main`).

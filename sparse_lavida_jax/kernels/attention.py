@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step-causal attention: the one entry that training, prefill and decoding call.
+"""Step-causal attention: the entry point for training, prefill and decoding.
 
-`reference` defines it, with the mask written out. A kernel is a module with three functions, of
-which `run_kernel` makes one that is differentiable:
+`reference` defines it, with an explicit mask. A kernel is a module with three functions, which
+`run_kernel` combines into a differentiable one:
 
-* `prepare(q, k, v, tags, sizes)` returns the first four as the kernel reads them.
+* `prepare(q, k, v, tags, sizes)` returns the first four in the form that the kernel reads.
 * `forward(q, k, v, layer, tags, tables, shape)` returns the output [b s (h d)] and its log-sum-exp;
   `k` and `v` are stacked, [n b t (h d)].
-* `backward(q, k, v, tags, tables, out, lse, cotangents, shape)` returns those of q, k and v, given
-  those of the output and of its log-sum-exp.
+* `backward(q, k, v, tags, tables, out, lse, cotangents, shape)` returns the gradients of q, k and
+  v, given those of the output and of its log-sum-exp.
 """
 
 import contextlib
@@ -61,28 +61,28 @@ def step_causal_attention(
 ) -> Float[Array, "b s hd"] | Attended:
     """Attends under the step-causal rule of `visibility.visible`; no mask is ever an argument.
 
-    Heads are merged in the last axis, the layout in which a projection leaves them and in which
-    the cache holds them. Queries and keys are already rotated. Under a mesh (`jax.set_mesh`) every
-    device runs its part (`kernels.sharded`); the reference the compiler partitions.
+    Heads are merged in the last axis, as projections return them and as the cache stores them.
+    Queries and keys are already rotated. Under a mesh (`jax.set_mesh`) every device runs its part
+    (`kernels.sharded`); the reference is partitioned by the compiler.
 
     Args:
         k, v: keys and values, or the stacked cache of all layers together with `layer`.
         query_block, query_horizon, key_block: tags (`layout.TokenLayout`). Output is exactly 0
             where `query_block` is `PAD_BLOCK`.
-        num_kv_heads: heads of k and v; fewer than `num_heads` for grouped queries.
+        num_kv_heads: of k and v; fewer than `num_heads` for grouped queries.
         query_segment, key_segment: tokens of different segments never see each other. On a GPU
-            segments and blocks are then counted from 0 and below 2^16 - 1.
+            segments and blocks must then be in 0..2^16 - 2.
         scale: of the logits; 1/sqrt(head width) by default.
-        tables: of `make_tables`, made once a forward pass; made here where there are none.
+        tables: from `make_tables`, made once per forward pass; made here if None.
         implementation: one of `IMPLEMENTATIONS`; by default the best for the platform. A kernel
-            asked for elsewhere than on its device is interpreted: right, and slow.
+            that runs on another device than its own is interpreted: correct but slow.
         return_lse: also return the log-sum-exp of the scaled logits, 1e30 where nothing is seen.
-        key_deals: how the streams that were joined to the keys were dealt out to the devices of a
-            mesh; none if they were not.
+        key_deals: how the streams that make up the keys were dealt out to the devices of a mesh;
+            empty if they were not.
 
     Raises:
-        ValueError: an unknown implementation, a width that is not a whole number of heads, or a
-            stacked cache without `layer`.
+        ValueError: the implementation is unknown, the width is not a whole number of heads, or a
+            stacked cache has no `layer`.
     """
     num_kv_heads = num_kv_heads or num_heads
     _check_call(q, k, num_heads, num_kv_heads, layer, implementation)
@@ -114,13 +114,13 @@ def make_tables(
     implementation: str | None = None,
     key_deals: Sequence[Deal] = (),
 ) -> Tables | GpuTables | None:
-    """Returns the tile tables of one set of tags, for all layers; None where none are needed.
+    """Returns the tile tables of one set of tags, for all layers; None if not needed.
 
-    Under a mesh they have another first axis, which counts devices (`kernels.sharded`).
+    Under a mesh they have an additional first axis, which counts devices (`kernels.sharded`).
 
     Args:
-        head_dim, dtype: of the queries, by which the call chooses too.
-        implementation, key_deals: of the call.
+        head_dim, dtype: of the queries; the choice of implementation depends on them.
+        implementation, key_deals: as in the call.
     """
     lengths = query_block.shape[1], key_block.shape[1]
     chosen = _chosen(implementation, *lengths, head_dim, dtype)
@@ -144,20 +144,20 @@ def reference(
     shape: Shape,
     layer: Int[Array, ""] | int | None = None,
 ) -> Attended:
-    """Attends with the mask written out: slow, obvious, what kernels must agree with.
+    """Attends with an explicit mask: slow and simple, the reference for the kernels.
 
-    In float32 inside. A padding query, and a query that sees no key, get exactly 0 and
+    Computes in float32. A padding query, and a query that sees no key, get exactly 0 and
     `NOTHING_SEEN_LSE`.
     """
     if layer is not None:
         k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
-    # Heads before tokens, [b h s d], as the products read them.
+    # Heads before tokens, [b h s d], for the matrix products.
     q, k, v = (x.reshape(*x.shape[:2], -1, shape.head_dim).swapaxes(1, 2) for x in (q, k, v))
     group = shape.num_heads // shape.num_kv_heads
     if group > 1:  # grouped queries: each key head serves a run of query heads
         k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
 
-    # Tags as [b 1 s 1] for queries and [b 1 1 t] for keys, next to logits [b h s t].
+    # Tags as [b 1 s 1] for queries and [b 1 1 t] for keys, to broadcast with logits [b h s t].
     query_block, query_horizon, key_block, query_segment, key_segment = tags
     query_tag = query_block[:, None, :, None]
     mask = visible(
@@ -168,7 +168,7 @@ def reference(
         None if key_segment is None else key_segment[:, None, None, :],
     ) & ~is_padding(query_tag)
     logits = jnp.einsum("bhsd,bhtd->bhst", q, k, preferred_element_type=jnp.float32) * shape.scale
-    # Not infinite, so that a row that sees nothing has no NaN, nor has its gradient.
+    # Not infinite, so that a row that sees nothing has no NaN, and neither has its gradient.
     logits = jnp.where(mask, logits, HIDDEN)
     seen = jnp.any(mask, axis=-1)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
@@ -191,13 +191,13 @@ def run_kernel(
     """Runs a kernel; differentiable in q, k and v, except for a stacked cache.
 
     Args:
-        tables: of the same tags and sizes; made where there are none.
+        tables: of the same tags and sizes; made here if None.
     """
     tables = tables or tiles.make_tables(*tags, sizes=shape.sizes)
     length = q.shape[1]
     q, k, v, tags = kernel.prepare(q, k, v, tags, shape.sizes)
     if layer is None:
-        # Tags go in as leaves: JAX differentiates integers by what no annotated class holds.
+        # Tags are passed as leaves: the class annotations exclude JAX's gradients of integers.
         leaves, structure = jax.tree.flatten((tags, tables))
         out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)  # type: ignore
     else:
@@ -213,7 +213,7 @@ def _differentiable(kernel, shape, structure, q, k, v, leaves) -> tuple[Array, A
 
 def _run_and_save(kernel, shape, structure, q, k, v, leaves):
     out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)  # type: ignore
-    # Named, so that a rematerialisation policy may keep them and not run the kernel again.
+    # Named, so that a rematerialisation policy can keep them instead of rerunning the kernel.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (out, lse), (q, k, v, leaves, out, lse)
 
@@ -228,7 +228,7 @@ _differentiable.defvjp(_run_and_save, _gradients)
 
 
 # ---------------------------------------------------------------------------------------------
-# What computes a call.
+# The choice of an implementation.
 
 
 def admit_kernel() -> None:
@@ -274,7 +274,7 @@ def default_implementation() -> str:
 
 
 def implementation_for(head_dim: int, dtype: DTypeLike, implementation: str | None = None) -> str:
-    """Returns the implementation for long calls of this type: the one asked for, or the best."""
+    """Returns the implementation for long calls of this type: the given one, or the best."""
     if implementation is not None:
         return implementation
     best = default_implementation()
@@ -296,25 +296,25 @@ def runs_here(implementation: str) -> bool:
 
 
 def takes_tables(implementation: str | None = None) -> bool:
-    """Whether attention runs over listed tiles, under a mesh on each device its own."""
+    """Whether attention runs over listed tiles; under a mesh each device has its own."""
     return (implementation or default_implementation()) != "reference"
 
 
 def slot_multiple(implementation: str | None = None) -> int:
-    """Returns what the slots of a cache are a multiple of: a kernel would copy it to fill it up."""
+    """Returns the multiple to which cache slots are padded; else a kernel would copy the cache."""
     chosen = implementation or default_implementation()
     return {"pallas_tpu": devices.SLOTS, "pallas_gpu": tiles.GPU_ROWS}.get(chosen, 1)
 
 
 def query_tile(length: int, implementation: str | None = None) -> int:
-    """Returns the queries of a tile, of a call of so many."""
+    """Returns the queries per tile for a call with `length` queries."""
     return devices.sizes_of(implementation or default_implementation(), length, length).queries
 
 
 def mesh_in_use(params: PyTree) -> contextlib.AbstractContextManager:
-    """Returns the context in which programs see the mesh that parameters lie on, if they do.
+    """Returns a context that sets the mesh of the parameters, if they have one.
 
-    Without it a kernel does not know that it has to be split, and the compiler cannot split it.
+    Without it a kernel is not split over the mesh, and the compiler cannot split it.
     """
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
@@ -340,14 +340,14 @@ def _has_mosaic_gpu() -> bool:
 
 @functools.cache
 def _announce(why: str | None) -> None:
-    """Says once that there is no kernel."""
+    """Logs once that there is no kernel."""
     log.warning("attention runs without a kernel, in blocks of tokens, and slower: %s.", why)
 
 
 def _chosen(
     implementation: str | None, query_len: int, key_len: int, head_dim: int, dtype: DTypeLike
 ) -> str:
-    """Returns what computes a call: what was asked for, or the best for its numbers."""
+    """Returns the implementation of a call: the given one, or the best for its sizes."""
     best = implementation_for(head_dim, dtype, implementation)
     few = implementation is None and query_len * key_len <= devices.FEW_PAIRS
     return "reference" if few and best == "blockwise" else best
@@ -391,7 +391,7 @@ def _run(
 
 
 def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, Any]:
-    """Returns the module that computes a call, and how it is interpreted, or False."""
+    """Returns the module that computes a call, and how it is interpreted (False: not)."""
     if chosen == "blockwise":
         return blockwise, False
     if chosen == "pallas_tpu":
@@ -403,13 +403,13 @@ def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, A
             f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {dtype} and"
             f" {head_dim=}: use implementation='blockwise', or None."
         )
-    # Older versions of jax cannot import it.
+    # Older jax versions cannot import it.
     from sparse_lavida_jax.kernels import pallas_gpu
 
     return pallas_gpu, _is_elsewhere("gpu", "nvidia") and pallas_gpu.interpreted()
 
 
 def _is_elsewhere(platform: str, vendor: str) -> bool:
-    """Whether programs are compiled for another platform than a kernel's."""
+    """Whether programs are compiled for a platform other than the kernel's."""
     kind = devices.device_kind().lower()
     return jax.default_backend() != platform and not kind.startswith(vendor)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step-causal attention in plain `lax`, of linear memory: where there is no kernel for the GPU.
+"""Step-causal attention in plain `lax` with linear memory, for GPUs without a kernel.
 
 A loop over the tiles that the kernels' tables list (`tables.py`), with a running softmax in the
 forward pass (Flash-Attention, arXiv:2205.14135, Alg. 1) and the weights computed again from the
-saved log-sum-exp in the backward pass (Alg. 4). No array holds a number for every pair of tokens,
-and tiles without a visible pair are skipped. The compiler makes the products: any GPU, any jax, any
-width of a head.
+saved log-sum-exp in the backward pass (Alg. 4). No array has an element for every pair of tokens,
+and tiles without a visible pair are skipped. The compiler generates the matrix products, so this
+works with any GPU, jax version and head width.
 
-It is ours because what there is holds the mask, which grows with the square of the length:
-`jax.nn.dot_product_attention` takes a mask or a bias of all pairs, and so does tokamax's
-`xla_chunked` (0.0.17), which skips no tile, keeps its running sums of every chunk for the gradient,
+We wrote our own because existing functions need the mask, which grows with the square of the
+length: `jax.nn.dot_product_attention` takes a mask or a bias of all pairs, and so does tokamax's
+`xla_chunked` (0.0.17), which skips no tile, keeps the running sums of every chunk for the gradient,
 and returns no log-sum-exp. Pallas's Triton backend could compile a kernel for older GPUs, but is
 deprecated since jax 0.11.
 """
@@ -29,7 +29,7 @@ from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 Carry = TypeVar("Carry")
 
-# Of the running maximum: not infinite, so that no difference is NaN in a row that sees nothing.
+# Start of the running maximum: not infinite, so that a row that sees nothing gets no NaN.
 START = float(jnp.finfo(jnp.float32).min)
 
 
@@ -37,12 +37,12 @@ START = float(jnp.finfo(jnp.float32).min)
 class _Span:
     """The queries or the keys of a tile, in one row.
 
-    The last span of a length that is no whole number of tiles begins earlier, so that all have the
-    same size and nothing is filled up. What the span before it had too does not count again.
+    If the length is not a whole number of tiles, the last span starts earlier, so that all have the
+    same size without padding. Tokens that it shares with the span before it do not count again.
 
     Attributes:
-        first: where the span would begin by its number; tokens from here on count.
-        start: where it begins.
+        first: nominal start of the span, from its number; tokens from here on count.
+        start: actual start.
     """
 
     row: Int[Array, ""]
@@ -60,12 +60,12 @@ class _Span:
         return self.start + jnp.arange(self.size) >= self.first
 
     def read(self, x: Shaped[AnyArray, "b *n"], axis: int = 1) -> Array:
-        """Returns this span of its row of x, whose tokens lie along `axis`."""
+        """Returns this span of its row of x, whose tokens are along `axis`."""
         sizes = [self.size if i == axis else n for i, n in enumerate(x.shape)]
         return lax.dynamic_slice(x, self._at(x, axis), [1, *sizes[1:]])[0]
 
     def read_layer(self, x: Float[Array, "n b t hk d"], layer) -> Float[Array, "s hk d"]:
-        """Returns this span of one layer of a stack; the rest of the stack is not touched."""
+        """Returns this span of one layer of a stack without reading the rest of the stack."""
         at = (layer, self.row, self.start, 0, 0)
         return lax.dynamic_slice(x, at, (1, 1, self.size, *x.shape[3:]))[0, 0]
 
@@ -80,7 +80,7 @@ class _Span:
 
 
 def _mask(tags: Tags, queries: _Span, keys: _Span) -> Bool[Array, "1 1 s t"]:
-    """Returns who sees whom in a tile, next to logits [hk g s t]."""
+    """Returns who sees whom in a tile, to broadcast with logits [hk g s t]."""
     query_block, horizon, key_block, query_segment, key_segment = tags
     block, seen = queries.read(query_block)[:, None], keys.read(key_block)[None]
     of_query = None if query_segment is None else queries.read(query_segment)[:, None]
@@ -109,7 +109,7 @@ _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _by_head(q, shape: Shape, *others) -> tuple[Array, ...]:
-    """Splits the heads: of queries by the key head that they share, [b s hk g d]; [... t hk d]."""
+    """Splits heads: queries are grouped by their key head, [b s hk g d]; others [... t hk d]."""
     heads = (shape.num_kv_heads, shape.head_dim)
     own = q.reshape(*q.shape[:-1], shape.num_kv_heads, shape.group, shape.head_dim)
     return own, *(x.reshape(*x.shape[:-1], *heads) for x in others)
@@ -149,7 +149,7 @@ def forward(q, k, v, layer, tags: Tags, tables: Tables, shape: Shape):
 
 
 def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: Shape):
-    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)], all from one loop."""
+    """Returns the gradients of q [b s (h d)], k and v [b t (hk d)], computed in one loop."""
     given = (q, k, v)
     rows = (q.shape[0], shape.num_kv_heads, shape.group, q.shape[1])
     delta = row_sums(out, cotangents, shape.num_heads).reshape(rows)
@@ -166,7 +166,7 @@ def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: S
         weights = jnp.where(mask, weights, 0.0)
         dp = _product("sngd,tnd->ngst", own_dout, own_v)
         ds = weights * (dp - queries.read(delta, axis=3)[..., None]) * shape.scale
-        # Once more: what a row does not see may be so large that 0 times it is NaN.
+        # Masked again: what a row does not see may be so large that 0 times it is NaN.
         ds = jnp.where(mask, ds, 0.0).astype(q.dtype)
         return (
             queries.add(dq, _product("ngst,tnd->sngd", ds, own_k)),
@@ -182,6 +182,6 @@ def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: S
 
 
 def prepare(q, k, v, tags: Tags, sizes: TileSizes):
-    """Returns tags on the device; no length needs to be filled up."""
+    """Returns tags on the device; no padding is needed."""
     del sizes
     return q, k, v, tuple(None if tag is None else jnp.asarray(tag) for tag in tags)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the implementations of attention share: the shape of a call, and some of its numbers."""
+"""Shared by the attention implementations: the shape of a call, and some constants."""
 
 import dataclasses
 from typing import Any
@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-LOWEST = -1e30  # a logit under the mask: not infinite, so that differences stay numbers
+LOWEST = -1e30  # a masked logit: not infinite, so that differences are not NaN
 LOG2_E = 1.4426950408889634
 
-# What a row that attends to nothing reports as its log-sum-exp: exp(logit - this) is 0, which is
-# what a backward pass needs.
+# The log-sum-exp of a row that attends to nothing: exp(logit - this) is 0, as a backward pass
+# needs.
 NOTHING_SEEN_LSE = 1e30
 
 Tags = tuple[Any, ...]  # query block and horizon, key block, query and key segment or None
@@ -19,13 +19,13 @@ Tags = tuple[Any, ...]  # query block and horizon, key block, query and key segm
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is compiled into a kernel.
+    """The static parameters of a kernel.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: of the call.
         scale: of the logits.
         sizes: of tiles; None for the reference.
-        interpret: False, or what the interpreter of the kernel takes.
+        interpret: False, or the parameters of the kernel's interpreter.
     """
 
     num_heads: int
@@ -37,12 +37,12 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """The number of query heads that share a key head."""
         return self.num_heads // self.num_kv_heads
 
 
 def whole_tiles(x: Float[Array, "*n t hd"], multiple: int) -> Float[Array, "*n t2 hd"]:
-    """Fills the tokens of [... t (h d)] up to whole tiles."""
+    """Pads the tokens of [... t (h d)] to whole tiles."""
     missing = -x.shape[-2] % multiple
     return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0))) if missing else x
 
@@ -52,7 +52,7 @@ def row_sums(
     cotangents: tuple[Float[Array, "b s hd"], Float[Array, "b h *one s"]],
     num_heads: int,
 ) -> Float[Array, "b h *one s"]:
-    """Returns what is subtracted from every dP of a row (FlashAttention's delta).
+    """Returns the value to subtract from every dP of a row (FlashAttention's delta).
 
     Args:
         cotangents: of the output and of its log-sum-exp.

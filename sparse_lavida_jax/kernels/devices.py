@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every number about a device: what its vendor says of it, and which tiles a call on it gets.
+"""Numbers for each device: its vendor's specification, and the tiles for calls on it.
 
-Tiles are those measured best for the device and the lengths, or follow a rule. `tile_sizes.json`
-next to this file holds what `python -m sparse_lavida_jax.bench.attention --tune` measured: device
-kind, width of a head, lengths, sizes. What it does not hold follows the rule.
+Tiles are those measured to be best for the device and the lengths, or follow a rule.
+`tile_sizes.json` next to this file has the results of
+`python -m sparse_lavida_jax.bench.attention --tune`: device kind, width of a head, lengths, sizes.
+The rule applies to everything else.
 """
 
 import dataclasses
@@ -21,14 +22,14 @@ from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the vendor says of a device.
+    """The vendor's specification of a device.
 
     Attributes:
         flops: dense bfloat16 products a second, at most.
-        memory: bytes; 0 where nothing here needs it, as below.
-        hertz: cycles in a second, from `flops` and the 8 (v5p), 4 (v5e) matrix units of 128 x 128
+        memory: bytes; 0 if nothing here needs it, likewise below.
+        hertz: cycles per second, from `flops` and the 8 (v5p), 4 (v5e) matrix units of 128 x 128
             or 4 (v6e) of 256 x 256 of a chip.
-        link: bytes in a second that it can send to its neighbours, over all links.
+        link: bytes per second that it can send to its neighbours, over all links.
     """
 
     flops: float
@@ -37,7 +38,7 @@ class Device:
     link: float = 0
 
 
-# By what `device_kind` begins with, from the vendors' tables; those of TPUs from
+# By prefix of `device_kind`, from the vendors' tables; those of TPUs from
 # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
 DEVICES = {
     ("TPU v4",): Device(275e12),
@@ -62,19 +63,19 @@ PCI = pathlib.Path("/sys/bus/pci/devices")
 TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")
 QUERY_TILES, KEY_TILES, PARTS = (512, 256), (1024, 512, 256), (256,)
 SMALLEST_TILE = 128
-SLOTS = 256  # of a TPU's cache: tiles that need not be filled up, for that would copy it
-MOST_FILLED = 1 / 8  # of a length, to have larger tiles; ours, not tuned on a TPU
+SLOTS = 256  # multiple for a TPU's cache: whole tiles, since padding would copy the cache
+MOST_FILLED = 1 / 8  # largest share of padding for larger tiles; ours, not tuned on a TPU
 RELEASE_HEAD_DIM = 128
-HOPPER = "9."  # what the compute capability of a GPU with a kernel begins with
-# Queries times keys of a call, up to which the mask is written out where there is no kernel. On a
-# CPU core the reference takes .7 of the time of blocks at 640 tokens and twice as long at 1024
-# (forward; docs/kernels.md); on a GPU nothing was measured.
+HOPPER = "9."  # prefix of the compute capability of GPUs with a kernel
+# Queries times keys of a call up to which the reference is used if there is no kernel. On a CPU
+# core the reference takes .7 of the time of blockwise attention at 640 tokens and twice as long at
+# 1024 (forward; docs/kernels.md); on a GPU nothing was measured.
 FEW_PAIRS = 2**19
-LARGEST_BLOCK = 512  # logits of 32 heads of such a tile are 34 MB; ours, not tuned on a GPU
+LARGEST_BLOCK = 512  # logits of such a tile for 32 heads are 34 MB; ours, not tuned on a GPU
 
 
 def device(kind: str) -> Device | None:
-    """Returns the row of a kind of device; None for one that is not in the table."""
+    """Returns the entry of a kind of device; None if it is not in the table."""
     names = {name: row for names, row in DEVICES.items() for name in names}
     found = [name for name in names if kind.startswith(name)]
     return names[max(found, key=len)] if found else None
@@ -114,11 +115,11 @@ def tile_sizes(
 ) -> TileSizes:
     """Returns the tiles of a call on a TPU.
 
-    By the rule they are the largest that fill it up no further than `SMALLEST_TILE`, and where none
-    does, by no more than `MOST_FILLED`: lengths that are whole numbers of 1024 get the largest, and
-    caches, whole numbers of `SLOTS`, are never filled up. `PARTS` were chosen so that the kernels
-    fit the memory of v5e, v5p and v6e (`tests/tpu_aot`). Measured tiles that would fill up further
-    are not for these lengths either.
+    The rule takes the largest tiles that need no more padding than `SMALLEST_TILE`; failing that,
+    the largest that pad by at most `MOST_FILLED`. Multiples of 1024 get the largest tiles, and
+    caches, multiples of `SLOTS`, are never padded. `PARTS` were chosen so that the kernels fit the
+    memory of v5e, v5p and v6e (`tests/tpu_aot`). Measured tiles that would add more padding are not
+    used.
 
     Args:
         device: kind of the device; by default the one that programs are compiled for.
@@ -134,18 +135,18 @@ def tile_sizes(
 def gpu_sizes(
     query_len: int, key_len: int, head_dim: int = RELEASE_HEAD_DIM, *, device: str | None = None
 ) -> GpuSizes:
-    """Returns the tiles of a call on a GPU; the rule is the defaults of `GpuSizes`."""
+    """Returns the tiles of a call on a GPU; without measurements, the defaults of `GpuSizes`."""
     return GpuSizes(**(_measured(query_len, key_len, head_dim, device) or {}))
 
 
 def rule(query_len: int, key_len: int) -> TileSizes:
-    """Returns the tiles of a call on a TPU of which nothing was measured."""
+    """Returns the tiles of a call on a TPU without measurements."""
     keys = _largest(KEY_TILES, key_len)
     return TileSizes(_largest(QUERY_TILES, query_len), keys, _largest(PARTS, keys))
 
 
 def blockwise_sizes(query_len: int, key_len: int) -> TileSizes:
-    """Returns the tiles of a call without a kernel: as few as there may be, and all alike."""
+    """Returns the tiles of a call without a kernel: as few as possible, all of the same size."""
 
     def size(length: int) -> int:
         return _filled(-(-length // -(-length // LARGEST_BLOCK)))
@@ -155,7 +156,7 @@ def blockwise_sizes(query_len: int, key_len: int) -> TileSizes:
 
 
 def bucket(query_len: int, key_len: int) -> str:
-    """Returns the lengths that share an entry: each up to the next power of two."""
+    """Returns the key of an entry: lengths rounded up to powers of two."""
     return "x".join(
         str(max(SMALLEST_TILE, 1 << (n - 1).bit_length())) for n in (query_len, key_len)
     )
@@ -172,7 +173,7 @@ def device_kind() -> str:
 
 
 def tpu_candidates(query_len: int, key_len: int) -> list[TileSizes]:
-    """Returns the tiles that may be measured for a call on a TPU; not all of them need compile."""
+    """Returns the candidate tiles for a call on a TPU; not all of them may compile."""
     return [
         TileSizes(queries, keys, part)
         for queries, keys, part in itertools.product(
@@ -183,9 +184,9 @@ def tpu_candidates(query_len: int, key_len: int) -> list[TileSizes]:
 
 
 def gpu_candidates(head_dim: int) -> dict[str, list[GpuSizes]]:
-    """Returns the tiles that may be measured on a GPU, those of the backward pass by themselves.
+    """Returns the candidate tiles for a GPU, separately for the kernels of the backward pass.
 
-    All of them compile for Hopper without spilling registers (`tests/gpu_aot`); the others do not.
+    They compile for Hopper without spilling registers (`tests/gpu_aot`); other sizes do not.
     """
     if head_dim == RELEASE_HEAD_DIM:
         forward = dq = [(128, 2), (64, 2), (64, 3), (64, 4)]
@@ -222,7 +223,7 @@ def _divides(size: int, length: int) -> bool:
 
 
 def _fits(size: int, length: int) -> bool:
-    """Whether tiles fill a length up little, and one that may be of a cache not at all."""
+    """Whether tiles pad a length only a little, and not at all if it may be that of a cache."""
     little = length % SLOTS != 0 and -length % size <= MOST_FILLED * length
     return little or _divides(size, length)
 

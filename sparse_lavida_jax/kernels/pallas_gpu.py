@@ -2,15 +2,15 @@
 """Step-causal attention for Hopper GPUs (Mosaic GPU): forward, and gradients of queries and keys.
 
 A program holds a tile of rows: queries in the forward pass and for their gradient, keys for that of
-keys and values. Two warpgroups compute half of it each, a third one copies the tiles of the row's
-list into shared memory. The list holds the tiles without a mask before those under
-`visibility.visible`, which is traced here as it is: two loops, and only the second has mask code.
-Tags are read from global memory; the list is a few integers a row.
+keys and values. Two warpgroups compute half of it each; a third one copies the tiles in the row's
+list into shared memory. The list has the tiles without a mask first, then those masked by
+`visibility.visible`, which is traced unchanged: there are two loops, and only the second has mask
+code. Tags are read from global memory; the list is a few integers per row.
 
-Needs jax 0.11; bfloat16 and float16, heads of 64 or 128.
+Needs jax 0.11; supports bfloat16 and float16, with heads of width 64 or 128.
 """
 
-# Types are those of jax 0.11, which a checker under jax 0.10 does not know.
+# Types are those of jax 0.11, which a type checker with jax 0.10 does not know.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
 import dataclasses
@@ -30,21 +30,21 @@ from sparse_lavida_jax.kernels.common import LOG2_E, LOWEST, NOTHING_SEEN_LSE, S
 from sparse_lavida_jax.kernels.tables import GpuSizes, GpuTables, RowLists, padded_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
-START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row needs care
+START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row is a special case
 HALVES = 2  # warpgroups that compute
-HALF = 64  # rows of each: what one wgmma takes
+HALF = 64  # rows of each: those of one wgmma
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
-SEGMENT_SHIFT = 16  # of a word that holds segment and block
+SEGMENT_SHIFT = 16  # in a word that holds segment and block
 PACKED_PADDING = 2**SEGMENT_SHIFT - 1  # the block of padding in such a word
 
 
 @flax.struct.dataclass
 class GpuTags:
-    """Tags of queries and keys [b s], filled up to whole tiles.
+    """Tags of queries and keys [b s], padded to whole tiles.
 
     Attributes:
-        query_block, key_block: words, whose upper half holds the segment where rows are packed:
-            the gradient of the keys has no registers left for a third number of queries.
+        query_block, key_block: words whose upper half holds the segment if rows are packed: the
+            kernel for the gradient of keys has no registers left for a third number per query.
         query_horizon: as given.
         packed: static: whether there are segments.
     """
@@ -55,7 +55,7 @@ class GpuTags:
     packed: bool = flax.struct.field(pytree_node=False)
 
     def mask(self, batch, queries, keys, *, keys_down: bool):
-        """Returns who sees whom in a tile, [queries, keys], or the other way round."""
+        """Returns who sees whom in a tile, [queries, keys] or transposed."""
         down, across = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
         query_layout, key_layout = (across, down) if keys_down else (down, across)
         shape = (keys.size, queries.size) if keys_down else (queries.size, keys.size)
@@ -67,7 +67,7 @@ class GpuTags:
             return lax.broadcast_in_dim(values, shape, [0 if layout is down else 1])
 
         def apart(words, at, layout):
-            """Returns the blocks of words and, where rows are packed, the segments."""
+            """Returns the blocks in words and, if rows are packed, the segments."""
             words = load(words, at, layout)
             if not self.packed:
                 return [spread(words, layout)]
@@ -83,7 +83,7 @@ class GpuTags:
 
 
 def interpreted(*, detect_races: bool = False) -> Any:
-    """Returns what `Shape.interpret` takes to run the kernels in Python, on any machine."""
+    """Returns the value of `Shape.interpret` that runs the kernels in Python, on any machine."""
     parameters: Any = plgpu
     return parameters.InterpretGPUParams(detect_races=detect_races)
 
@@ -103,7 +103,7 @@ def _zeros(rows: int, cols: int):
 
 
 def _read(between, product):
-    """The interpreter has no wgmma: shared memory was read by loads, and a copy overwrites it."""
+    """The interpreter has no wgmma: loads read shared memory, which a copy overwrites later."""
     plgpu.commit_smem()
     between()
     return product
@@ -140,16 +140,16 @@ def _transposed(ref, shape: Shape):
 
 
 def _slot(step, stages: int):
-    """Where a tile goes: there are `stages` places, one is computed while the others are filled."""
+    """The slot of a tile: of `stages` slots, one is in use while the others are filled."""
     return lax.rem(step, jnp.array(stages, step.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """One row of a list, inside a kernel: its tiles, how many have no mask, and who computes it.
+    """One row of a list, inside a kernel: its tiles, how many have no mask, and its warpgroup.
 
     Attributes:
-        half: the warpgroup, of which the last copies tiles.
+        half: index of the warpgroup; the last one copies tiles.
     """
 
     cols: Any
@@ -162,14 +162,14 @@ class _Row:
 
     @classmethod
     def mine(cls, cols, num_full, num_active, order=None) -> "_Row":
-        """Returns the row of this program: in `order` the first programs take the longest rows."""
+        """Returns the row of this program; with `order`, the first programs take the longest."""
         batch, row, head, half = map(lax.axis_index, ("batch", "row", "heads", "wg"))
         row = row if order is None else order[batch, row]
         return cls(cols, num_full, num_active, batch, row, head, half)
 
     @property
     def tokens(self):
-        """Those of this warpgroup's half of the row."""
+        """The tokens of this warpgroup's half of the row."""
         return pl.ds(self.row * (HALVES * HALF) + self.half * HALF, HALF)
 
     @property
@@ -181,7 +181,7 @@ class _Row:
         return self.num_active[self.batch, self.row]
 
     def tile(self, step, size: int):
-        """Tokens of a tile of the list."""
+        """The tokens of a tile in the list."""
         return pl.ds(self.cols[self.batch, self.row, step] * size, size)
 
 
@@ -194,7 +194,7 @@ def _each_tile(row: _Row, compute, carry):
 
 
 def _load_own(row: _Row, ready, *pairs) -> None:
-    """Copies what a half of the row has from (global memory, to shared memory), and waits."""
+    """Copies the data of this half of the row (from global, to shared memory), and waits."""
     for i, (source, target) in enumerate(pairs):
         plgpu.copy_gmem_to_smem(source, target, ready.at[row.half * len(pairs) + i])
     for i in range(len(pairs)):
@@ -202,7 +202,7 @@ def _load_own(row: _Row, ready, *pairs) -> None:
 
 
 def _write_own(*pairs) -> None:
-    """Copies results from (shared memory, to global memory), and waits."""
+    """Copies results (from shared memory, to global memory), and waits."""
     plgpu.commit_smem()
     for source, target in pairs:
         plgpu.copy_smem_to_gmem(source, target)
@@ -210,7 +210,7 @@ def _write_own(*pairs) -> None:
 
 
 class _Tiles(NamedTuple):
-    """Places for tiles of an array in shared memory, and the barriers of each place.
+    """Slots for tiles of an array in shared memory, and the barriers of each slot.
 
     Attributes:
         ready, consumed: passed when a tile has arrived, and when both halves have used it.
@@ -222,12 +222,12 @@ class _Tiles(NamedTuple):
 
 
 def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) -> None:
-    """The third warpgroup: copies every tile of the row when its place is free.
+    """The third warpgroup: copies every tile of the row when its slot is free.
 
     Args:
-        size: tokens of a tile.
-        stages: places for tiles.
-        arrays: of each, the tokens to read and where their tiles go.
+        size: tokens per tile.
+        stages: number of slots.
+        arrays: for each, the tokens to read and the slots of their tiles.
     """
     plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
 
@@ -239,7 +239,7 @@ def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) 
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, used))
             plgpu.copy_gmem_to_smem(source.at[tile], places.smem.at[slot], places.ready.at[slot])
 
-    # Every phase of a barrier is waited for, the last ones too.
+    # Every phase of a barrier must be waited for, including the last ones.
     @pl.loop(lax.max(row.active - stages, jnp.int32(0)), row.active)
     def _(step):
         for _, places in arrays:
@@ -251,7 +251,7 @@ def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) 
 
 
 def _softmax_step(logits, carry, dtype):
-    """Returns accumulator, total and maximum of a running softmax, and the weights of a tile."""
+    """Returns the accumulator, total and maximum of a running softmax, and a tile's weights."""
     accumulator, maximum, total = carry
     after = jnp.maximum(maximum, logits.max(axis=1))
     decay = jnp.exp2(maximum - after)
@@ -262,7 +262,7 @@ def _softmax_step(logits, carry, dtype):
 
 
 def _take_row(tiles: _Tiles, slot):
-    """Returns a number for each query of a tile, and gives its place back."""
+    """Returns a number for each query of a tile, and frees its slot."""
     plgpu.barrier_wait(tiles.ready.at[slot])
     values = plgpu.load(tiles.smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
     plgpu.commit_smem()  # read by loads, overwritten by a copy
@@ -387,7 +387,7 @@ def _key_gradient_kernel(
     q, k, v, dout, lse, delta, tags, lists, dk, dv,
     k_smem, v_smem, q_tiles, dout_tiles, lse_tiles, delta_tiles, ready, *, shape: Shape,
 ):  # fmt: skip
-    """For every query head: the heads of a group are added up outside."""
+    """Computes one query head; the heads of a group are added up outside."""
     work = _Row.mine(*lists)
     batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
     queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
@@ -403,7 +403,7 @@ def _key_gradient_kernel(
         def compute(step, carry, masked):
             dk_sum, dv_sum = carry
             slot = _slot(step, stages)
-            if masked:  # before the copies have come, and while few registers are taken
+            if masked:  # before the copies arrive, and while few registers are in use
                 mask = tags.mask(batch, work.tile(step, queries), work.tokens, keys_down=True)
             plgpu.barrier_wait(q_tiles.ready.at[slot])
             logits = _product(own_k, _transposed(q_tiles.smem.at[slot], shape), shape, size)
@@ -414,7 +414,7 @@ def _key_gradient_kernel(
                 weights = jnp.where(mask, weights, 0.0)
             plgpu.barrier_wait(dout_tiles.ready.at[slot])
             dv_sum = _added(dv_sum, weights.astype(dtype), dout_tiles.smem.at[slot], shape)
-            # Starting from -delta, not subtracting it afterwards, needs fewer registers.
+            # Starting from -delta needs fewer registers than subtracting it afterwards.
             dp = lax.broadcast_in_dim(-_take_row(delta_tiles, slot), size, [1])
             dp = _added(dp, own_v, _transposed(dout_tiles.smem.at[slot], shape), shape)
             plgpu.barrier_arrive(dout_tiles.consumed.at[slot])
@@ -472,10 +472,10 @@ def _barriers(number: int, arrivals: int = 1):
 def _places(dtype, shape: Shape, size: int, stages: int):
     """Returns shared memory for one array of each kind that a program reads.
 
-    They are its own rows of features and of numbers, and tiles of features and of numbers.
+    The kinds are its own rows of features and of scalars, and tiles of features and of scalars.
     """
 
-    def features(*lead: int):  # as wgmma reads them
+    def features(*lead: int):  # in the layout that wgmma reads
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
         return plgpu.SMEM((*lead, shape.head_dim), dtype, transforms=transforms)
 
@@ -490,7 +490,7 @@ def _places(dtype, shape: Shape, size: int, stages: int):
 
 
 def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: Shape):
-    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths are whole tiles."""
+    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths must be whole tiles."""
     sizes, (batch, length, _) = shape.sizes, q.shape
     own, numbers, tiles, _ = _places(q.dtype, shape, sizes.forward_keys, sizes.forward_stages)
     return _call(
@@ -544,9 +544,9 @@ def _sum_of_groups(x: Float[Array, "b t hd"], shape: Shape) -> Float[Array, "b t
 
 
 def prepare(q, k, v, tags: common.Tags, sizes: GpuSizes):
-    """Fills everything up to whole tiles, and packs the tags.
+    """Pads everything to whole tiles, and packs the tags.
 
-    Blocks of packed rows end before `PACKED_PADDING`.
+    Block numbers of packed rows must be below `PACKED_PADDING`.
     """
     del sizes
     query_block, query_horizon, key_block, query_segment, key_segment = tags

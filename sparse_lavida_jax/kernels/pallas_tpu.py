@@ -2,9 +2,9 @@
 """Step-causal attention for TPUs (Mosaic): forward, and the gradients of queries and of keys.
 
 The grid is (groups of heads, active tiles); the list of active tiles is prefetched into scalar
-memory and its length bounds the grid, so that a tile without a visible pair costs nothing, neither
-a copy nor a step. Inside a tile each part is skipped, computed without a mask, or computed under
-`visibility.visible`, which is traced here as it is.
+memory and its length bounds the grid, so that a tile without a visible pair costs neither a copy
+nor a step. Inside a tile each part is skipped, computed without a mask, or masked by
+`visibility.visible`, which is traced unchanged.
 
 The backward pass computes logits with keys down and queries across: log-sum-exp and the row sums
 of `common.row_sums` are then rows of lanes, and no transposition is needed.
@@ -30,7 +30,7 @@ MATMUL = (((1,), (0,)), ((), ()))
 
 
 def _kv_heads(shape: Shape) -> int:
-    """Key heads that one program holds: as few as fill the lanes, or all of them."""
+    """Key heads per program: as few as fill the lanes, or all of them."""
     for heads in range(1, shape.num_kv_heads):
         if shape.num_kv_heads % heads == 0 and heads * shape.head_dim % LANES == 0:
             return heads
@@ -38,7 +38,7 @@ def _kv_heads(shape: Shape) -> int:
 
 
 def _heads(shape: Shape) -> int:
-    """Query heads that one program holds."""
+    """Query heads per program."""
     return _kv_heads(shape) * shape.group
 
 
@@ -47,10 +47,10 @@ def _heads(shape: Shape) -> int:
 
 
 def _each_part(flags, sums, compute, write, sizes: TileSizes) -> None:
-    """Computes a tile part by part, and opens and closes its row.
+    """Computes a tile part by part; also initializes and finishes its row.
 
     Args:
-        sums: pairs of a buffer and what it holds when a row is opened.
+        sums: pairs of a buffer and its value at the start of a row.
         compute: called with the keys of every part that is not skipped, and whether it is masked.
         write: called when the row is complete.
     """
@@ -86,7 +86,7 @@ def _dot(a, b, dimensions):
 
 
 def _mask(query_tags, key_tags, keys: slice, *, keys_down: bool):
-    """Returns who sees whom, [queries, keys of the part], or the other way round."""
+    """Returns who sees whom, [queries, keys of the part] or transposed."""
     if keys_down:
         block, horizon, segment = (query_tags[i : i + 1, :] for i in range(3))
         key_block, key_segment = key_tags[keys, 0:1], key_tags[keys, 2:3]
@@ -111,7 +111,7 @@ def _forward_kernel(
             before = maximum[head, :, 0:1]
             after = jnp.maximum(before, logits.max(axis=1, keepdims=True))
             weights = jnp.exp2(logits - after)
-            if mask is not None:  # a row that sees nothing yet has exp2(0)
+            if mask is not None:  # a row that has seen nothing yet gives exp2(0)
                 weights = jnp.where(mask, weights, 0.0)
             decay = jnp.exp2(before - after)
             sums = total[head, :, 0:1] * decay + weights.sum(axis=1, keepdims=True)
@@ -177,7 +177,7 @@ def _block(axes: str, shape: Shape, rows_are_keys: bool) -> pl.BlockSpec:
     """Returns which piece of an array with these axes a grid step reads or writes.
 
     Args:
-        axes: their names, as below; of an axis without a name all is read.
+        axes: their names, as below; an axis given by its size is read completely.
         rows_are_keys: whether the rows of the list are tiles of keys.
     """
     sizes = {
@@ -218,11 +218,11 @@ def _call(
         inputs: pairs (array, axes).
         outputs: pairs (ShapeDtypeStruct, axes).
         scratch: shapes of float32 buffers.
-        products: of matrices, in a tile of a head.
+        products: number of matrix products per tile and head.
     """
-    # Of a stack one layer is read.
+    # Only one layer of a stack is read.
     read = sum(x.nbytes // (x.shape[0] if "layer" in axes else 1) for x, axes in inputs)
-    entries = tile_list.flags.shape[0]  # the most there can be: the count is known on the device
+    entries = tile_list.flags.shape[0]  # an upper bound: the count is known only on the device
     pairs = shape.sizes.queries * shape.sizes.keys * shape.num_heads * entries
     listed = (tile_list.batch, tile_list.row, tile_list.col, tile_list.flags)
     return pl.pallas_call(
@@ -249,14 +249,14 @@ def _call(
 def forward(q, k, v, layer, tags, tables: Tables, shape: Shape):
     """Returns the output [b s (h d)] and its log-sum-exp [b h 1 s]; k and v are [n b t (h d)].
 
-    Lengths are whole numbers of tiles.
+    Lengths must be whole numbers of tiles.
     """
     (down, _), (_, across) = tags
     batch, length, _ = q.shape
     heads, size = _heads(shape), shape.sizes.queries
     if not shape.interpret:
-        # A cache stays where it is: for v5e the compiler would hold those of some layers in the
-        # vector memory for a step, all slots of them, and put them back.
+        # Keeps the cache in place: for v5e the compiler would move all slots of some layers to
+        # vector memory for a step, and back.
         k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
     lse = jax.ShapeDtypeStruct((batch, shape.num_heads, 1, length), jnp.float32)
     return _call(
@@ -322,7 +322,7 @@ def backward(q, k, v, tags, tables: Tables, out, lse, cotangents, shape: Shape):
 
 
 def prepare(q, k, v, tags: common.Tags, sizes: TileSizes):
-    """Fills everything up to whole tiles, and lays the tags out."""
+    """Pads everything to whole tiles, and lays out the tags."""
     query_block, query_horizon, key_block, query_segment, key_segment = tags
     laid_out = (
         _laid_out(query_block, query_horizon, query_segment, sizes.queries),
@@ -334,9 +334,9 @@ def prepare(q, k, v, tags: common.Tags, sizes: TileSizes):
 
 
 def _laid_out(block, horizon, segment, multiple: int):
-    """Returns tags down, [b s 128], and across, [b 8 s]: of each block, horizon and segment.
+    """Returns tags down, [b s 128], and across, [b 8 s]: block, horizon and segment of each.
 
-    Filled up to whole tiles.
+    They are padded to whole tiles.
     """
     stacked = jnp.stack(
         [

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen tags that attention is measured on: shapes of the paper's training and of its sampler.
+"""Frozen tags for attention benchmarks: shapes of the paper's training and of its sampler.
 
 Tags are data and decide how much there is to compute, so a benchmark that draws its own can win by
-luck. These lie in `shapes.json`, in runs of equal tags, and never change. All are sorted by
-(segment, block) as the model sorts its tokens.
+luck. These are stored in `shapes.json`, in runs of equal tags, and never change. All are sorted by
+(segment, block), as the model sorts its tokens.
 
 | shape | tokens |
 | --- | --- |
-| t2i_1536 | a training row of text to image: a prompt of 256, 1,024 cells in 4 clean blocks and 4 masked ones, half of the cells each, blocks drawn uniformly, 64 registers to every masked block |
+| t2i_1536 | a training row of text to image: a prompt of 256, 1,024 cells in 4 clean blocks and 4 masked ones, half of the cells each, blocks drawn uniformly, 64 registers for every masked block |
 | edit_3456 | the same after 871 vision tokens, 1,024 source cells and the words of an edit |
-| single_8152 | the same after 3,800 tokens, of 4,096 cells in 8 clean blocks |
-| packed_8192 | a row of `configs/sft_1024.py` with `data.packing=6`: six examples of text to image, each a segment (`tests/unit/test_shapes.py` makes it again) |
-| decode_early, _mid, _late | step 8, 32 or 56 of 64 of an image: newest, decoded and register tokens, filled up to a multiple of 64, over a cache of 1,536 slots |
-| full_8192 | one block: what the generality costs where nothing is skipped |
+| single_8152 | the same after 3,800 tokens, with 4,096 cells in 8 clean blocks |
+| packed_8192 | a row of `configs/sft_1024.py` with `data.packing=6`: six examples of text to image, each a segment (`tests/unit/test_shapes.py` recreates it) |
+| decode_early, _mid, _late | step 8, 32 or 56 of 64 of an image: newest, decoded and register tokens, padded to a multiple of 64, over a cache of 1,536 slots |
+| full_8192 | one block: the cost of generality if nothing is skipped |
 """  # noqa: E501
 
 import dataclasses
@@ -30,7 +30,7 @@ FROZEN = pathlib.Path(__file__).with_name("shapes.json")
 
 @dataclasses.dataclass(frozen=True)
 class RowTags:
-    """Tags of one row: queries [s], keys [t]; the same ones except in decoding."""
+    """Tags of one row: queries [s], keys [t]; both are the same except in decoding."""
 
     query_block: Int[np.ndarray, " s"]
     query_horizon: Int[np.ndarray, " s"]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a mesh: a kernel is one device's program, so it runs inside `shard_map`.
 
-Rows go over `data` and `fsdp`, heads over `tensor`, queries over `sequence`; keys, values and their
-tags are gathered along `sequence`, except for a cache, which every device of that axis holds. What
-an axis does not divide stays whole, and its devices all compute the same.
+Rows are split over `data` and `fsdp`, heads over `tensor`, queries over `sequence`; keys, values
+and their tags are gathered along `sequence`, except for a cache, of which every device of that axis
+has a copy. A dimension that its axis does not divide stays whole, and all devices of the axis
+compute the same.
 
-Who sees whom is in the tags, so any order of tokens is legal. In one sorted by block the last
-tokens see most: training deals the tokens out in turn (`Deal`), once at the entry of the layers,
-so that all devices of `sequence` get early and late ones and have as much to compute. Gathered keys
-are put back in order, which leaves their tiles as tight as on one device.
+The tags decide who sees whom, so any order of tokens is legal. If they are sorted by block, the
+last tokens see most: training deals out the tokens in turn (`Deal`), once at the entry of the
+layers, so that all devices of `sequence` get early and late ones and equal work. Gathered keys are
+put back in order, so that their tiles are as compact as on one device.
 """
 
 import dataclasses
@@ -34,16 +35,16 @@ Name = TypeVar("Name")
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """How the tokens of a stream are dealt out to the devices of `sequence`: in turn, by stripes.
+    """How the tokens of a stream are dealt out to the devices of `sequence`: stripes in turn.
 
-    On each device they keep their order. 12 tokens over 2 devices in stripes of 3:
+    Within each device they keep their order. 12 tokens over 2 devices in stripes of 3:
 
         0 1 2 3 4 5 6 7 8 9 10 11  ->  0 1 2 6 7 8 | 3 4 5 9 10 11
 
     Attributes:
-        devices: as many.
+        devices: their number.
         length: of the stream, a whole number of stripes for every device.
-        stripe: tokens: a tile of queries, or no less than half of one, so that a tile holds tokens
+        stripe: its tokens: a tile of queries, or at least half of one, so that a tile has tokens
             from few places.
     """
 
@@ -52,7 +53,7 @@ class Deal:
     stripe: int
 
     def out(self, x: Shaped[AnyArray, "b s *e"]) -> Array:
-        """Deals the tokens out: those of the first device come first."""
+        """Deals out the tokens: those of the first device come first."""
         by_device = "b (n d stripe) ... -> b (d n stripe) ..."
         return einops.rearrange(jnp.asarray(x), by_device, d=self.devices, stripe=self.stripe)
 
@@ -63,7 +64,7 @@ class Deal:
 
 
 def joined(streams: Sequence[Shaped[AnyArray, "b _s *e"]], deals: Sequence[Deal]) -> Array:
-    """Concatenates streams [b _s *e] along their tokens: on every device its own, moving none."""
+    """Concatenates streams [b _s *e] along tokens, on each device its own, without transfers."""
     devices = deals[0].devices
     own = [einops.rearrange(jnp.asarray(x), "b (d s) ... -> b d s ...", d=devices) for x in streams]
     return einops.rearrange(jnp.concatenate(own, axis=2), "b d s ... -> b (d s) ...")
@@ -78,7 +79,7 @@ def parted(x: Shaped[AnyArray, "b s *e"], deals: Sequence[Deal]) -> list[Array]:
 
 
 def in_order(x: Shaped[AnyArray, "b t *e"], deals: Sequence[Deal]) -> Array:
-    """Puts the tokens of joined streams in the order that they had before."""
+    """Puts the tokens of joined streams back in their original order."""
     if not deals:
         return jnp.asarray(x)
     parts = zip(deals, parted(x, deals), strict=True)
@@ -87,10 +88,10 @@ def in_order(x: Shaped[AnyArray, "b t *e"], deals: Sequence[Deal]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Which axes of the mesh split the rows and the queries of a call; None where they are whole.
+    """Which axes of the mesh split the rows and the queries of a call; None if they are whole.
 
     Attributes:
-        axes: all axes that no `shard_map` around the call has taken.
+        axes: all axes that are not used by an enclosing `shard_map`.
     """
 
     rows: tuple[str, ...] | None
@@ -103,11 +104,11 @@ class Split:
 
     @property
     def tables(self) -> PartitionSpec:
-        """Of the first axis of every table, which counts devices."""
+        """The spec of the first axis of every table, which counts devices."""
         return PartitionSpec((*(self.rows or ()), *(self.queries or ())))
 
     def run(self, local: Callable, in_specs, out_specs) -> Callable:
-        # A kernel says nothing of what varies over which axis, so that cannot be checked.
+        # Kernels do not declare which values vary over which axis, so that cannot be checked.
         return jax.shard_map(
             local, in_specs=in_specs, out_specs=out_specs, axis_names=self.axes, check_vma=False
         )
@@ -117,7 +118,7 @@ def split_of(rows: int, queries: int) -> Split | None:
     """Returns how a call is split by the mesh of `jax.set_mesh`; None on a single device.
 
     Raises:
-        ValueError: the mesh has explicit axes, under which nothing may be split unasked.
+        ValueError: the mesh has explicit axes, under which nothing may be split implicitly.
     """
     free = _free_axes()
     if math.prod(free.values()) == 1:
@@ -135,7 +136,7 @@ def split_of(rows: int, queries: int) -> Split | None:
 def make_tables(
     make: Callable[..., Tables | GpuTables], tags: Tags, key_deals: Sequence[Deal], split: Split
 ) -> Tables | GpuTables:
-    """Returns the tables of every device, along a new first axis: of its rows and its queries."""
+    """Returns the tables of every device, for its rows and queries, along a new first axis."""
 
     def local(query_block, horizon, key_block, query_segment, key_segment):
         key_block = in_order(key_block, key_deals)
@@ -162,8 +163,8 @@ def attend(
 
     Args:
         heads: of queries, and of keys and values.
-        tables: of `make_tables`, or None: each device then makes its own.
-        key_deals: how the streams that the keys were joined from are dealt out; none if not.
+        tables: from `make_tables`, or None: each device then makes its own.
+        key_deals: how the streams that make up the keys are dealt out; empty if they are not.
     """
     free = _free_axes()
     axis = _dividing((HEADS_AXIS,), free, *heads)
@@ -186,7 +187,7 @@ def attend(
 
     if keys:
         # The backward pass gathers keys and values again, so that no device keeps those of all
-        # tokens for every layer; the output is kept, so that the kernel does not run again.
+        # tokens for every layer; the output is kept, so that the kernel is not run again.
         kept = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
         local = jax.checkpoint(local, policy=kept)
     queries = PartitionSpec(split.rows, split.queries, axis)
@@ -199,17 +200,17 @@ def attend(
 
 
 # ---------------------------------------------------------------------------------------------
-# Where the arrays of a forward pass lie.
+# Placement of the arrays of a forward pass.
 
 
 def deals_of(lengths: Mapping[Name, int], tile_of: Callable[[int], int]) -> dict[Name, Deal]:
     """Returns how streams of these lengths are dealt out.
 
-    In the longest stripes, of at most a tile, that make up the tokens of a device. None is dealt
-    out where one does not divide, or only into stripes of less than half a tile.
+    They use the longest stripes, of at most a tile, that divide the tokens of a device. If one
+    stream does not divide, or only into stripes of less than half a tile, none is dealt out.
 
     Args:
-        tile_of: the tile of queries of a call of so many tokens.
+        tile_of: from the tokens of a call to its queries per tile.
     """
     devices = _free_axes().get(TOKENS_AXIS, 1)
     if devices == 1 or any(length % devices for length in lengths.values()):
@@ -226,10 +227,10 @@ def deals_of(lengths: Mapping[Name, int], tile_of: Callable[[int], int]) -> dict
 
 
 def over_rows(x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-    """Keeps the rows of a residual stream where they are, and its tokens split over `sequence`.
+    """Keeps the rows of a residual stream in place, and its tokens split over `sequence`.
 
-    Of a matrix product whose rows and whose matrix are both split over `fsdp` the compiler gathers
-    what it takes for the smaller; this says that it is the matrix. The width is left to it.
+    In a matrix product whose rows and matrix are both split over `fsdp`, the compiler gathers the
+    one that it takes for smaller; this forces it to gather the matrix. The width is left to it.
     """
     free = _free_axes()
     rows, tokens = (
@@ -243,7 +244,7 @@ def over_rows(x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
 
 
 def place_cache(stored: Float[Array, "n b t hd"], num_heads: int) -> Float[Array, "n b t hd"]:
-    """Lays a stacked cache out as `attend` reads it, so that no step moves it."""
+    """Places a stacked cache as `attend` reads it, so that no step moves it."""
     free = _free_axes()
     if math.prod(free.values()) == 1:
         return stored
@@ -255,7 +256,7 @@ def place_cache(stored: Float[Array, "n b t hd"], num_heads: int) -> Float[Array
 
 
 def _free_axes() -> dict[str, int]:
-    """Sizes of the axes of the mesh in use, except for those that a `shard_map` has taken."""
+    """Sizes of the axes of the mesh in use, except those used by a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return {}
@@ -263,7 +264,7 @@ def _free_axes() -> dict[str, int]:
 
 
 def _dividing(axes: Sequence[str], free: dict[str, int], *sizes: int) -> tuple[str, ...] | None:
-    """Returns those of the axes that together divide all the sizes; None without any."""
+    """Returns the axes that together divide all sizes; None if there are none."""
     taken, parts = [], 1
     for axis in axes:
         more = parts * free.get(axis, 1)

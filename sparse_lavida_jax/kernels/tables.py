@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles of queries and keys a kernel has to compute: from tags alone, in jit, once a forward.
+"""Which tiles of queries and keys a kernel computes: from tags, in jit, once per forward pass.
 
-A tile is skipped where it has no visible pair, computed without a mask where every pair is visible,
-and masked otherwise. The classes come from the least and largest tags of each tile, so they are
-exact for tokens sorted by (segment, block) and conservative for others: an unsorted input computes
-more tiles and the same numbers.
+A tile is skipped if it has no visible pair, computed without a mask if every pair is visible, and
+masked otherwise. The classes come from the least and largest tags of each tile, so they are exact
+for tokens sorted by (segment, block) and conservative for others: unsorted input computes more
+tiles, with the same results.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Int
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
 SKIP, PARTIAL, FULL = 0, 1, 2
-FIRST, LAST = 1, 2  # flags of an entry: opens, closes its row
-CLASS_SHIFT, CLASS_BITS = 2, 2  # above them, the class of each part of the tile
+FIRST, LAST = 1, 2  # flags of an entry: first, last of its row
+CLASS_SHIFT, CLASS_BITS = 2, 2  # in higher bits, the class of each part of the tile
 MAX_PARTS = 14  # classes that fit into one word
 
 _LARGEST = 2**31 - 1
@@ -30,9 +30,9 @@ class TileSizes:
     """Tokens of a tile.
 
     Attributes:
-        queries, keys: what a program loads at a time.
-        part: keys that are classed, and computed, at a time; divides `keys`. Small parts skip
-            more, large tiles move faster.
+        queries, keys: loaded by a program at a time.
+        part: keys that are classified, and computed, at a time; divides `keys`. Small parts skip
+            more work, large tiles load faster.
     """
 
     queries: int
@@ -48,14 +48,14 @@ class TileSizes:
 
 @flax.struct.dataclass
 class TileList:
-    """The tiles to compute, row by row, as many as `count`; the arrays have room for all.
+    """The `count` tiles to compute, row by row; the arrays have room for all tiles.
 
     Under a mesh all arrays of a table have a first axis that counts devices.
 
     Attributes:
-        batch, row, col: where each tile lies.
+        batch, row, col: position of each tile.
         flags: FIRST and LAST of its row, and the classes of its parts.
-        count: entries that are used. Every row has at least one, so that its output is written.
+        count: number of used entries. Every row has at least one, so that its output is written.
     """
 
     batch: Int[Array, "*devices a"]
@@ -118,14 +118,14 @@ def part_classes(
 
 
 def padded_tags(tags: Int[AnyArray, "b s"], multiple: int, fill: int) -> Int[Array, "b s2"]:
-    """Returns tags filled up to a whole number of tiles."""
+    """Returns tags padded to a whole number of tiles."""
     tags = jnp.asarray(tags, jnp.int32)
     return jnp.pad(tags, ((0, 0), (0, -tags.shape[1] % multiple)), constant_values=fill)
 
 
 @flax.struct.dataclass
 class _Range:
-    """Least and largest tag of the real tokens of a tile; whether it has any, and others."""
+    """Least and largest tag of the real tokens of a tile; whether it has any, and any padding."""
 
     least: Int[Array, "*n"]
     most: Int[Array, "*n"]
@@ -146,7 +146,7 @@ class _Range:
 def _tile_list(classes: Int[Array, "b rows cols parts"]) -> TileList:
     cols, parts = classes.shape[2:]
     active = (classes != SKIP).any(axis=-1)
-    # A row without any gets one, whose parts are all skipped.
+    # A row without active tiles gets one whose parts are all skipped.
     alone = ~active.any(axis=-1, keepdims=True) & (jnp.arange(cols) == 0)[None, None]
     active |= alone
     so_far = jnp.cumsum(active, axis=-1)
@@ -162,22 +162,22 @@ def _tile_list(classes: Int[Array, "b rows cols parts"]) -> TileList:
 
 
 # ---------------------------------------------------------------------------------------------
-# For GPUs: a list for every row, since a program has one row and no dynamic grid.
+# For GPUs: a list per row, since each program computes one row and the grid is static.
 
 
-GPU_ROWS = 128  # of a program: two warpgroups of 64
+GPU_ROWS = 128  # per program: two warpgroups of 64
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuSizes:
-    """Tiles that the three kernels read, and how many of them are on their way at a time.
+    """Tiles that the three kernels read, and how many of them are in flight at a time.
 
-    Larger ones do not fit the shared memory of Hopper or spill registers (`tests/gpu_aot`).
+    Larger ones do not fit the shared memory of Hopper, or spill registers (`tests/gpu_aot`).
 
     Attributes:
-        forward_keys, forward_stages: keys of a tile in the forward pass; places for tiles.
+        forward_keys, forward_stages: keys per tile in the forward pass; number of tile buffers.
         dq_keys, dq_stages: the same for the gradient of the queries.
-        dkv_queries, dkv_stages: queries of a tile for the gradient of keys and values.
+        dkv_queries, dkv_stages: likewise queries per tile, for the gradient of keys and values.
     """
 
     forward_keys: int = 128
@@ -214,14 +214,14 @@ class GpuSizes:
 
 @flax.struct.dataclass
 class RowLists:
-    """The tiles of every row: those without a mask first, then those under one.
+    """The tiles of every row: first those without a mask, then the masked ones.
 
     Attributes:
-        cols: their columns; after the first `num_active` come those that are skipped.
-        num_full, num_active: how many there are without a mask, and in all.
-        order: the rows as programs take them: the longest first, so that none is left at the end.
-            None: in their own order, as for rows of keys, the first of which are seen by most: the
-            look-up would spill registers of a kernel that has none to spare.
+        cols: their columns; the first `num_active` are computed, the others skipped.
+        num_full, num_active: number of tiles without a mask, and of all computed tiles.
+        order: the order in which programs take the rows: the longest first, so that no long one
+            is left at the end. None: rows in order. That is used for rows of keys, where the first
+            are the longest anyway, and the look-up would spill registers.
     """
 
     cols: Int[Array, "*devices b rows cols"]
@@ -232,7 +232,7 @@ class RowLists:
 
 @flax.struct.dataclass
 class GpuTables:
-    """Row lists of the three kernels; rows are tiles of queries, of keys in `for_dkv`."""
+    """Row lists of the three kernels; rows are tiles of queries, but of keys in `for_dkv`."""
 
     forward: RowLists
     for_dq: RowLists
@@ -249,7 +249,7 @@ def make_tables(
     *,
     sizes: TileSizes | GpuSizes,
 ) -> Any:
-    """Returns the `Tables` of one set of tags, or its `GpuTables` if the sizes are a GPU's.
+    """Returns the `Tables` of one set of tags, or `GpuTables` for `GpuSizes`.
 
     Lengths need not be whole numbers of tiles.
     """
@@ -258,7 +258,7 @@ def make_tables(
         classes = part_classes(*tags, sizes=sizes)
         return Tables(_tile_list(classes), _tile_list(classes.swapaxes(1, 2)), sizes)
     fills = (PAD_BLOCK, PAD_HORIZON, PAD_BLOCK, 0, 0)
-    whole: list[Any] = [  # all arrays are filled up to whole numbers of rows
+    whole: list[Any] = [  # all arrays are padded to whole rows
         None if tag is None else padded_tags(tag, GPU_ROWS, fill)
         for tag, fill in zip(tags, fills, strict=True)
     ]
@@ -279,7 +279,7 @@ def _row_lists(classes: Int[Array, "b rows cols"]) -> RowLists:
 
 
 def active_share(tables: Tables) -> Array:
-    """Returns the share of all parts of tiles that are computed, padding included; for reports."""
+    """Returns the share of tile parts that are computed, including padding; for reports."""
     flags, parts = tables.by_query.flags, tables.sizes.keys // tables.sizes.part
     used = jnp.arange(flags.size) < tables.by_query.count
     shifts = CLASS_SHIFT + CLASS_BITS * jnp.arange(parts)

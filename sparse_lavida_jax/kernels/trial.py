@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the kernel of this machine's device; `kernels.admission` runs this as a child and judges.
+"""Tests the kernel of this machine's device; `kernels.admission` runs this as a child.
 
     python -m sparse_lavida_jax.kernels.trial
 
@@ -22,7 +22,7 @@ from sparse_lavida_jax.kernels import attention, shapes
 from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
 
 LAYERS, LAYER = 3, 2  # the layers of the stacked cache, and the one that is read
-RUNS = 10  # timed runs of each side of a race
+RUNS = 10  # timed runs of each implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Trial:
     Attributes:
         shape: from `kernels/shapes.py`; a decoding step runs forward only, on a stacked cache.
         heads, head_dim, dtype: of q, k and v.
-        every: takes every n-th token of the shape; 1: all.
+        every: uses every n-th token of the shape; 1: all.
     """
 
     shape: str
@@ -120,7 +120,7 @@ def agreement(one: Trial, kernel: str) -> dict[str, Any]:
 
 
 def race(one: Trial, kernel: str) -> dict[str, float]:
-    """Returns the median microseconds of a kernel and of blockwise attention, run in turn."""
+    """Returns the median microseconds of a kernel and of blockwise attention, run alternately."""
     numbers = one.numbers()
     runs = {"kernel_us": _program(one, kernel), "blocks_us": _program(one, "blockwise")}
     taken: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is only so because the released LaViDa-O is."""
+"""Prompts and training objective specific to the released LaViDa-O."""

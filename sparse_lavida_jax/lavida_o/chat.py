@@ -2,9 +2,9 @@
 """Prompts of the base model, word for word: chat template, images, placeholders, boxes.
 
 Spec Sec. 1.4 and 5. Every function below returns the parts of a sequence, which
-`sequence.prompt_row` lays out; what guidance drops is everything up to the end of the user's turn.
-A text answer is a `Response` at the end. After an image, and after a dense caption, come the end
-of the turn and one more assistant header: the released model was made with them.
+`sequence.prompt_row` lays out; guidance drops everything up to the end of the user's turn. A text
+answer is a `Response` at the end. An image or a dense caption is followed by the end of the turn
+and one more assistant header: the released model was trained with them.
 """
 
 import functools
@@ -30,7 +30,7 @@ MASK = "<|mdm_mask|>"
 CELL = "<|reserved_token_5|>"  # stands for a token of the image to be drawn
 SOURCE_CELL = "<|reserved_token_6|>"  # stands for a token of the image to be edited
 CONTROL = (START, START_HEADER, END_HEADER, END_OF_TURN, END_OF_TEXT, MASK, CELL, SOURCE_CELL)
-IMAGE = "<image>"  # stands for vision tokens; in no vocabulary
+IMAGE = "<image>"  # stands for vision tokens; not in any vocabulary
 LOC_BEGIN, LOC_END = "<LOC_BEGIN>", "<LOC_END>"
 PHRASE_BEGIN, PHRASE_END = "<box_p>", "</box_p>"
 
@@ -46,7 +46,7 @@ FEEDBACK = "Please also consider past generations and their feedbacks. Do not re
 
 
 class ChatTokenizer(TextTokenizer):
-    """The tokenizer of a LaViDa-O or LLaDA folder. Its file says which id a token has.
+    """The tokenizer of a LaViDa-O or LLaDA folder. Its file defines the id of each token.
 
     Control tokens and LOC tokens in a text become their ids.
     """
@@ -57,7 +57,7 @@ class ChatTokenizer(TextTokenizer):
         """Loads a `tokenizer.json`.
 
         Raises:
-            FileNotFoundError: there is none at `path`.
+            FileNotFoundError: there is no tokenizer at `path`.
             ValueError: the file is damaged, or of a tokenizer without the control tokens.
         """
         super().__init__(path)
@@ -93,21 +93,21 @@ class ChatTokenizer(TextTokenizer):
         return len(self.location_ids) - 1
 
     def box(self, ids: Int[np.ndarray, " 4"]) -> tuple[int, int, int, int] | None:
-        """Returns the LOC coordinates x1, y1, x2, y2 that ids say; None if one says none."""
+        """Returns the LOC coordinates x1, y1, x2, y2 of ids; None if one is not a LOC token."""
         if not set(ids.tolist()) <= set(self.location_ids):
             return None
         x1, y1, x2, y2 = (self.location_ids.index(number) for number in ids)
         return x1, y1, x2, y2
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text, without special tokens and ids that no token has."""
+        """Returns the text, without special tokens and unused ids."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def check(self, model: config.Model) -> None:
         """Checks that model and tokenizer belong together.
 
         Raises:
-            ValueError: an id that the model needs is another one here, or more than it has.
+            ValueError: an id that the model needs differs here, or exceeds its vocabulary.
         """
         for name, token in (("text_mask_id", MASK), ("end_of_text_id", END_OF_TEXT)):
             if self.id_of(token) != getattr(model, name):
@@ -135,7 +135,7 @@ def micro_condition(
     pixel_diff: float | None = None,
     **measured: float | None,
 ) -> str:
-    """Returns what the model is told about an image in addition to its caption (spec Sec. 5.4).
+    """Returns the text that describes an image in addition to its caption (spec Sec. 5.4).
 
     Args:
         width, height: of the original, in pixels.
@@ -169,11 +169,11 @@ def draw(
     """Returns the prompt of an image of `num_tokens` tokens.
 
     Args:
-        condition: what `micro_condition` made.
-        plan: what `clean_plan` made of an answer to `plan_image`.
-        attempts: earlier images, each with what is wrong with it. The line break after the
-            last one is ours.
-        template: `<prompt>` in it becomes caption, attempts and condition.
+        condition: from `micro_condition`.
+        plan: an answer to `plan_image`, cleaned by `clean_plan`.
+        attempts: earlier images, each with a description of its faults. The line break after
+            the last one is ours.
+        template: `<prompt>` in it is replaced by caption, attempts and condition.
 
     Raises:
         ValueError: a control token in the text.
@@ -198,12 +198,12 @@ def edit(
     *,
     plan: str = "",
 ) -> Parts:
-    """Returns the prompt of an image drawn after others, which are seen and given as codes.
+    """Returns the prompt of an edit; the source images are given as vision tokens and as codes.
 
     Args:
-        shown, sources: the other image, or images one after the other with spaces between them:
-            ours, the release edits one.
-        plan: what `clean_plan` made of an answer to `plan_edit`.
+        shown, sources: of the source images, separated by spaces. The release edits a single
+            image; several are our extension.
+        plan: an answer to `plan_edit`, cleaned by `clean_plan`.
 
     Raises:
         ValueError: a control token in the text.
@@ -217,7 +217,7 @@ def edit(
 def plan_image(
     tokenizer: ChatTokenizer, caption: str, num_tokens: int, *, condition: str = MICRO_CONDITION
 ) -> Parts:
-    """Returns the prompt of a plan, `num_tokens` tokens: what will stand where in an image."""
+    """Returns the prompt of a plan of `num_tokens` tokens: the layout of an image to draw."""
     words = f"{_plain(caption)} {_plain(condition)}"
     user = f"Generate an image with the caption: {words}. {PLAN}"
     return answer_to(tokenizer, user, [], num_tokens)
@@ -226,13 +226,13 @@ def plan_image(
 def plan_edit(
     tokenizer: ChatTokenizer, instruction: str, image: VisionTokens, num_tokens: int
 ) -> Parts:
-    """Returns the prompt of a plan, `num_tokens` tokens: what will stand where after an edit."""
+    """Returns the prompt of a plan of `num_tokens` tokens: the layout after an edit."""
     user = f"{IMAGE}\n{_plain(instruction)}. {PLAN}"
     return answer_to(tokenizer, user, [image], num_tokens)
 
 
 def clean_plan(answer: str) -> str:
-    """Returns a plan as it goes in front of the image: without control tokens."""
+    """Returns a plan without control tokens, to put before the image."""
     for token in (*CONTROL, IMAGE, "<image_gen_fake>"):
         answer = answer.replace(token, "")
     return answer
@@ -249,13 +249,13 @@ def ask(
     num_tokens: int,
     earlier: Sequence[tuple[str, str]] = (),
 ) -> Parts:
-    """Returns the prompt of an answer, `num_tokens` tokens, to a question about images.
+    """Returns the prompt of an answer of `num_tokens` tokens to a question about images.
 
     Several images are separated by spaces. This is our own choice, and so is support for several
-    turns, the first of which shows the images.
+    turns, the first of which contains the images.
 
     Args:
-        earlier: earlier questions with their answers.
+        earlier: previous questions with their answers.
 
     Raises:
         ValueError: a control token in the text.
@@ -273,7 +273,7 @@ def judge(tokenizer: ChatTokenizer, caption: str, image: VisionTokens, num_token
 
 
 def verdict_asked(caption: str) -> str:
-    """Returns the words that ask for a verdict."""
+    """Returns the words that ask for a verdict on an image."""
     return (
         f"{IMAGE}\nPlease evaluate this generated image based on the following prompt:"
         f" {caption} Focus on text alignment and compositionality."
@@ -287,11 +287,11 @@ def answer_to(
     num_tokens: int,
     earlier: Sequence[tuple[str, str]] = (),
 ) -> Parts:
-    """Returns the prompt of an answer, `num_tokens` tokens, to what the user says.
+    """Returns the prompt of an answer of `num_tokens` tokens to a message of the user.
 
     Args:
-        user: in it `<image>` stands for each of the images.
-        earlier: earlier turns, each what the user said and the answer.
+        user: the message, in which `<image>` stands for each of the images.
+        earlier: previous turns, each a message of the user and its answer.
     """
     text = conversation(user, earlier=earlier)
     parts = _parts(tokenizer, _encode(tokenizer, text, images))
@@ -301,8 +301,8 @@ def answer_to(
 def locate(tokenizer: ChatTokenizer, phrase: str, image: VisionTokens) -> Parts:
     """Returns the prompt of the box of one thing: the response is its four LOC tokens.
 
-    As released with an apostrophe in front of everything, so that nothing after the image is
-    lost (see `_encode`), and without a header after it.
+    As released, everything starts with an apostrophe, so that nothing after the image is lost (see
+    `_encode`), and no header follows the response.
 
     Raises:
         ValueError: a control token in the text, or a tokenizer without LOC tokens.
@@ -315,10 +315,10 @@ def locate(tokenizer: ChatTokenizer, phrase: str, image: VisionTokens) -> Parts:
 def locate_all(
     tokenizer: ChatTokenizer, phrases: Sequence[str], image: VisionTokens
 ) -> tuple[Parts, Int[np.ndarray, " l"]]:
-    """Returns the prompt of the boxes of several things, and what of the response is known.
+    """Returns the prompt of the boxes of several things, and the known part of the response.
 
-    The response reaches from the first LOC token to the last. Known are the ids between them; the
-    LOC tokens, four a phrase, hold the text mask.
+    The response extends from the first LOC token to the last. The ids between them are known; the
+    LOC tokens, four per phrase, hold the text mask.
 
     Raises:
         ValueError: no phrase, a control token in one, or a tokenizer without LOC tokens.
@@ -334,7 +334,7 @@ def locate_all(
 
 
 # ---------------------------------------------------------------------------------------------
-# From text to parts.
+# Turning text into parts.
 
 
 def conversation(user: str, assistant: str = "", earlier: Sequence[tuple[str, str]] = ()) -> str:
@@ -348,7 +348,7 @@ def conversation(user: str, assistant: str = "", earlier: Sequence[tuple[str, st
 
 
 def message(role: str, content: str) -> str:
-    """Returns one turn of a conversation, its header in front."""
+    """Returns one turn of a conversation, starting with its header."""
     return f"{_header(role)}{content.strip()}{END_OF_TURN}"
 
 
@@ -357,14 +357,14 @@ def _header(role: str) -> str:
 
 
 def _box(tokenizer: ChatTokenizer) -> str:
-    """Returns a box that is to be found: x1, y1, x2, y2."""
+    """Returns a box to be found, with masks for x1, y1, x2, y2."""
     for token in (LOC_BEGIN, LOC_END, PHRASE_BEGIN, PHRASE_END):
-        tokenizer.id_of(token)  # without them the text would be spelled out
+        tokenizer.id_of(token)  # otherwise the text would be spelled out
     return LOC_BEGIN + 4 * MASK + LOC_END
 
 
 def _plain(text: str) -> str:
-    """Returns the text of a person, unless it holds what the template is made of."""
+    """Returns a user's text after checking that it has no tokens of the template."""
     for token in (*CONTROL, IMAGE):
         if token in text:
             raise ValueError(f"the text {text!r} holds the control token {token}: leave it out.")
@@ -377,9 +377,9 @@ def _encode(
     images: Sequence[VisionTokens],
     sources: Sequence[Int[np.ndarray, "n g"]] = (),
 ) -> list[int | Part]:
-    """Returns ids, with images where `<image>` stands and sources where their cells stand.
+    """Returns ids, with `<image>` replaced by images and source cells by sources.
 
-    As released (spec Sec. 5.2): when the text begins with the start token, the first id of every
+    As released (spec Sec. 5.2): if the text starts with the start token, the first id of every
     piece after an image is lost.
     """
     first, *rest = (tokenizer.encode(piece) for piece in text.split(IMAGE))
@@ -402,12 +402,12 @@ def _parts(
     placeholder: str | None = None,
     drop_plan: bool = False,
 ) -> Parts:
-    """Returns the parts of a sequence: what is said in turns, and the response in them.
+    """Returns the parts of a sequence: the text of the turns, and the response within it.
 
     Args:
-        placeholder: the response reaches from the first one to the last; None: it comes after.
-        drop_plan: guidance drops what the assistant says before the response, and its header too,
-            not only what the turns of system and user say (spec Sec. 7.1).
+        placeholder: the response extends from the first one to the last; None: it comes at the end.
+        drop_plan: guidance also drops the assistant's header and its words before the response, not
+            only the turns of system and user (spec Sec. 7.1).
     """
     end_of_turn = tokenizer.id_of(END_OF_TURN)
     _, user, *_ = (i for i, token in enumerate(sequence) if token == end_of_turn)
@@ -424,13 +424,13 @@ def _parts(
 
 
 def _span(sequence: Sequence[int | Part], number: int) -> slice:
-    """Returns the slice from the first to the last time that an id stands in a sequence."""
+    """Returns the slice from the first to the last occurrence of an id in a sequence."""
     found = [i for i, token in enumerate(sequence) if token == number]
     return slice(found[0], found[-1] + 1)
 
 
 def _grouped(sequence: Sequence[int | Part], keep: bool = False) -> Parts:
-    """Returns the parts of a sequence: what stands in it, and its runs of ids as text."""
+    """Returns a sequence with its runs of ids joined to text parts."""
     parts: list[Part] = []
     for is_text, run in itertools.groupby(sequence, lambda token: isinstance(token, int)):
         if is_text:

@@ -2,7 +2,7 @@
 """LaViDa-O's own training objective: whole sequences, masked code by code (spec Sec. 9.2, 9.3).
 
 `config.Diffusion.corruption = "released"`. There are no blocks: text and image of a sequence are
-masked together, and every token sees every other one.
+masked together, and every token sees every other token.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class Sequence:
     """A whole sequence to train LaViDa-O on: answers in text, an image, or both.
 
     Attributes:
-        parts: the sequence. What is predicted in text are its `LearnedText`s; the release pads with
+        parts: the sequence. In text, the `LearnedText` parts are predicted; the release pads with
             end-of-text, which is predicted too, and then with `Blank`s. `Text` with `keep` is
-            neither predicted nor dropped. The image stands where `Response` does, which has 0
-            tokens where there is none.
+            neither predicted nor dropped. The image takes the place of `Response`, which has 0
+            tokens if there is none.
         codes: clean codes of the image, cell by cell.
-        code_weight: loss weight of each code; None: all alike.
-        views: the views of each image that the vision tower sees, in the order of its parts.
+        code_weight: loss weight of each code; None: all equal.
+        views: the views of each image for the vision tower, in the order of the parts.
     """
 
     parts: tuple[Part, ...]
@@ -52,25 +52,25 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
+        """The number of tokens."""
         return sum(map(num_tokens, self.parts))
 
     @property
     def num_cells(self) -> int:
-        """Tokens of the generation stream: of the image and of source images."""
+        """The number of tokens of the generation stream: image and source images."""
         return len(self.codes) + sum(len(p.codes) for p in self.parts if isinstance(p, Source))
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceRow(Row):
-    """A sequence, and the generator that masks it once it is padded."""
+    """A sequence, and the random generator for masking it after padding."""
 
     sequence: Sequence
     rng: np.random.Generator
 
     @staticmethod
     def of(sequence: Sequence, rng: np.random.Generator) -> "SequenceRow":
-        """Returns the row of a sequence, as long as it may get: a dropped source cell is text."""
+        """Returns a row of the largest length: a dropped source cell becomes a text token."""
         cells = len(sequence.codes)
         length = RowShape(sequence.length - cells, sequence.num_cells)
         predicts: Predicts = "both" if cells else "understanding"
@@ -92,7 +92,7 @@ class SequenceRow(Row):
 
 
 def _padding(row: SequenceRow, shape: GroupShape, end_of_text_id: int) -> Part:
-    """Returns what fills a row up, learned where the row's text is (spec Sec. 9.1)."""
+    """Returns the padding of a row; it is learned if the row's text is (spec Sec. 9.1)."""
     ids = np.full(shape.example.understanding - row.length.understanding, end_of_text_id)
     learned = any(isinstance(part, LearnedText) for part in row.sequence.parts)
     return LearnedText(ids) if learned else Text(ids, keep=True)
@@ -103,11 +103,11 @@ class MaskDraws:
     """The random numbers that mask one sequence, each uniform in [0, 1).
 
     Attributes:
-        text_time, image_time: what the time policy makes t of.
-        text_noise: of each position of the sequence; masked where it is low.
-        image_noise: of each code of the image.
-        prompt: the prompt is dropped where it is below `Data.prompt_drop`.
-        source: the source cells are dropped where it is below `Data.source_drop`.
+        text_time, image_time: the time policy computes t from them.
+        text_noise: for each position of the sequence, which is masked if it is low.
+        image_noise: for each code of the image.
+        prompt: the prompt is dropped if this is below `Data.prompt_drop`.
+        source: the source cells are dropped if this is below `Data.source_drop`.
     """
 
     text_time: float
@@ -119,7 +119,7 @@ class MaskDraws:
 
 
 def draw(rng: np.random.Generator, sequence: Sequence) -> MaskDraws:
-    """Draws what masks a sequence."""
+    """Draws the random numbers for masking a sequence."""
     text_time, prompt, source, image_time = rng.random(4).tolist()
     text_noise = rng.random(sequence.length)
     image_noise = rng.random(sequence.codes.shape)
@@ -135,18 +135,17 @@ def batch_sequences(
 ) -> Corrupted:
     """Masks, pads to `shape` and stacks sequences as LaViDa-O trains on them (spec Sec. 9.2, 9.3).
 
-    Every token is in block 0. Text and image draw their t independently, and the loss of either
-    is the mean over what is masked of it in the whole batch, without 1/t. Under `complementary`
-    the rows follow once more with the inverse masks. Weights of codes are scaled, image by
-    image, to a mean of 1 over its masked codes; they do nothing where none in the batch is above
-    1, as released.
+    Every token is in block 0. Text and image draw their t independently, and the loss of each
+    is the mean over its masked tokens in the whole batch, without 1/t. With `complementary` the
+    rows are repeated with the inverse masks. The weights of codes are scaled for each image to a
+    mean of 1 over its masked codes; as released, they are ignored if none in the batch is above 1.
 
     Args:
-        draws: of each sequence, by `draw` or recorded.
-        most_views: of a row, at least.
+        draws: for each sequence, from `draw` or recorded.
+        most_views: pad each row to at least this many views.
 
     Raises:
-        ValueError: a row is longer than `shape`, or its draws are not of its length.
+        ValueError: a row is longer than `shape`, or its draws have another length.
     """
     diffusion, model = settings.diffusion, settings.model
     weights = [s.code_weight for s in sequences if s.code_weight is not None]
@@ -219,15 +218,15 @@ def _corrupt(
 
 
 def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:
-    """Returns where the release masks: noise up to p, or its lowest where none is (spec Sec. 9.2).
+    """Returns where the release masks: noise up to p, else just the lowest (spec Sec. 9.2).
 
     Args:
-        time: uniform, what the policy makes t of.
+        time: uniform; the policy computes t from it.
         noise: uniform in [0, 1).
     """
     return noise <= max(mask_probability(policy, time), noise.min(initial=np.inf))
 
 
 def mask_probability(policy: str, uniform: float) -> float:
-    """Returns with which probability the release masks, for a uniform u: 1e-3 + (1 - 1e-3) t."""
+    """Returns the masking probability of the release for a uniform u: 1e-3 + (1 - 1e-3) t."""
     return MIN_TIME + (1 - MIN_TIME) * time_and_slope(policy, uniform)[0]

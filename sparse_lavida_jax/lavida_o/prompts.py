@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every task is put to a converted LaViDa-O.
+"""The prompts of every task for a converted LaViDa-O.
 
-The words are those of `lavida_o/chat.py`, as released, where the release has the task; "ours" marks
-the others. Images are seen and cut as `data/images.py` does it.
+Tasks that the release has use the released words of `lavida_o/chat.py`; the others are marked
+"ours". Images are preprocessed by `data/images.py`.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
 ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 256
 VERDICT_TOKENS = 32  # as released
-MOST_TOKENS = 8192  # of a sequence: what the released tokenizer allows
+MOST_TOKENS = 8192  # per sequence, the limit of the released tokenizer
 ACCEPTED = "is correct"
-# By task: kinds of records (`mixture/recipe.py`); the model must have learned from one of them.
+# Kinds of records by task (`mixture/recipe.py`); the model must have been trained on one of them.
 _DRAWN, _ASKED = ("text_to_image", "plan"), ("understanding",)
 LEARNED_FROM: dict[str, tuple[str, ...]] = {
     "generate": _DRAWN, "inpaint": _DRAWN, "outpaint": _DRAWN, "edit": ("edit", "edit_plan"),
@@ -44,12 +44,12 @@ LAID_OUT = {"generate": "plan", "edit": "edit_plan"}
 
 @dataclasses.dataclass(frozen=True)
 class ChatPrompts(PromptLanguage):
-    """The prompts of a converted LaViDa-O, or of LLaDA, which knows text alone.
+    """The prompts of a converted LaViDa-O, or of LLaDA, which only handles text.
 
     Attributes:
         tokenizer: the one that comes with the model.
-        model, data: its settings; of the data, tokens of a text block.
-        factor: pixels a side that one code stands for.
+        model, data: its settings; of `data`, only the tokens of a text block.
+        factor: pixels per side of one code.
     """
 
     tokenizer: chat.ChatTokenizer
@@ -58,7 +58,7 @@ class ChatPrompts(PromptLanguage):
     factor: int
     encoder = None
     tokenizer_type = chat.ChatTokenizer
-    describe = describe_in = "Describe the image in detail."  # ours, as the next one
+    describe = describe_in = "Describe the image in detail."  # ours, like the next one
     fill_in = "Complete the text."
     answer_tokens = ANSWER_TOKENS
     locates_in_one_step = True
@@ -97,11 +97,11 @@ class ChatPrompts(PromptLanguage):
     # Images.
 
     def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
-        """Returns an image as the image tokenizer takes it: padded with black to a square."""
+        """Returns an image as input to the image tokenizer: padded with black to a square."""
         return images.source_view(image, side, self.factor)
 
     def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
-        """Returns a mask padded with False to a square, in its middle, as `canvas` pads."""
+        """Returns a mask centred on a square of False, as in `canvas`."""
         height, width = mask.shape
         longest = max(height, width)
         top, left = (longest - height) // 2, (longest - width) // 2
@@ -110,7 +110,7 @@ class ChatPrompts(PromptLanguage):
         return square
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
-        """Returns a canvas as it is: what is to be drawn is told by the cells that are known."""
+        """Returns the canvas unchanged: the known cells show what is to be drawn."""
         return canvas
 
     def draw(
@@ -138,7 +138,7 @@ class ChatPrompts(PromptLanguage):
         known: Grid | None,
         plan: str | None = None,
     ) -> Example:
-        """Returns what edits an image, or draws a captioned one of which cells are known (ours)."""
+        """Returns an example that edits an image, or draws one with known cells (ours)."""
         if known is not None:
             drawn, response = self.draw(instruction, codes, plan=plan), codes.astype(np.int32)
             return dataclasses.replace(drawn, response=response, given=known.reshape(-1))
@@ -183,7 +183,7 @@ class ChatPrompts(PromptLanguage):
         return ACCEPTED in verdict
 
     def correction(self, verdict: str) -> str | None:
-        """Returns None: this model draws again, told what was wrong before."""
+        """Returns None: this model draws a new image, given the faults of the previous one."""
         return None
 
     def ends(self) -> set[int]:
@@ -206,7 +206,7 @@ class ChatPrompts(PromptLanguage):
     # Boxes.
 
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
-        """Returns what finds things in an image: one sequence with the boxes of all of them."""
+        """Returns an example that locates things in an image: one sequence with all boxes."""
         seen = images.see(image, self.model.vision)
         try:
             parts, known = chat.locate_all(self.tokenizer, phrases, seen.part)
@@ -217,7 +217,7 @@ class ChatPrompts(PromptLanguage):
         return [dataclasses.replace(example, ends=False)]
 
     def locate_one(self, phrase: str, image: Pixels) -> Example:
-        """Returns what finds one thing, in the words of the released RefCOCO evaluation."""
+        """Returns an example that locates one thing, as in the released RefCOCO evaluation."""
         seen = images.see(image, self.model.vision)
         parts = self._words(chat.locate, phrase, seen.part)
         return dataclasses.replace(self._example(phrase, parts, [seen]), ends=False)
@@ -229,7 +229,7 @@ class ChatPrompts(PromptLanguage):
         size: tuple[int, int],
     ) -> list[images.Box | None]:
         begin = self.tokenizer.id_of(chat.LOC_BEGIN)
-        # The response reaches from the first LOC token, after LOC_BEGIN, to the last.
+        # The response extends from the first LOC token, after LOC_BEGIN, to the last.
         (ids,) = (response[:, 0] for response in responses)
         starts = [0, *(np.flatnonzero(ids == begin) + 1).tolist()]
         found = [self.tokenizer.box(ids[start : start + 4]) for start in starts]
@@ -249,7 +249,7 @@ class ChatPrompts(PromptLanguage):
         return chat.micro_condition(columns * cell, rows * cell, score=7.11) + ";"
 
     def _words(self, make, words: str, *more, **settings):
-        """Calls a builder of `lavida_o/chat.py`; control tokens in the words are a mistake."""
+        """Calls a builder of `lavida_o/chat.py`; control tokens in the words are an error."""
         try:
             return make(self.tokenizer, words, *more, **settings)
         except ValueError as error:
@@ -264,7 +264,7 @@ class ChatPrompts(PromptLanguage):
         given: Bool[np.ndarray, " l"] | None = None,
         kind: Kind = "text",
     ) -> Example:
-        """Returns an example; `words` are what a person said, for the message if it is too long."""
+        """Returns an example; `words` are the user's, for the message if it is too long."""
         if (used := sum(map(num_tokens, parts))) > MOST_TOKENS:
             raise too_long(words, used, MOST_TOKENS)
         (length,) = (part.num_tokens for part in parts if isinstance(part, Response))

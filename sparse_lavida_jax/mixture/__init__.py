@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared data, in the fields of the released mixture."""
+"""Prepared training data, with the fields of the released mixture."""

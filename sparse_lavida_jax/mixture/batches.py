@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of the released mixture from prepared records, by number and the same on every machine.
 
-Groups are mixed by weight, batch by batch; within a group every record comes once an epoch, in a
-different order each time (ours: the release draws with replacement). What is random in a row
-depends on (seed, epoch, number of the record in its group) and nothing else: of a batch each
-process makes its own rows.
+Groups are mixed by weight, batch by batch; within a group every record comes once per epoch, in a
+different order each time (ours: the release draws with replacement). All randomness of a row
+depends only on (seed, epoch, number of the record in its group), so each process can make its own
+rows of a batch.
 """
 
 import functools
@@ -30,29 +30,29 @@ from sparse_lavida_jax.mixture.examples import Mixer
 from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
 
 PROBED = 256  # records of a group whose lengths decide its static shape
-FEWEST = 100  # records of a group of which some are held back: fewer are all needed to learn from
-MOST_READ = 100_000  # records whose words are looked at, all of them or none
-MOST_HELD = 256  # records of a group that are held back
-MEASURED = 2**32  # the epoch of rows whose loss is measured: training never gets so far
+FEWEST = 100  # records in a group below which none are held back: all are needed for training
+MOST_READ = 100_000  # records up to which words are collected; with more, none are
+MOST_HELD = 256  # records held back per group
+MEASURED = 2**32  # the epoch number of rows for measuring the loss: training never gets that far
 
 
 class MixtureBatches(Batches):
     """The batches of a prepared folder.
 
     Args:
-        folder: what `prepare` wrote.
+        folder: written by `prepare`.
         settings: the whole configuration.
-        tokenizer: the one that lies next to the model.
-        share: which process this is, of how many; see `Batches`.
+        tokenizer: the one next to the model.
+        share: process index and count; see `Batches`.
 
     Attributes:
-        held: of each group, the numbers of the records that training never takes.
-        taken: of each group, the numbers of all others.
-        orders: of each group, the numbers of its rows' records, epoch after epoch.
+        held: by group, the numbers of the records held back from training.
+        taken: by group, the numbers of all others.
+        orders: by group, the record numbers of its rows, epoch after epoch.
 
     Raises:
-        RecordError: the folder is not whole.
-        ConfigError: it does not fit the model, or its batches do not divide.
+        RecordError: the folder is incomplete.
+        ConfigError: it does not fit the model, or its batches do not divide evenly.
     """
 
     called, error, multiple = "records", RecordError, 64
@@ -94,7 +94,7 @@ class MixtureBatches(Batches):
         super().__init__(settings, factors, shares, **share)
 
     def captioned(self, count: int) -> list[Record]:
-        """Returns the first records of images with captions that are trained on."""
+        """Returns the first training records of images with captions."""
         found: list[Record] = []
         for group, records in self.records.items():
             numbers = (i for i in range(len(records)) if i not in self.held[group])
@@ -103,7 +103,7 @@ class MixtureBatches(Batches):
         return found[:count]
 
     def words(self) -> frozenset[str] | None:
-        """Returns the words of the records that are trained on; None where they are too many."""
+        """Returns the words of the training records; None if there are too many records."""
         if sum(map(len, self.taken.values())) > MOST_READ:
             return None
         return words.learned(
@@ -113,7 +113,7 @@ class MixtureBatches(Batches):
         )
 
     def prompts(self, count: int) -> list[str]:
-        """Returns captions of images to draw, of the first records that have one."""
+        """Returns captions of images to draw, from the first records that have one."""
         return [record.asked[0] for record in self.captioned(count)]
 
     def probed(self, group: str) -> list[Row]:
@@ -124,7 +124,7 @@ class MixtureBatches(Batches):
     def made(self, group: str, number: int, attempt: int) -> Row:
         """Returns the row of a group by its number, counted through all epochs.
 
-        In place of a record that is too long another is taken, chosen by the same numbers.
+        A record that is too long is replaced by another, chosen by the same numbers.
         """
         taken, index = self.taken[group], self.orders[group][number]
         assert index is not None
@@ -134,10 +134,10 @@ class MixtureBatches(Batches):
         return self.row_of(self.records[group][index], rng)
 
     def measured(self, group: str, numbers: Sequence[int]) -> Iterator[Corrupted]:
-        """Yields batches of the records of these numbers, to measure a loss on.
+        """Yields batches of the records with these numbers, for measuring the loss.
 
         The last one is filled up with the first records, masked differently. Records that are too
-        long are left out.
+        long are skipped.
         """
         share, shape = self.sizes[group] // self.process_count, self.shape_of(group)
         rows: list[Row] = []
@@ -166,7 +166,7 @@ class MixtureBatches(Batches):
             raise RecordError(f"{record.source} {record.name}: {error}") from error
 
     def _generator(self, group: str, epoch: int, index: int, attempt: int) -> np.random.Generator:
-        # The counter's low word runs within a row.
+        # The low word of the counter advances within a row.
         counter = [0, attempt, index, epoch]
         return np.random.Generator(
             np.random.Philox(key=_seed(self.settings.seed, group), counter=counter)
@@ -174,7 +174,7 @@ class MixtureBatches(Batches):
 
 
 def _check_tokenizer(made: dict[str, Any], model: config.Model) -> None:
-    """Checks that records were made with the image tokenizer of the model."""
+    """Checks that the records were made with the model's image tokenizer."""
     codes, wanted = made["side"] // made["factor"], model.grid_size * model.codes_side
     if (codes, made["codebook_size"]) != (wanted, model.codebook_size):
         raise config.ConfigError(
@@ -185,10 +185,10 @@ def _check_tokenizer(made: dict[str, Any], model: config.Model) -> None:
 
 
 def read_index(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what `prepare` wrote of a folder when it was done.
+    """Returns the index that `prepare` wrote when it finished a folder.
 
     Raises:
-        RecordError: nothing is there, or it is damaged or of another version.
+        RecordError: it is missing, damaged or of another version.
     """
     path = folder / prepare.INDEX
     try:
@@ -211,7 +211,7 @@ def records_of(folder: pathlib.Path, index: dict[str, Any]) -> dict[str, Sharded
     """Returns the records of each group of a prepared folder.
 
     Args:
-        index: what `read_index` found.
+        index: from `read_index`.
 
     Raises:
         RecordError: a shard is missing or has another size.
@@ -224,20 +224,20 @@ def records_of(folder: pathlib.Path, index: dict[str, Any]) -> dict[str, Sharded
 
 
 def _held(count: int, share: float, seed: int) -> Int[np.ndarray, " h"]:
-    """Returns which of so many records are held back, in rising order."""
+    """Returns the numbers of the records held back, out of `count`, in ascending order."""
     number = min(int(share * count), MOST_HELD) if count >= FEWEST else 0
     return np.sort(np.random.default_rng(seed).choice(count, number, replace=False))
 
 
 def _past(before: Int[np.ndarray, " h"], index: int) -> int:
-    """Returns the number of the record that is number `index` of those not held back.
+    """Returns the number, among all records, of record `index` of those not held back.
 
     Args:
-        before: how many such records come before each one that is held back.
+        before: for each held-back record, how many that are not held back precede it.
     """
     return index + int(np.searchsorted(before, index, side="right"))
 
 
 def _seed(seed: int, group: str) -> int:
-    """Returns a seed of its own for each group, of 32 bits as grain wants it."""
+    """Returns a different 32-bit seed for each group, as grain requires."""
     return zlib.crc32(f"{seed} {group}".encode())

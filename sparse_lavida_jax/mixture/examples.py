@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training samples of the released mixture: records to sequences and to examples.
 
-`Mixer.sequence` is for LaViDa-O's own objective: word for word what the released training says
-(spec Sec. 9.1 and 9.4), which is not what its inference says. `Mixer.example` is for step-causal
-training: the prompts of `lavida_o/chat.py`, so that what is trained is what is sampled.
+`Mixer.sequence` is for LaViDa-O's own objective: word for word the prompts of the released training
+(spec Sec. 9.1 and 9.4), which differ from those of its inference. `Mixer.example` is for
+step-causal training: it uses the prompts of `lavida_o/chat.py`, so that training matches sampling.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ from sparse_lavida_jax.sequence import (
     cells_from_codes,
 )
 
-# What stands around an image in the released training text. Neither is a token of the released
-# tokenizer, so that both are spelled out and learned (spec Sec. 9.1).
+# These enclose an image in the released training text. Neither is a token of the released
+# tokenizer, so both are spelled out and learned (spec Sec. 9.1).
 IMAGE_BEGIN, IMAGE_END = "<|reserved_token_126095|>", "<|reserved_token_126096|>"
-NO_IMAGE = "<|reserved_token_7|>"  # stands for the image that a plan alone does without
+NO_IMAGE = "<|reserved_token_7|>"  # in place of the image if only a plan is trained
 CLEAN_TEXT = 0.8  # share of images with a plan whose text is not masked (spec Sec. 9.2)
 NO_CONDITION = 0.3  # share of prompts without a micro-condition (spec Sec. 5.4)
 MEASURED = 0.5  # share of micro-conditions with a luminance, and with a contrast
 LONG_CAPTION, SHORTENED = 150, 0.2  # characters; share of longer captions that are shortened
 MOST_CAPTION = 800  # characters of a caption, the rest is cut off
 DENSE_CAPTION = "Generate a dense image caption with bounding boxes in LOC format."
-FINAL_BLOCKS = 4  # fewer than this many text blocks of padding follow an answer: ours
+FINAL_BLOCKS = 4  # fewer than this many text blocks of padding follow an answer; our choice
 _MARK = re.compile("(" + "|".join(map(re.escape, (IMAGE, SOURCE_CELL, CELL))) + ")")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _LOCATION = re.compile(r"<LOC_(\d+)>")
@@ -52,7 +52,7 @@ _LOCATION = re.compile(r"<LOC_(\d+)>")
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """Records to what is trained on.
+    """Converts records to training samples.
 
     Attributes:
         tokenizer: the one next to the model.
@@ -68,8 +68,8 @@ class Mixer:
     def sequence(self, record: Record, rng: np.random.Generator) -> Sequence:
         """Returns a record as LaViDa-O trains on it, without padding.
 
-        Where an image follows a plan, text is kept clean in 4 of 5 draws: neither masked, nor
-        dropped, nor learned.
+        If an image follows a plan, text is kept clean in 4 of 5 draws: neither masked, nor dropped,
+        nor learned.
 
         Raises:
             RecordError: it does not fit the model or the tokenizer.
@@ -95,7 +95,7 @@ class Mixer:
                     parts.append(next(marks[piece]))
                 elif piece:
                     ids, offsets = self.tokenizer.encode_with_offsets(piece)
-                    # The header of the assistant is context, the rest of the message learned.
+                    # The header of the assistant is context; the rest of the message is learned.
                     first = sum(at + end <= answer_from for _, end in offsets)
                     context, learned = np.split(np.asarray(ids, np.int32), [first])
                     parts += [
@@ -108,7 +108,7 @@ class Mixer:
         return Sequence(_joined(parts), codes, weight, views)
 
     def _messages(self, turns: list[tuple[str, str]]) -> list[tuple[str, int]]:
-        """Returns messages, each with the character from which on it is learned."""
+        """Returns messages, each with the index of its first learned character."""
         said = [("system", chat.SYSTEM, False)]
         for user, assistant in turns:
             said += [("user", user, False), ("assistant", assistant, True)]
@@ -120,7 +120,7 @@ class Mixer:
         return messages
 
     def _turns(self, record: Record, crop: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-        """Returns what user and assistant say, with a mark where an image or its cells stand."""
+        """Returns the texts of user and assistant, with marks in place of images and cells."""
         match record.kind:
             case "text_to_image" | "plan":
                 user = self._image_wanted(record, crop, rng)
@@ -148,7 +148,7 @@ class Mixer:
         return condition_of(record, crop, rng) if self.settings.data.micro_condition else ""
 
     def _plan_words(self, record: Record) -> str:
-        """Returns how an answer tells its plan."""
+        """Returns the words with which an answer states its plan."""
         if record.kind == "plan":
             return f"Sure I should place the objects in the following manner {record.plan}"
         return (
@@ -176,11 +176,11 @@ class Mixer:
     # Step-causal training.
 
     def example(self, record: Record, rng: np.random.Generator) -> Example:
-        """Returns a record as it is sampled, with one response.
+        """Returns a record in the form used for sampling, with one response.
 
-        Of an image with a plan the image in 4 of 5 draws, with the plan before it, and the
-        plan in the others; of a conversation one question and its answer, chosen at random, as
-        the release does without SELECT_ALL_INDEX (spec Sec. 0).
+        For an image with a plan, the response is the image, after its plan, in 4 of 5 draws, and
+        the plan in the others. For a conversation it is one answer, chosen at random with its
+        question, as the release does without SELECT_ALL_INDEX (spec Sec. 0).
 
         Raises:
             RecordError: it does not fit the model or the tokenizer.
@@ -211,7 +211,7 @@ class Mixer:
     def _text(
         self, record: Record, crop: int, shown: list[VisionTokens], rng: np.random.Generator
     ) -> tuple[tuple[Part, ...], Int[np.ndarray, " l"], int]:
-        """Returns the prompt of a text response, its ids, and how many a sampler reaches."""
+        """Returns the prompt of a text response, its ids, and how many a sampler may decode."""
         t, (asked, *_) = self.tokenizer, (*record.asked, "")
         if record.kind == "grounding" and (box := self._box_ids(record)) is not None:
             return chat.locate(t, asked, shown[0]), box, len(box)
@@ -231,7 +231,7 @@ class Mixer:
         return chat.answer_to(t, user, shown, len(ids)), ids, reach
 
     def _answered(self, record: Record, turn: int = 0) -> str:
-        """Returns what is answered in words."""
+        """Returns the answer in words."""
         match record.kind:
             case "plan" | "edit_plan":
                 return self._plan_words(record)
@@ -241,7 +241,7 @@ class Mixer:
                 named = (
                     f"{chat.PHRASE_BEGIN} {phrase} {chat.PHRASE_END}{box}"
                     for phrase, box in zip(record.phrases, self._boxes_said(record), strict=True)
-                )  # in the form of the released prompt of boxes
+                )  # in the form of the released prompt for boxes
                 return "There are following objects in the scene. " + ", ".join(named)
             case _:
                 return (*record.answered, "")[turn]
@@ -249,7 +249,7 @@ class Mixer:
     def _dense_boxes(
         self, record: Record, shown: VisionTokens, views: tuple[Views, ...]
     ) -> Example:
-        """Returns phrases with boxes to find: all else of the response is given."""
+        """Returns phrases whose boxes are to be found; the rest of the response is given."""
         parts, known = chat.locate_all(self.tokenizer, record.phrases, shown)
         given = known != self.settings.model.text_mask_id
         boxes = _LOCATION.findall("".join(self._boxes_said(record)))
@@ -258,10 +258,10 @@ class Mixer:
         return _example(parts, ids[:, None], "text", views, given=given)
 
     def _answer(self, words: str, rng: np.random.Generator) -> tuple[Int[np.ndarray, " l"], int]:
-        """Returns an answer in whole text blocks, and how many tokens a sampler reaches.
+        """Returns an answer in whole text blocks, and how many tokens a sampler may decode.
 
-        After it come the end of the turn, at least one end-of-text, and a random number of text
-        blocks more.
+        It is followed by the end of the turn, at least one end-of-text, and a random number of
+        further text blocks.
         """
         data, model = self.settings.data, self.settings.model
         end = self.tokenizer.id_of(chat.END_OF_TURN)
@@ -278,7 +278,7 @@ class Mixer:
     # Boxes.
 
     def _boxes_said(self, record: Record) -> list[str]:
-        """Returns the answer of a box, or of each box, in LOC tokens."""
+        """Returns an answer in LOC tokens for each box."""
         if not len(record.boxes):
             return [*record.answered]
         frame, said = self.tokenizer.frame, []
@@ -288,7 +288,7 @@ class Mixer:
         return said
 
     def _box_ids(self, record: Record) -> Int[np.ndarray, " 4"] | None:
-        """Returns the LOC tokens of one box; None where an answer is not just that."""
+        """Returns the LOC tokens of one box; None if the answer is anything else."""
         said = self._boxes_said(record)[0]
         edges = _LOCATION.findall(said)
         bare = _LOCATION.sub("", said.replace(chat.LOC_BEGIN, "").replace(chat.LOC_END, ""))
@@ -300,9 +300,9 @@ class Mixer:
     # Images.
 
     def _seen(self, record: Record) -> tuple[list[images.Seen], tuple[Views, ...]]:
-        """Returns the images of a record as the vision tower sees them.
+        """Returns the images of a record as input to the vision tower.
 
-        Several are seen whole, and so are earlier attempts (spec Sec. 4).
+        Several images are seen whole, and so are earlier attempts (spec Sec. 4).
         """
         whole = len(record.images) > 1 or bool(record.feedback)
         seen = [
@@ -323,11 +323,10 @@ class Mixer:
 
 
 def caption_of(record: Record, rng: np.random.Generator) -> str:
-    """Returns a caption, a long one sometimes cut down to its first sentences (spec Sec. 9.4).
+    """Returns a caption; a long one is sometimes cut to its first sentences (spec Sec. 9.4).
 
-    Of several one is chosen at random.
-
-    The caption of a plan is only ever cut at its end: the plan is one of all it says.
+    If there are several, one is chosen at random. The caption of a plan is never shortened like
+    this, only cut to the length limit, because the plan covers all of it.
     """
     caption, *others = record.asked
     if others:
@@ -358,7 +357,7 @@ def condition_of(record: Record, crop: int, rng: np.random.Generator) -> str:
 
 
 def _question(record: Record) -> str:
-    """Returns what is asked about one image."""
+    """Returns the question about one image."""
     match record.kind:
         case "reflection":
             return chat.verdict_asked(record.asked[0])
@@ -371,7 +370,7 @@ def _question(record: Record) -> str:
 
 
 def _feedback(record: Record) -> str:
-    """Returns what a prompt says of earlier attempts."""
+    """Returns the words of a prompt about earlier attempts."""
     told = "\n".join(
         f"Generation {i}: {IMAGE}\n Feedback {i}: {words}"
         for i, words in enumerate(record.feedback, 1)
@@ -380,7 +379,7 @@ def _feedback(record: Record) -> str:
 
 
 def _image_first(words: str) -> str:
-    """Moves the only image of a message to its beginning, as released (spec Sec. 9.4).
+    """Moves the only image of a message to its start, as released (spec Sec. 9.4).
 
     The line break after it is ours.
     """
@@ -390,7 +389,7 @@ def _image_first(words: str) -> str:
 
 
 def _joined(parts: list[Part]) -> tuple[Part, ...]:
-    """Returns the parts, with texts of one kind that follow each other as one, and no empty one."""
+    """Joins consecutive texts of the same kind, and drops empty ones."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain folder of images with captions as a mixture: no file has to be written for it.
+"""Turns a plain folder of images with captions into a mixture, without a mixture file.
 
-What is read, in the folder and in those inside it:
+These are read, in the folder and in its subfolders:
 
-    metadata.jsonl, .csv, .parquet   a row an image, `file_name` and `text`, as the `imagefolder`
-                                     convention of `datasets` has it
-    cat.txt next to cat.png          captions of that image, a line each
+    metadata.jsonl, .csv, .parquet   a row per image, `file_name` and `text`, as in the
+                                     `imagefolder` convention of `datasets`
+    cat.txt next to cat.png          captions of that image, one per line
     photos.tar                       7.jpg with 7.txt
 
-The columns of a table, whatever its name, say what its rows are for (`COLUMNS`): images with
-captions, pairs to edit, questions or boxes, one kind a table. Images lie relative to their table.
-What only text files say of images is written as a table, which goes to the prepared folder.
+The columns of a table, not its name, decide what its rows are for (`COLUMNS`): images with
+captions, pairs to edit, questions or boxes; one kind per table. Image paths are relative to their
+table. Captions that are only in text files are written as a table to the prepared folder.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 from sparse_lavida_jax.mixture.records import RecordError
 
 TABLES = (".jsonl", ".csv", ".parquet", ".tar")
-WRITTEN = "tables/captions.jsonl"  # in the prepared folder, of text files next to images
-PEEKED = 8  # first rows of a table that show its columns: empty cells are not in a row
+WRITTEN = "tables/captions.jsonl"  # in the prepared folder, from text files next to images
+PEEKED = 8  # rows of a table that are read to find its columns: a row lacks its empty cells
 _IMAGE = ("image", "file_name", "image_path", "path")
-# What a table is for, by the columns it needs: our field, and the names that it may go by. The
-# first kind whose fields are all there is it.
+# The kinds of tables, by the columns that they need: our field, and the names it may have. A table
+# is of the first kind whose fields are all present.
 COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
     "edit": {
         "source_images": ("source", "source_images"),
@@ -54,8 +54,8 @@ class PlainFolder(NamedTuple):
 
     Attributes:
         recipe: a dataset for each of its tables; batches are drawn in proportion to their rows.
-        left_out: images without a caption, relative to the folder; looked for only where text
-            files say the captions.
+        left_out: images without a caption, relative to the folder; only if captions are in text
+            files.
     """
 
     recipe: Recipe
@@ -63,14 +63,13 @@ class PlainFolder(NamedTuple):
 
 
 def read(folder: pathlib.Path, prepared: pathlib.Path) -> PlainFolder:
-    """Reads what a folder holds, without opening its images.
+    """Reads the contents of a folder, without opening its images.
 
     Args:
-        prepared: where the table of text files is written; nothing in it is read.
+        prepared: folder to which the table of text files is written; nothing in it is read.
 
     Raises:
-        PrepareError: nothing in the folder says what its images show, or a table has columns that
-            are not understood.
+        PrepareError: the folder has no captions, or a table has unknown columns.
         OSError: the table of text files cannot be written.
     """
     inside = [path for path in sorted(folder.rglob("*")) if prepared not in path.parents]
@@ -79,7 +78,7 @@ def read(folder: pathlib.Path, prepared: pathlib.Path) -> PlainFolder:
         of_tables = [path for path in inside if path.suffix in TABLES and path.is_file()]
         by_place = itertools.groupby(
             sorted(of_tables, key=_place), key=_place
-        )  # those of one format in one folder
+        )  # grouped by folder and format
         for (parent, _), alike in by_place:
             datasets += _datasets(parent, [path for path in alike if tables.num_rows(path)])
         said, left_out = _captions(folder, inside)
@@ -117,10 +116,10 @@ def _place(path: pathlib.Path) -> tuple[pathlib.Path, str]:
 
 
 def _datasets(folder: pathlib.Path, paths: list[pathlib.Path]) -> list[Dataset]:
-    """Returns the datasets of tables of one format in one folder: one, if they are alike.
+    """Returns the datasets of tables of one format in one folder: a single one, if all are alike.
 
     Raises:
-        PrepareError: the columns of one are not understood.
+        PrepareError: a table has unknown columns.
     """
     if not paths:
         return []
@@ -142,15 +141,15 @@ def _dataset(kind: str, pattern: str, root: pathlib.Path, columns: dict[str, str
 
 
 def _understood(path: pathlib.Path) -> tuple[str, dict[str, str]]:
-    """Returns what a table is for, and which of its columns is which of our fields.
+    """Returns the kind of a table, and the mapping from our fields to its columns.
 
     Raises:
-        PrepareError: its columns do not say.
+        PrepareError: its columns fit no kind.
     """
     seen: set[str] = set()
     with tables.Reader() as reader:
         for number in range(min(PEEKED, tables.num_rows(path))):
-            with contextlib.suppress(RecordError):  # a damaged row is named later
+            with contextlib.suppress(RecordError):  # a damaged row is reported later
                 seen |= reader.row(path, number).keys()
     for kind, fields in COLUMNS.items():
         names = fields | OPTIONAL.get(kind, {})
@@ -174,7 +173,7 @@ def _understood(path: pathlib.Path) -> tuple[str, dict[str, str]]:
 def _captions(
     folder: pathlib.Path, inside: list[pathlib.Path]
 ) -> tuple[list[tables.Row], list[str]]:
-    """Returns a row for each image that a text file is next to, and the images without one."""
+    """Returns a row for each image with a text file next to it, and the images without one."""
     said: list[tables.Row] = []
     silent: list[str] = []
     for path in inside:
@@ -196,7 +195,7 @@ def _lines(path: pathlib.Path) -> list[str]:
 
 
 def _write(path: pathlib.Path, rows: list[tables.Row]) -> None:
-    """Writes a table, unless it is there already: its time would tell that rows have changed."""
+    """Writes a table, unless it is unchanged: a new file time would mean that rows changed."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a row of a table to a record: the fields of each kind, and images as they are trained on.
+"""Turns a row of a table into a record: the fields of each kind, and images ready for training.
 
-The fields are listed in docs/data.md. Images to draw are resized and cropped as the release does
-in training (spec Sec. 3), those of edits and of layouts padded to a square; all that is random
-depends on the seed, the dataset and the number of the row.
+The fields are listed in docs/data.md. Images to draw are resized and cropped as in the released
+training (spec Sec. 3), those of edits and of layouts padded to a square; all randomness depends on
+the seed, the dataset and the number of the row.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from sparse_lavida_jax.mixture.tables import Reader, Row
 
 Square = UInt8[np.ndarray, "s s 3"]
 
-# Where a field goes by another name in released tables.
+# Fields with another name in released tables.
 OTHER_NAMES = {"score": "fltLaionAesthScore"}
 OPERATIONS = {
     "add": "adding", "remove": "removing", "replace": "replacing", "adjust": "adjusting",
@@ -34,17 +34,17 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 
 
 class LeftOut(Exception):
-    """A row that is in order and not wanted; the message is the rule that says so."""
+    """A valid row that the settings exclude; the message is the rule that excludes it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all rows have in common.
+    """Settings that all rows share.
 
     Attributes:
-        side: of the squares that the image tokenizer takes, in pixels.
-        factor: pixels a side of one code.
-        crops: random crops of an image to draw.
+        side: of the square input of the image tokenizer, in pixels.
+        factor: pixels per side of one code.
+        crops: number of random crops of an image to draw.
         seed: of the crops.
     """
 
@@ -56,14 +56,14 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A record whose codes are to be computed: of `targets`, then of `sources`."""
+    """A record whose codes are still to be computed: those of `targets`, then of `sources`."""
 
     record: Record
     targets: tuple[Square, ...] = ()
     sources: tuple[Square, ...] = ()
 
     def finished(self, codes: Iterator[Int[np.ndarray, "y x"]]) -> Record:
-        """Returns the record with the next of the codes."""
+        """Returns the record with its codes, taken from the iterator."""
         squares = {"target": self.targets, "sources": self.sources}
         made = {name: [next(codes) for _ in of] for name, of in squares.items() if of}
         return dataclasses.replace(self.record, **{name: np.stack(of) for name, of in made.items()})
@@ -75,12 +75,12 @@ def draft(
     """Returns the record of a row, without its codes.
 
     Args:
-        name: of the row, for people.
-        number, copy: which row it is, and how many times it was taken before.
+        name: of the row, for messages.
+        number, copy: which row it is, and how many times it was used before.
 
     Raises:
         RecordError, ImageError: something is missing or wrong in it.
-        LeftOut: the dataset's settings leave it out.
+        LeftOut: the dataset's settings exclude it.
     """
     if isinstance(dataset.columns, dict):
         row = row | {ours: row[theirs] for ours, theirs in dataset.columns.items() if theirs in row}
@@ -94,7 +94,7 @@ def draft(
 
 @dataclasses.dataclass
 class _RowReader:
-    """A row being read."""
+    """Reads one row."""
 
     row: Row
     name: str
@@ -117,7 +117,7 @@ class _RowReader:
     # Images to draw.
 
     def _text_to_image(self) -> Draft:
-        """Several captions of an image are kept: training takes one of them at a time."""
+        """Several captions of an image are kept: training uses one of them at a time."""
         said = self._list("caption")
         if not said or not all(isinstance(one, str) for one in said):
             said = [self._value("caption")]
@@ -125,7 +125,7 @@ class _RowReader:
         return self._drawn(self._record(captions), "image", crop=True)
 
     def _plan(self) -> Draft:
-        """LOC coordinates are those of the image padded to a square, so it is not cropped."""
+        """LOC coordinates refer to the image padded to a square, so it is not cropped."""
         feedback = self._texts("feedback")
         shown = self._encoded("feedback_images")
         if len(feedback) != len(shown):
@@ -167,7 +167,7 @@ class _RowReader:
         return self._edit(plan, OPERATIONS.get(operation, operation))
 
     def _drawn(self, record: Record, field: str, *, crop: bool) -> Draft:
-        """Adds the squares of the image to draw, and what the model is given with its caption."""
+        """Adds the squares of the image to draw, and the values of its micro-condition."""
         image = image_files.read_bytes(self._one(field), self._called(field))
         size = images.size_of(image)
         if min(size) < self.dataset.min_size:
@@ -203,7 +203,7 @@ class _RowReader:
         sizes = [images.size_of(image_files.read_bytes(contents)) for contents in shown]
         size = sizes[0] if sizes else (0, 0)
         asked, answered = self._turns()
-        # A conversation that does not say where its images stand begins with them.
+        # If a conversation does not say where its images are, they come first.
         if shown and not any(chat.IMAGE in said for said in asked):
             asked = (" ".join([chat.IMAGE] * len(shown)) + "\n" + asked[0], *asked[1:])
         marks = sum(said.count(chat.IMAGE) for said in asked)
@@ -233,7 +233,7 @@ class _RowReader:
         return self._seen((), phrases=phrases, boxes=boxes)
 
     def _seen(self, asked: tuple[str, ...], **fields) -> Draft:
-        """Returns the draft of a text about one image."""
+        """Returns the draft of a text response about one image."""
         contents = self._one("image")
         size = images.size_of(image_files.read_bytes(contents, self._called("image")))
         boxes = fields.get("boxes", np.zeros((0, 4)))
@@ -242,7 +242,7 @@ class _RowReader:
         return Draft(self._record(asked, images=(contents,), size=size, **fields))
 
     def _turns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns what is asked and what is answered, of as many turns each."""
+        """Returns questions and answers, the same number of each."""
         if not self._has("conversations"):
             return (self._text("question", with_images=True),), (self._text("answer"),)
         given, said = _listed(self.row["conversations"]), {"user": [], "assistant": []}
@@ -288,7 +288,7 @@ class _RowReader:
         raise RecordError(f"{field} is {value!r}, which is no number")
 
     def _boxes(self, field: str) -> np.ndarray:
-        """Returns boxes [b 4], of one box or of a list of them."""
+        """Returns boxes [b 4], from one box or a list of boxes."""
         try:
             boxes = np.asarray(self._list(field), np.float32).reshape(-1, 4)
         except (TypeError, ValueError):
@@ -298,7 +298,7 @@ class _RowReader:
         return boxes
 
     def _called(self, field: str) -> str:
-        """Returns what a message calls an image."""
+        """Returns the name of an image in messages."""
         value = self._value(field)
         return f"its {field} {value}" if isinstance(value, str) else f"its {field}"
 
@@ -310,16 +310,16 @@ class _RowReader:
         return first
 
     def _encoded(self, field: str) -> tuple[bytes, ...]:
-        """Returns the encoded images of a field, which names one or several."""
+        """Returns the encoded image or images of a field."""
         return tuple(map(self.reader.image, self._list(field)))
 
     def _list(self, field: str) -> list[Any]:
-        """Returns the values of a field, which may be one; none where it is empty."""
+        """Returns the values of a field, which may be a single value or empty."""
         return _listed(self._value(field)) if self._has(field) else []
 
 
 def _listed(value: Any) -> list[Any]:
-    """Returns a list, also where a table without lists (CSV) spells it in JSON."""
+    """Returns a list; tables without lists (CSV) may contain it as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = files.parse_json(value)
@@ -329,7 +329,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
-    """Returns a text, unless it is empty or holds what the chat template is made of."""
+    """Returns a text after checking that it is not empty and has no chat template tokens."""
     if not isinstance(value, str) or not value.strip():
         raise RecordError(f"it has no {field}" if value in (None, "") else f"{field} is {value!r}")
     for token in (*chat.CONTROL, *(() if with_images else (chat.IMAGE,))):

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tables of a mixture file to shards of records with their codes.
+"""Turns the tables of a mixture file into shards of records with image codes.
 
 The prepared folder:
 
     <dataset>/00003-of-00010.arrayrecord  records of some consecutive rows, without the bad ones
-    <dataset>/00003-of-00010.json         what became of those rows; where it is there, the shard
-                                          is whole
-    mixture.json                          what training reads; written when everything is done
-    report.md                             every bad record by name
+    <dataset>/00003-of-00010.json         outcome for those rows; if it exists, the shard is
+                                          complete
+    mixture.json                          the index for training; written last
+    report.md                             names every bad record
 
-A shard is one task. It depends on its rows, the settings and the image tokenizer and on nothing
-else, so it has the same bytes whichever process makes it; one that is there is not made again.
-Tasks run in this process, in several, or over many machines (`workers.py`).
+A shard is one task. It depends only on its rows, the settings and the image tokenizer, so it has
+the same bytes whichever process makes it; an existing shard is not made again. Tasks run in this
+process, in several, or on many machines (`workers.py`).
 """
 
 import collections
@@ -38,9 +38,9 @@ from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
 READABLE = "report.md"
-MANY_ROWS = 2**16  # of a table, looked through together
-TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # what a plain folder leaves next to it
-# What preparations write; "report.json" is of older ones.
+MANY_ROWS = 2**16  # of a table, checked at a time
+TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # also written for a plain folder
+# Files that preparations write; older ones wrote "report.json".
 LEFT = {INDEX, READABLE, TOKENIZER, SHEET, "report.json", ".lock"}
 
 
@@ -49,10 +49,10 @@ class ImageEncoder(Protocol):
     """The image tokenizer: pixels to codes.
 
     Attributes:
-        side: of the images it takes, in pixels.
-        factor: pixels a side of one code.
-        codebook_size: codes are below it.
-        digest: tells one tokenizer from another.
+        side: of its input images, in pixels.
+        factor: pixels per side of one code.
+        codebook_size: codes are below this.
+        digest: identifies the tokenizer.
     """
 
     side: int
@@ -70,12 +70,12 @@ LoadEncoder = Callable[[], ImageEncoder]  # makes the tokenizer in the process t
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all shards of a preparation have in common; every worker has one.
+    """What all shards of a preparation share; every worker has a copy.
 
     Attributes:
-        folder: where everything goes.
+        folder: the prepared folder.
         to: sizes, crops and seed.
-        batch: images that are encoded together.
+        batch: number of images that are encoded together.
         load_encoder: makes the image tokenizer.
     """
 
@@ -90,11 +90,11 @@ class Shard:
     """Rows of a dataset that become one shard.
 
     Attributes:
-        dataset: whose.
+        dataset: the dataset of the rows.
         stem: path in the folder, without a suffix.
-        tables: in which the rows are.
+        tables: the tables of the rows.
         rows: table, row and copy of each.
-        fingerprint: of everything that decides what comes out.
+        fingerprint: of everything that affects the result.
     """
 
     dataset: Dataset
@@ -106,7 +106,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of the rows of a shard, as its .json has it."""
+    """The outcome for the rows of a shard, as stored in its .json."""
 
     fingerprint: str
     rows: int
@@ -119,7 +119,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A finished preparation, in numbers."""
+    """Statistics of a finished preparation."""
 
     shards: int
     made: int
@@ -135,16 +135,16 @@ def prepare(
     load_encoder: LoadEncoder,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Makes the shards of a mixture file that are not there yet.
+    """Makes the missing shards of a mixture file.
 
     Args:
-        path: the mixture file (`recipe.read`), or what it says.
-        on_progress: called with how many shards are done, and of how many.
+        path: the mixture file (`recipe.read`), or its contents.
+        on_progress: called with the number of finished shards, and of all.
 
     Raises:
         RecipeError: the mixture file is wrong.
-        PrepareError: a table cannot be read, too many records are bad, or a worker died. What was
-            finished before stays, and the report says what was found.
+        PrepareError: a table cannot be read, too many records are bad, or a worker died. Finished
+            shards stay, and the report says what was found.
         OSError: the folder cannot be written to: the disk is full, for example.
     """
     mixture = path if isinstance(path, Recipe) else recipe.read(pathlib.Path(path))
@@ -177,11 +177,11 @@ def prepare(
 
 
 # ---------------------------------------------------------------------------------------------
-# What is to be done.
+# Planning the shards.
 
 
 def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> Iterator[Shard]:
-    """Looks through the tables of a dataset and divides their rows."""
+    """Reads the tables of a dataset and divides their rows into shards."""
     paths = tables.find(dataset.json_path)
     counts = [tables.num_rows(path) for path in paths]
     chosen = dataset.chosen(sum(counts))
@@ -192,11 +192,11 @@ def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> It
         )
     ends = np.cumsum(counts)
     which = np.searchsorted(ends, chosen, side="right")
-    # The strategy may take the rows more than once, always in the same order.
+    # The strategy may repeat the rows, always in the same order.
     copies = np.arange(len(chosen)) // len(np.unique(chosen))
     rows = np.stack([which, chosen - (ends - counts)[which], copies], axis=1).astype(np.int64)
     described = dataclasses.asdict(dataset)
-    # What moves rows and changes none, and where things lie.
+    # Fields that do not change the contents of rows: how they are grouped, and where files are.
     for name in ("length_group", "sampling_strategy", "json_path"):
         del described[name]
     described["image_root"] = pathlib.Path(dataset.image_root).name
@@ -218,7 +218,7 @@ def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> It
 
 
 def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
-    """Returns what became of a shard if it is there and was made of the same things."""
+    """Returns the outcome of a shard if it exists and was made from the same inputs."""
     try:
         outcome = Outcome(**files.read_json(folder / f"{shard.stem}.json"))
         path = folder / f"{shard.stem}{records.SUFFIX}"
@@ -234,7 +234,7 @@ def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
 
 
 def drafts(mixture: Recipe, to: ingest.Settings) -> Iterator[Draft]:
-    """Yields what the rows of a mixture say, images to be encoded included; bad ones are skipped.
+    """Yields drafts of the rows of a mixture, with the images to encode; skips bad rows.
 
     Raises:
         PrepareError: a table cannot be read, or has no rows.
@@ -248,15 +248,15 @@ def drafts(mixture: Recipe, to: ingest.Settings) -> Iterator[Draft]:
 
 
 def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
-    """Makes a shard and writes it, whole or not at all.
+    """Makes a shard and writes it, completely or not at all.
 
     Raises:
-        TableError: a table of it cannot be read any more.
+        TableError: one of its tables can no longer be read.
         OSError: it cannot be written.
     """
     path = job.folder / f"{shard.stem}{records.SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Next to a new file the old one would be taken for its outcome.
+    # Otherwise the old outcome would be taken for that of the new shard.
     (job.folder / f"{shard.stem}.json").unlink(missing_ok=True)
     left_out: collections.Counter[str] = collections.Counter()
     bad: list[list[str]] = []
@@ -291,11 +291,11 @@ def _drafts(to: ingest.Settings, shard: Shard, left_out, bad) -> Iterator[Draft]
 def _encoded(
     drafts: Iterable[Draft], encoder: ImageEncoder, batch: int
 ) -> Iterator[records.Record]:
-    """Yields records in their order, encoding the images of `batch` of them at a time."""
+    """Yields records in order, encoding `batch` images at a time."""
     drafts = iter(drafts)
     while held := [*itertools.islice(drafts, batch)]:
         squares = [square for one in held for square in (*one.targets, *one.sources)]
-        # Whole batches: the tokenizer is compiled for one size.
+        # Full batches: the tokenizer is compiled for one size.
         squares += [np.zeros_like(squares[0])] * (-len(squares) % batch) if squares else []
         codes: list[np.ndarray] = []
         for start in range(0, len(squares), batch):
@@ -317,7 +317,7 @@ def _make_all(
     settings: config.Prepare,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Makes the shards that are not there, and adds them to those that are done.
+    """Makes the missing shards, and adds their outcomes to `done`.
 
     Raises:
         PrepareError: too many records of a dataset are bad, or a worker died.
@@ -351,7 +351,7 @@ def _make_all(
 def _outcomes(
     job: Job, encoder: ImageEncoder, shards: list[Shard], settings: config.Prepare
 ) -> Generator[tuple[Shard, Outcome], None, None]:
-    """Yields what became of shards as they are finished, in any order."""
+    """Yields shards and their outcomes as they are finished, in any order."""
     if settings.engine == "processes" and not settings.workers:
         for shard in shards:
             yield shard, make(job, encoder, shard)
@@ -364,7 +364,7 @@ def _outcomes(
 
 
 def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
-    """Returns, in another process, a function that makes a shard by its number."""
+    """Returns a function that makes a shard by its number; called in a worker process."""
     encoder = job.load_encoder()
 
     def made(number: int) -> dict[str, Any]:
@@ -375,11 +375,11 @@ def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
 
 
 def check_folder(folder: pathlib.Path) -> None:
-    """Makes a folder to prepare into, unless it is there.
+    """Creates the prepared folder, unless it exists.
 
     Raises:
         PrepareError: it is a file, or holds something else.
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     if folder.exists() and not folder.is_dir():
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
@@ -391,7 +391,7 @@ def check_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _only_one(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps a second preparation out of the folder; the lock of a process that dies is dropped."""
+    """Keeps a second preparation out of the folder; a process that dies releases its lock."""
     check_folder(folder)
     try:
         held = files.lock(folder / ".lock")
@@ -408,7 +408,7 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------
-# The report, and what training reads.
+# The report, and the index for training.
 
 
 def _write_report(folder: pathlib.Path, shards: list[Shard], done: dict[str, Outcome]) -> None:
@@ -431,7 +431,7 @@ def _write_report(folder: pathlib.Path, shards: list[Shard], done: dict[str, Out
 def _index(
     mixture: Recipe, encoder: ImageEncoder, shards: list[Shard], done: dict[str, Outcome]
 ) -> dict[str, Any]:
-    """Returns what training reads."""
+    """Returns the index for training."""
     written = {dataset.name: [] for dataset in mixture.datasets}
     for shard in shards:
         one = done[shard.stem]

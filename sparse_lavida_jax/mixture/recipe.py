@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mixture is made of: the file that names its datasets, in the released yaml's fields.
+"""The mixture file, which names the datasets, with the fields of the released yaml.
 
-Spec Sec. 9.4. At the top `datasets`, a list, and by group `weights` (how often) and `batch_sizes`
-(a factor on the rows of a batch). docs/data.md lists the fields of a dataset, with an example.
+Spec Sec. 9.4. The top level has `datasets`, a list, and by group `weights` (how often) and
+`batch_sizes` (a factor on the rows of a batch). docs/data.md lists the fields of a dataset, with an
+example.
 """
 
 import dataclasses
@@ -19,14 +20,14 @@ from sparse_lavida_jax import schema
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.schema import Allowed
 
-# What a record is for.
+# Kinds of records.
 KINDS = (
     "text_to_image", "plan", "edit", "edit_plan", "understanding", "reflection", "grounding",
     "dense_caption",
 )  # fmt: skip
-# What of an image and its plan is learned: both, the plan, the image.
+# Which of an image and its plan is learned: both, the plan, the image.
 FORMS = ("", "plan_only", "no_plan")
-# Released preprocess functions, as the specification spells them, and what their records are.
+# Released preprocess functions, as the specification spells them, and the kinds of their records.
 FUNCTIONS = {
     "preproces_text_to_image_generation_s3": "text_to_image",
     "piat_hash": "text_to_image",
@@ -44,7 +45,7 @@ FUNCTIONS = {
 PLANNED = ("plan", "edit_plan")  # kinds that may be trained in one of `FORMS`
 BY_GROUP = ("weights", "batch_sizes")  # fields of a mixture with a number for each group
 RANDOM_SEED = 42  # of the strategy `random:N`, as released
-# A bare number is no released strategy.
+# The release has no strategy that is a bare number.
 _STRATEGY = re.compile(r"all|(?:(first|end|random):|(?=\d+%))(\d+)(%?)|dup:(0*[1-9]\d*)")
 
 
@@ -72,28 +73,28 @@ Strategy = Annotated[
 
 
 class PrepareError(Exception):
-    """A preparation that cannot begin or go on; the message says why."""
+    """A preparation cannot start or continue; the message says why."""
 
 
 class RecipeError(schema.ConfigError):
-    """A mixture file that cannot be followed; the message says what is wrong with it."""
+    """A mixture file is invalid; the message says what is wrong with it."""
 
 
 class Dataset(schema.Section):
-    """One dataset of a mixture, in the released fields.
+    """One dataset of a mixture, with the released fields.
 
     Attributes:
-        name: its folder among the prepared ones.
+        name: of its subfolder in the prepared folder.
         json_path: a .parquet, .jsonl, .json, .csv or .tar file, or a pattern such as `a/*.tar`.
         preprocess_fn: one of `FUNCTIONS`.
-        process_fn_kwargs: `plan_only` or `no_plan`, of kinds with a plan.
-        columns: names of columns to read; or, ours, {our field: name of their column}.
+        process_fn_kwargs: `plan_only` or `no_plan`, for kinds with a plan.
+        columns: names of columns to read; or, our extension, {our field: name of their column}.
         sampling_strategy: all | first:N | end:N | random:N | dup:K; N may be a percentage.
         length_group: datasets whose sequences have about the same length share one.
         aes_cutoff: rows whose `fltLaionAesthScore` is lower are left out.
         min_size: pixels; images to draw with a shorter side are left out.
-        image_root: folder, or tar file, in which the images are that a table names.
-        max_enc_images: rows with more images to edit are left out; 0: any number.
+        image_root: folder, or tar file, of the images that a table names.
+        max_enc_images: rows with more images to edit are left out; 0: no limit.
     """
 
     name: Folder
@@ -129,7 +130,7 @@ class Dataset(schema.Section):
         return self.length_group or self.kind
 
     def chosen(self, count: int) -> Int[np.ndarray, " n"]:
-        """Returns which of `count` rows the strategy takes, in their order."""
+        """Returns which of `count` rows the strategy takes, in order."""
         found = _STRATEGY.fullmatch(self.sampling_strategy)
         assert found is not None
         how, number, percent, copies = found.groups()
@@ -151,9 +152,9 @@ class Recipe(schema.Section):
     """A mixture.
 
     Attributes:
-        datasets: what it is made of.
-        weights: of each group, in proportion to which batches are drawn from it.
-        batch_sizes: of each group, what the rows of a batch are multiplied with.
+        datasets: its datasets.
+        weights: by group; batches are drawn in proportion.
+        batch_sizes: by group, a factor on the rows of a batch.
     """
 
     datasets: tuple[Dataset, ...]
@@ -173,7 +174,7 @@ def read(path: pathlib.Path) -> Recipe:
     """Reads a mixture file, JSON or YAML. Paths in it are relative to its folder.
 
     Raises:
-        RecipeError: there is none, or it says what is not understood.
+        RecipeError: there is no such file, or it is invalid.
     """
     given = _contents(path)
     if not isinstance(given, dict):

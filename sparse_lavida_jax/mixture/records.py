@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training sample as it lies on disk, and the ArrayRecord shards that hold many.
+"""Training samples on disk: records, and the ArrayRecord shards that hold them.
 
-A record has what training needs and no more: strings, the encoded images that the vision tower
-sees, and the codes of the images that are drawn or edited. It is a flat dict in msgpack, with
-its version in it. A shard is read by number, in any order.
+A record has only what training needs: strings, the encoded images for the vision tower, and the
+codes of the images that are drawn or edited. It is a flat msgpack dict that includes its version.
+The records of a shard can be read by number, in any order.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from sparse_lavida_jax.data import files
 
 VERSION = 1
 SUFFIX = ".arrayrecord"
-# One record a group: any one is read without those around it.
+# One record per group: each can be read without its neighbours.
 WRITER_OPTIONS = "group_size:1"
 
 
 class RecordError(ValueError):
-    """A record, or a shard of them, that cannot be used; the message says which and why."""
+    """A record or a shard cannot be used; the message says which and why."""
 
 
-# Fields that hold nothing.
+# Empty fields.
 _NO_CODES = functools.partial(np.zeros, (0, 0, 0), np.int32)
 _NO_PLACES = functools.partial(np.zeros, (0, 2), np.int32)
 _NO_LIGHT = functools.partial(np.zeros, (0, 2), np.float32)
@@ -47,23 +47,23 @@ class Record:
     Attributes:
         kind: one of `recipe.KINDS`.
         source: name of its dataset.
-        name: the row it was made of, for people.
-        asked: what the user says, one string a turn: a caption, an instruction, a phrase, or
-            questions, in which `<image>` stands for an image. Of an image to draw without a plan,
-            captions that each say it.
-        answered: what the assistant answers to each; empty where `plan` and `target` are.
+        name: the row it was made from, for messages.
+        asked: what the user says, one string per turn: a caption, an instruction, a phrase, or
+            questions, in which `<image>` stands for an image. For an image to draw without a plan:
+            alternative captions.
+        answered: the answer of the assistant to each; empty if `plan` or `target` is the response.
         plan: a layout in LOC tokens.
         operation: what an edit does, in the words of its plan: "adding", "removing", ...
-        form: "plan_only": the plan is all there is to learn; "no_plan": the image is.
+        form: "plan_only": only the plan is learned; "no_plan": only the image.
         feedback: what is wrong with each of the earlier attempts that `images` shows.
-        images: encoded images for the vision tower, as they came.
+        images: encoded images for the vision tower, in their original files.
         target: codes of the image to draw, in one crop or several.
         crops: top and left of each crop, in pixels of the resized image.
         light: luminance and contrast of each crop.
         sources: codes of the images to be edited.
         size: width and height of the image to draw, or of the first one shown, in pixels.
-        score, hps, pixel_diff: of the image to draw, where known (`chat.micro_condition`).
-        phrases: what `boxes` are boxes of.
+        score, hps, pixel_diff: of the image to draw, if known (`chat.micro_condition`).
+        phrases: descriptions of the things in `boxes`.
         boxes: x1, y1, x2, y2 in pixels of an image of `size`.
     """
 
@@ -90,16 +90,16 @@ class Record:
 
     @property
     def draws(self) -> bool:
-        """Whether an image is to be learned."""
+        """Whether the response includes an image."""
         return len(self.target) > 0 and self.form != "plan_only"
 
 
 _FLOATS = ("light", "boxes")  # all other arrays hold whole numbers
-_ON_DISK = {"images": "pictures"}  # the name that the first version gave it
+_ON_DISK = {"images": "pictures"}  # its name in the first version
 
 
 def encode(record: Record) -> bytes:
-    """Returns a record as msgpack: the same record, the same bytes."""
+    """Returns a record as msgpack; equal records have equal bytes."""
     flat: dict[str, Any] = {"version": VERSION}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -113,7 +113,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """Returns the record of `encode`.
+    """Decodes a record from `encode`.
 
     Raises:
         RecordError: it is damaged, or of another version.
@@ -141,9 +141,9 @@ def decode(data: bytes) -> Record:
 
 
 def write_shard(path: pathlib.Path, records: Iterable[Record]) -> tuple[int, int, str]:
-    """Writes a shard: it is whole, as read back, or not there at all.
+    """Writes a shard completely, verified by reading it back, or not at all.
 
-    Returns: how many records and bytes it has, and its SHA-256.
+    Returns: its numbers of records and bytes, and its SHA-256.
 
     Raises:
         OSError: it cannot be written: the disk is full, for example.
@@ -160,7 +160,7 @@ def write_shard(path: pathlib.Path, records: Iterable[Record]) -> tuple[int, int
                     writer.write(data)
                 written.update(data)
                 count += 1
-        # The library does not report every write that failed.
+        # The library does not report every failed write.
         if not count or _digest_of_records(new, count) != written.hexdigest():
             raise OSError(f"{path} did not come out as it was written: is the disk full?")
         return count, new.stat().st_size, files.sha256(new)
@@ -182,14 +182,14 @@ def _digest_of_records(path: pathlib.Path, count: int) -> str | None:
         for _ in range(count):
             digest.update(reader.read())
         reader.close()
-    except (RuntimeError, IndexError, ValueError):  # of a file cut short
+    except (RuntimeError, IndexError, ValueError):  # for a truncated file
         return None
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
 def _explained(path: pathlib.Path) -> Iterator[None]:
-    """Turns the library's errors, which may say nothing, into OSError."""
+    """Turns the library's errors, which may be empty, into OSError."""
     try:
         yield
     except RuntimeError as error:
@@ -199,10 +199,10 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
 
 
 class ShardedRecords:
-    """Records of several shards by number, the first of the first shard being 0.
+    """The records of several shards, numbered from the first shard on.
 
     Args:
-        shards: files, with how many records and bytes each has.
+        shards: files, with the numbers of records and bytes of each.
 
     Raises:
         RecordError: a shard is missing or has another size.
@@ -239,7 +239,7 @@ class ShardedRecords:
             raise IndexError(f"there are records 0..{len(self) - 1}, not {index}.")
         try:
             return decode(self._source[index])
-        # Of a damaged file the reader says as little as `RuntimeError("")`.
+        # For a damaged file the reader may raise just `RuntimeError("")`.
         except (RuntimeError, RecordError, ValueError) as error:
             ends = np.cumsum([count for _, count in self._files])
             path, _ = self._files[int(np.searchsorted(ends, index, side="right"))]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that people have: Parquet, JSON lines, JSON, CSV, and tar files of samples.
+"""Input tables: Parquet, JSON lines, JSON, CSV, and tar files of samples.
 
-Rows go by the path of their file and their number. A file is looked through once in a process; a
-`Reader` holds files open and returns rows and images. A sample of a tar file is what shares a name
-up to the first dot: `7.json` its fields, `7.txt` its caption, `7.jpg` its `image`,
+Rows are identified by the path of their file and their number. A process scans a file once; a
+`Reader` holds files open and returns rows and images. Members of a tar file form a sample if they
+share a name up to the first dot: `7.json` its fields, `7.txt` its caption, `7.jpg` its `image`,
 `7.source_images.png` its `source_images`.
 """
 
@@ -25,24 +25,24 @@ from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.mixture.records import RecordError
 
 Row = dict[str, Any]
-Places = Any  # what leads to each row of a table, by its number
-Span = tuple[int, int] | Int[np.ndarray, "2"]  # of bytes of a file: where it begins, and how many
+Places = Any  # how to find each row of a table by its number
+Span = tuple[int, int] | Int[np.ndarray, "2"]  # of bytes of a file: offset and length
 
-MOST_BYTES = 2**27  # of one row or image; more is taken for damage
+MOST_BYTES = 2**27  # of one row or image; more counts as damage
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp")
 FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".tar")
-LOOKED_THROUGH = 16  # files of which a process remembers where their rows are
+LOOKED_THROUGH = 16  # how many files' row positions a process keeps
 
 
 class TableError(Exception):
-    """A table that cannot be read at all; the message says which and why."""
+    """A table cannot be read at all; the message says which and why."""
 
 
 def find(pattern: str) -> list[pathlib.Path]:
-    """Returns the files that a path or a pattern names, sorted.
+    """Returns the files that match a path or a pattern, sorted.
 
     Raises:
-        TableError: there are none, or one is of a format that is not read.
+        TableError: there are none, or one has an unsupported format.
     """
     found = [pathlib.Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in found if path.is_file()]
@@ -64,10 +64,10 @@ def num_rows(path: pathlib.Path) -> int:
 
 
 def _places(path: pathlib.Path) -> Places:
-    """Returns what leads to each row of a table.
+    """Returns how to find each row of a table.
 
-    Of JSON the row itself; of JSON lines and CSV its bytes, those of the header first; of a tar
-    file those of each field; of Parquet the number.
+    For JSON, the row itself; for JSON lines and CSV, its bytes, with those of the header first; for
+    a tar file, the bytes of each field; for Parquet, its number.
 
     Raises:
         TableError: it cannot be read.
@@ -75,7 +75,7 @@ def _places(path: pathlib.Path) -> Places:
     try:
         about = path.stat()
         return _looked_through(path, about.st_size, about.st_mtime_ns)
-    # `pyarrow` has errors of its own, derived from these two.
+    # The errors of `pyarrow` derive from the first two.
     except (OSError, ValueError, csv.Error, tarfile.TarError) as error:
         raise TableError(f"the table {path} cannot be read: {error}") from error
 
@@ -120,7 +120,7 @@ def _lines(path: pathlib.Path) -> Iterator[Span]:
 
 
 def _csv_spans(path: pathlib.Path) -> Iterator[Span]:
-    """Yields where rows are: one may have line breaks inside its quotes."""
+    """Yields the positions of rows, which may have line breaks inside quotes."""
     at = before = 0
 
     def lines() -> Iterator[str]:
@@ -153,11 +153,11 @@ def _tar_samples(path: pathlib.Path) -> list[dict[str, Span]]:
 
 
 class Reader(contextlib.ExitStack):
-    """Reads rows and images, and keeps the files open that it read from.
+    """Reads rows and images, and keeps their files open.
 
     Args:
-        image_root: folder, or tar file, of the images that rows name; "": where they say.
-        columns: of a Parquet file, the ones to read; none: all.
+        image_root: folder, or tar file, of the images that rows name; "": paths are used as given.
+        columns: of a Parquet file to read; empty: all.
     """
 
     def __init__(self, image_root: str = "", columns: Iterable[str] = ()):
@@ -196,12 +196,12 @@ class Reader(contextlib.ExitStack):
         return {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}
 
     def image(self, value: Any) -> bytes:
-        """Returns an encoded image: its bytes, or what lies under the name given.
+        """Returns an encoded image, given its bytes or its name.
 
         Raises:
             RecordError: there is none.
         """
-        if isinstance(value, dict):  # as Parquet files of Hugging Face have it
+        if isinstance(value, dict):  # the form in Parquet files of Hugging Face
             inside = (value.get("bytes"), value.get("path"))
             value = next((one for one in inside if isinstance(one, bytes | str)), value)
         if isinstance(value, bytes):

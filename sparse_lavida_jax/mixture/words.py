@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A text tokenizer for prepared records: byte-level BPE with the tokens of `lavida_o/chat.py`.
 
-A model from scratch is asked in the words of LaViDa-O, so that records, tasks and commands are the
-same for both. Its tokenizer is trained on the texts of the records and on the words around them.
+A model trained from scratch has the prompts of LaViDa-O, so that records, tasks and commands are
+the same for both. Its tokenizer is trained on the texts of the records and of the prompts.
 """
 
 import pathlib
@@ -19,7 +19,7 @@ TEXTUAL = (
     *(f"<LOC_{edge}>" for edge in range(LOCATIONS)),
     chat.LOC_BEGIN, chat.LOC_END, chat.PHRASE_BEGIN, chat.PHRASE_END,
 )  # fmt: skip
-# What is said around the words of people.
+# Words of the prompts around the users' texts.
 TEMPLATES = (
     chat.SYSTEM, "system", "user", "assistant", "\n\n", chat.DRAW, chat.PLAN, chat.FEEDBACK,
     "Please locate something in this image. " + chat.BOXES_WANTED, chat.verdict_asked("something"),
@@ -43,7 +43,7 @@ def learned(records: Iterable[Record]) -> frozenset[str]:
 
 
 def texts_of(record: Record) -> Iterator[str]:
-    """Yields the texts of a record, each with a space before it, as it stands in a prompt."""
+    """Yields the texts of a record, each with a leading space, as in a prompt."""
     for text in (*record.asked, *record.answered, record.plan, *record.feedback, *record.phrases):
         if text:
             yield f" {text}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards of a preparation over processes of this machine, or over those of a Ray cluster.
+"""Distributes the shards of a preparation over local processes, or over a Ray cluster.
 
 The tables, the images and the prepared folder have the same paths on all machines.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 from sparse_lavida_jax.mixture.recipe import PrepareError
 
-Make = Callable[[int], dict[str, Any]]  # of a shard by its number, to what became of it
-Load = Callable[[], Make]  # makes, in a worker, what makes shards
+Make = Callable[[int], dict[str, Any]]  # from the number of a shard to its outcome
+Load = Callable[[], Make]  # returns a `Make`; called in a worker
 
-_make: Make  # of a worker process
+_make: Make  # in a worker process
 
 
 def _start(load: Load) -> None:
@@ -31,7 +31,7 @@ def _made(number: int) -> dict[str, Any]:
 
 
 def processes(load: Load, count: int, workers: int) -> Iterator[dict[str, Any]]:
-    """Yields what became of shards 0..count-1 as they are finished, in any order.
+    """Yields the outcomes of shards 0..count-1 as they are finished, in any order.
 
     Raises:
         PrepareError: a process died.
@@ -48,7 +48,7 @@ def processes(load: Load, count: int, workers: int) -> Iterator[dict[str, Any]]:
             " prepare.encode_batch and run the same command again. What is finished stays."
         ) from error
     finally:
-        # Shards that are still being made will not be used.
+        # The results of unfinished shards are not needed.
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()
@@ -56,7 +56,7 @@ def processes(load: Load, count: int, workers: int) -> Iterator[dict[str, Any]]:
 
 
 class _Actor:
-    """A worker of Ray that has loaded what shards need."""
+    """A Ray worker that has loaded the encoder."""
 
     def __init__(self, load: Load):
         self.make = load()
@@ -71,7 +71,7 @@ def ray(load: Load, count: int, workers: int) -> Iterator[dict[str, Any]]:
     Joins the cluster that RAY_ADDRESS names, or starts one on this machine.
 
     Args:
-        workers: actors; 0: one.
+        workers: number of actors; 0: one.
 
     Raises:
         PrepareError: Ray is not installed, or a shard could not be made.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key/value cache of a response being decoded.
 
-Two static buffers: the joint layers' holds two regions, understanding tokens [0:u) then generation
-tokens [u:t); the split layers' holds only the region of the stream that is decoded. Heads are
-merged in the last axis. Keys are stored rotated. Tags are the real step numbers, append-only.
-Every pass writes its tokens contiguously at one offset shared by all rows; what it leaves after the
-committed ones is overwritten by the next pass, and until then no token sees it.
+There are two static buffers. That of the joint layers has two regions, understanding tokens [0:u)
+then generation tokens [u:t); that of the split layers has only the region of the decoded stream.
+Heads are merged in the last axis. Keys are stored rotated. Tags are the real step numbers,
+append-only. Every pass writes its tokens contiguously at one offset shared by all rows; what it
+leaves after the committed ones is overwritten by the next pass, and no token sees it until then.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class KVCache:
         )
 
     def _start(self, stream: StreamName) -> Int[Array, ""] | int:
-        """Slot of the joint buffer where tokens of `stream` are written now."""
+        """The slot of the joint buffer where tokens of `stream` are currently written."""
         region = 0 if stream == "understanding" else self.understanding_len
         return region + (self.offset if stream == self.decodes else 0)
 
@@ -82,7 +82,7 @@ class KVCache:
         return self.understanding_len if stream == "understanding" else self.block.shape[1]
 
     def placed(self, num_heads: int) -> "KVCache":
-        """Lays keys and values out over the mesh as attention reads them."""
+        """Distributes keys and values over the mesh as attention reads them."""
         joint, split = jax.tree.map(lambda x: place_cache(x, num_heads), (self.joint, self.split))
         return dataclasses.replace(self, joint=joint, split=split)
 
@@ -112,10 +112,10 @@ class KVCache:
         return self.block[:, self.understanding_len :]
 
     def with_rows(self, first: int, rows: "KVCache") -> "KVCache":
-        """Puts what a smaller cache holds into the rows from `first` on, each region at its start.
+        """Copies a smaller cache into the rows from `first` on, each region to its start.
 
         Args:
-            rows: with no more slots in either region.
+            rows: the smaller cache, with no more slots in either region.
         """
         text = rows.understanding_len
 

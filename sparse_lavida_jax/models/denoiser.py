@@ -25,7 +25,7 @@ HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not 
 
 
 class ImageEmbedding(nnx.Module):
-    """From the codes of a cell to one backbone token (spec 2.5 and 2.6)."""
+    """Converts the codes of a cell to one backbone token (spec 2.5 and 2.6)."""
 
     def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
         width = settings.generation_width
@@ -55,7 +55,7 @@ class ImageEmbedding(nnx.Module):
 
 
 class ImageHead(nnx.Module):
-    """From one backbone token to logits for the codes of its cell (spec 2.5 and 2.6)."""
+    """Converts one backbone token to logits for the codes of its cell (spec 2.5 and 2.6)."""
 
     def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
         width = settings.generation_width
@@ -77,7 +77,7 @@ class ImageHead(nnx.Module):
         return einops.rearrange(logits, "b (s g) c -> b s g c", g=self.codes_per_token)
 
     def codes(self, x: Float[Array, "b s e"]) -> Float[Array, "b sg e"]:
-        """Returns what the logits of every code are a linear function of."""
+        """Returns the inputs of the final linear layer, one for each code."""
         if self.codes_per_token > 1:
             x = einops.rearrange(
                 self.spread(self.spread_norm(x)), "b s (g e) -> b (s g) e", g=self.codes_per_token
@@ -91,7 +91,7 @@ class ImageHead(nnx.Module):
 
 @functools.cache
 def shapes(settings: config.Model) -> "Denoiser":
-    """Returns the model with shapes in place of arrays, which is not to be changed."""
+    """Returns the model with shapes instead of arrays; it must not be modified."""
     return jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
 
 
@@ -99,8 +99,8 @@ class Denoiser(nnx.Module):
     """Predicts the masked tokens of text and images from the tokens it is given."""
 
     def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
-        # Of the size of what the layers add to the residual stream: a smaller embedding would be
-        # drowned by the first layer, and a small model would take long to dig it out.
+        # As large as what the layers add to the residual stream: the first layer would drown out a
+        # smaller embedding, and a small model would take long to recover it.
         def table(rows, width):
             return nnx.Param(jax.random.normal(rngs.params(), (rows, width)))
 
@@ -140,7 +140,7 @@ class Denoiser(nnx.Module):
             self._look_at_neighbours(rngs)
 
     def _look_at_neighbours(self, rngs: nnx.Rngs) -> None:
-        """Makes the first heads of the first layer look at the words around each word."""
+        """Makes the first heads of the first layer attend to the neighbours of each word."""
         direction = neighbours.shared_direction(self.settings.width, rngs.params())
         self.text_embedding[...] = neighbours.with_direction(self.text_embedding[...], direction)
         register = self.register_understanding[...][None]
@@ -153,7 +153,7 @@ class Denoiser(nnx.Module):
             linear.kernel[...] = linear.kernel[...].at[heads].set(random + start)
 
     def set_registers(self) -> None:
-        """Makes registers what they stand in for: full attention trains masks, and no registers."""
+        """Sets registers to what they stand in for: full attention trains masks, not registers."""
         words = self.text_embedding[...][self.settings.text_mask_id]
         self.register_understanding[...] = words.astype(self.register_understanding.dtype)
         if not self.settings.understanding_only:
@@ -161,22 +161,22 @@ class Denoiser(nnx.Module):
             self.register_generation[...] = cell.astype(self.register_generation.dtype)
 
     def masked_cell(self) -> Float[Array, " e"]:
-        """Returns the embedding of a cell of which no code is known."""
+        """Returns the embedding of a cell with no known codes."""
         codes = jnp.full((1, 1, self.settings.codes_per_token), self.settings.image_mask_id)
         return self.image_embedding(codes, jnp.dtype("float32"))[0, 0]
 
     def see(self, pixels: SeenBatch) -> Float[Array, "b v e"]:
         """Returns the vision features of each row: of one image, or of n views of its images.
 
-        The features of the views follow each other; a newline feature, where the model has one,
-        comes last. Pixels are bytes, or numbers in [-1, 1].
+        The features of the views follow each other, with a newline feature, if the model has one,
+        at the end. Pixels are bytes, or numbers in [-1, 1].
         """
         b = pixels.shape[0]
         if pixels.ndim == 5:
             pixels = einops.rearrange(pixels, "b n h w c -> (b n) h w c")
         features = self.vision(pixels)
         if self.settings.cell_positions:
-            # Features grow while training to a hundred times the size of anything that says where.
+            # In training, features grow to a hundred times the size of what encodes position.
             square = jnp.mean(jnp.square(features.astype(jnp.float32)), axis=-1, keepdims=True)
             places = self.seen_row[:, None] + self.seen_column[None]
             places = einops.rearrange(places, "y x e -> 1 (y x) e")
@@ -252,7 +252,7 @@ class Denoiser(nnx.Module):
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
 
     def step_tables(self, layout: TokenLayout, cache: KVCache) -> StepTables:
-        """Returns the tables of a pass of the stream that the cache decodes (`stack`)."""
+        """Returns the tables for a pass of the stream that the cache decodes (`stack`)."""
         return step_tables(self.settings, cache.decodes, layout, cache)
 
     @property

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as a device likes to read them while sampling.
+"""Parameters in the form that is fastest to read while sampling.
 
 Parameters are stored, trained and exported unfused and stacked. A sampling step reads every matrix
-once and does little with it, so what counts is how often and in which pieces it is read:
+once and does little with it, so what matters is how often, and in what pieces, it is read:
 
-* queries, keys and values of a branch are one matrix, and so are gate and up of its MLP;
-* the output projection is cut to the width of the branch that reads it;
-* on GPUs the layers are no stack: a layer that is indexed out of a stack inside a loop is copied
-  first, which doubles what is read. So is a tile of the text head. On TPUs the stack is scanned,
-  as in training;
-* what the task never reads is left out.
+* queries, keys and values of a branch are one matrix, as are gate and up of its MLP;
+* the output projection is cut to the width of the branch that uses it;
+* on GPUs the layers are not stacked: a layer that is taken from a stack by index inside a loop is
+  copied first, which doubles the memory traffic. The same holds for a tile of the text head. On
+  TPUs the stack is scanned, as in training;
+* parameters that the task never reads are left out.
 """
 
 from typing import Literal
@@ -34,14 +34,14 @@ UNREAD: dict[str, tuple[str, ...]] = {
 
 
 class Matrix(Linear):
-    """A `Linear` around a finished kernel."""
+    """A `Linear` with a given kernel."""
 
     def __init__(self, kernel: Float[Array, "*n i o"]):
         self.kernel = nnx.Param(kernel)
 
 
 class TiledHead(nnx.Module):
-    """A `Linear` whose columns are arrays of their own, tile by tile (`text_head.draw`)."""
+    """A `Linear` whose columns are stored in tiles, each a separate array (`text_head.draw`)."""
 
     def __init__(self, kernel: Float[Array, "e v"], tile: int):
         starts = range(0, kernel.shape[-1], tile)
@@ -52,14 +52,14 @@ class TiledHead(nnx.Module):
 
 
 class FusedBranch(Branch):
-    """A branch in four matrices: into attention, out of it, into the MLP, out of it.
+    """A branch as four matrices: into attention, out of it, into the MLP, out of it.
 
     Args:
         branch: of one layer, or of a stack.
-        attn_out: the output projection that the layer's branches share.
+        attn_out: the output projection shared by the layer's branches.
         dtype: of the parameters.
-        ends: whether the branch ends at this layer's keys and values, so that nothing after them
-            is kept.
+        ends: whether the branch ends with this layer's keys and values, so that everything
+            after them is dropped.
     """
 
     def __init__(self, branch: Branch, attn_out: Linear, dtype: jnp.dtype, *, ends: bool = False):
@@ -93,7 +93,7 @@ class FusedBranch(Branch):
 
 
 class FusedLayer(Layer):
-    """A layer of fused branches; a branch that is not read is absent."""
+    """A layer of fused branches; a branch that is not needed is absent."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class FusedLayer(Layer):
 
 
 class FusedDenoiser(Denoiser):
-    """A denoiser for sampling: computes what the one it was made of does, and cannot be trained."""
+    """A denoiser for sampling only: computes the same as the one it was made from."""
 
     def __init__(self, model: Denoiser, joint: list[FusedLayer] | FusedLayer, split, task: Task):
         dtype = jnp.dtype(model.settings.compute_dtype)
@@ -164,18 +164,18 @@ def for_inference(
 ) -> FusedDenoiser:
     """Returns the parameters fused for sampling, in the dtype they are multiplied in.
 
-    Outputs are those of `model` to 2e-5 in float32: the same products, in another order at most.
-    Only what changes is copied; nothing of `model` is.
+    Outputs match those of `model` to 2e-5 in float32: the products are the same, at most in another
+    order. Only what changes is copied; `model` itself is not changed.
 
     Args:
-        model: unfused; of arrays, or of shapes inside `jax.eval_shape`. Adapters are merged
-            before (`lora.merged`).
-        task: "image" draws images and leaves out what only text reads, "text" writes text to
-            text and images seen, and leaves out what only generated images read.
-        by_layer: whether every layer has arrays of its own; by default on GPUs.
+        model: unfused, with arrays, or with shapes inside `jax.eval_shape`. Adapters must have
+            been merged (`lora.merged`).
+        task: "image" draws images and leaves out what only text uses; "text" writes text, about
+            text and seen images, and leaves out what only generated images use.
+        by_layer: whether every layer has its own arrays; by default on GPUs.
 
     Raises:
-        ValueError: the model is fused already, has adapters, or is to draw and knows no images.
+        ValueError: the model is already fused, has adapters, or has no images but is to draw.
     """
     if isinstance(model, FusedDenoiser):
         raise ValueError(f"the parameters are fused already, for the task {model.task!r}.")

@@ -21,13 +21,13 @@ from sparse_lavida_jax.visibility import AnyArray
 
 M = TypeVar("M", bound=nnx.Module)
 
-Rotary = Float[Array, "2 b s half"]  # cosines and sines, by half the width of a head
+Rotary = Float[Array, "2 b s half"]  # cosines and sines for half the width of a head
 
 
 class RmsNorm(nnx.Module):
     """Root-mean-square norm: float32 inside, weight applied in the input's dtype (spec 1.2).
 
-    `padded_width` takes the mean over that many channels, the missing ones being zeros: the final
+    `padded_width` takes the mean over that many channels, counting missing ones as zeros: the final
     norm sees a generation token zero-padded to the understanding width (spec 2.3).
     """
 
@@ -48,10 +48,10 @@ class RmsNorm(nnx.Module):
 class Linear(nnx.Module):
     """A matrix without bias, in the input's dtype. `kernel` is [in, out].
 
-    `lora.attach` gives it an adapter: `lora_a` [in, rank] and `lora_b` [rank, out].
+    `lora.attach` adds an adapter: `lora_a` [in, rank] and `lora_b` [rank, out].
     """
 
-    lora_scale = 0.0  # of the adapter; 0: there is none
+    lora_scale = 0.0  # of the adapter; 0: no adapter
     wide_gradient = False  # whether the gradients of its matrices are summed in float32
     lora_a: nnx.Param
     lora_b: nnx.Param
@@ -63,7 +63,7 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "*b i"], out_width: int | None = None
     ) -> Float[Array, "*b o"]:
-        """Multiplies; `out_width` keeps only the first outputs and computes no others."""
+        """Multiplies; with `out_width`, computes only the first outputs."""
         return self._adapted(x, self._multiplied(x, self.kernel[:, :out_width]))
 
     def _adapted(self, x: Float[Array, "*b i"], y: Float[Array, "*b o"]) -> Float[Array, "*b o"]:
@@ -84,20 +84,19 @@ def _multiply(
 ) -> Float[Array, "*b o"]:
     """Returns x @ kernel; the gradient of the kernel is `x.T @ cotangent`.
 
-    Derived by JAX it would be the transpose of `cotangent.T @ x`, which takes twice as long on a
-    CPU.
+    JAX itself would compute the transpose of `cotangent.T @ x`, which takes twice as long on a CPU.
 
     Args:
-        wide_gradient: whether its sum over tokens leaves the dot in float32. So the partial sums of
-            devices are added up in float32 too: the cotangent of a kernel that was cast to bfloat16
-            would be bfloat16 (`config.Model.grad_reduce_dtype`).
+        wide_gradient: whether the product returns its sum over tokens in float32, so that the
+            partial sums of devices are added in float32 too: the cotangent of a kernel that was
+            cast to bfloat16 would be bfloat16 (`config.Model.grad_reduce_dtype`).
     """
     del wide_gradient
     return x @ kernel.astype(x.dtype)
 
 
 def _multiply_forward(x, kernel, wide_gradient: bool):
-    # What only the gradient of a frozen kernel would need is not kept.
+    # Values needed only for the gradient of a frozen kernel are not kept.
     saved = x.value if kernel.perturbed else None
     return _multiply(x.value, kernel.value, wide_gradient), (saved, kernel.value)
 
@@ -114,29 +113,29 @@ def _multiply_backward(wide_gradient: bool, saved, cotangent):
     return to_x, to_kernel.astype(kernel.dtype)
 
 
-# With symbolic zeros, the rule is told what is differentiated.
+# With symbolic zeros, the rule can see what is differentiated.
 _multiply.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)
 
 
 def linears(model: nnx.Module) -> dict[str, Linear]:
-    """Returns all matrices of a model by their paths."""
+    """Returns all matrices of a model by path."""
     modules = nnx.iter_modules(model)
     return {"/".join(map(str, path)): m for path, m in modules if isinstance(m, Linear)}
 
 
 def with_linears(model: M, change: Callable[[str, Linear], Any]) -> M:
-    """Returns modules of their own around the same arrays, with other matrices.
+    """Returns new modules that share the same arrays, with other matrices.
 
     Args:
-        change: from the path of a matrix and a copy of it, which it may change, to what takes its
-            place.
+        change: takes the path of a matrix and a copy of it, which it may modify, and returns the
+            replacement.
     """
     model = jax.tree.map(lambda leaf: leaf, model)
     modules = dict(nnx.iter_modules(model))
     for path, linear in modules.items():
         if isinstance(linear, Linear):
             changed = change("/".join(map(str, path)), linear)
-            if not path:  # the model is a matrix
+            if not path:  # the model itself is a matrix
                 return changed
             setattr(modules[path[:-1]], str(path[-1]), changed)
     return model
@@ -161,8 +160,8 @@ class Branch(nnx.Module):
         heads_width = settings.num_heads * settings.head_dim
         self.attn_norm = RmsNorm(width, settings.norm_eps)
         self.q = Linear(width, heads_width, rngs=rngs)
-        # Ours: keys start equal to queries, so that attention starts by likeness. Copying (a cell
-        # of an edit, a word of a plan) is then there from the start instead of after thousands of
+        # Ours: keys start equal to queries, so that attention starts by similarity. Copying (a cell
+        # of an edit, a word of a plan) then works from the start, instead of after thousands of
         # steps.
         self.k = Linear(width, heads_width, rngs=rngs)
         self.k.kernel = nnx.Param(self.q.kernel[...])
@@ -204,11 +203,11 @@ class Layer(nnx.Module):
 
 
 def rotary(position: Int[AnyArray, "b s"], head_dim: int, theta: float) -> Rotary:
-    """Returns what `rotate` turns the heads of tokens by, for all layers."""
+    """Returns the angles by which `rotate` turns the heads of tokens, for all layers."""
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = position.astype(jnp.float32)[:, :, None] * frequency[None, None]
-    # Written into an array: stacked, the compiler would compute them again in every rotation.
+    # Written into one array: if stacked, the compiler would recompute them in every rotation.
     return jnp.zeros((2, *angle.shape)).at[0].set(jnp.cos(angle)).at[1].set(jnp.sin(angle))
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of low rank next to frozen matrices (LoRA, arXiv:2106.09685).
+"""Low-rank adapters for frozen matrices (LoRA, arXiv:2106.09685).
 
     model = lora.attach(model, settings, key)    x W  becomes  x W + (alpha / rank) (x A) B
     model = lora.merged(model)                   W    becomes  W + (alpha / rank) A B, on the host
 
-A and B lie in the `Linear` that they change, so that the layers of a stack are still scanned and
-no merged matrix ever exists while training. B starts at 0: an attached model computes what its
-base does.
+A and B are stored in the `Linear` that they change, so that the layers of a stack can still be
+scanned and no merged matrix exists during training. B starts at 0: at first, a model with adapters
+computes the same as its base.
 """
 
 import re
@@ -24,18 +24,18 @@ from sparse_lavida_jax.models.layers import Linear, linears, with_linears
 
 M = TypeVar("M", bound=nnx.Module)
 
-HEADS = ("text_head", "image_head/logits")  # read in chunks by the loss, without adapters
-NAME = re.compile(r"(^|/)lora_[ab]$")  # of the parameters of adapters
+HEADS = ("text_head", "image_head/logits")  # the loss reads them in chunks, without adapters
+NAME = re.compile(r"(^|/)lora_[ab]$")  # parameters of adapters
 
 
 def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
-    """Returns the model with an adapter next to every matrix whose path `settings.targets` matches.
+    """Returns the model with an adapter for every matrix whose path matches `settings.targets`.
 
-    Parameters of the adapters are float32; everything else is shared with the model given. The
-    matrices of the logits get none: `settings.also` trains them whole.
+    Parameters of the adapters are float32; everything else is shared with the given model. The
+    matrices of the logits get none: `settings.also` trains them in full.
 
     Args:
-        model: of arrays, or of shapes as `jax.eval_shape` makes it (inside another `eval_shape`).
+        model: with arrays, or with shapes from `jax.eval_shape` (inside another `eval_shape`).
 
     Raises:
         ConfigError: the rank is 0, or no matrix is a target.
@@ -70,10 +70,10 @@ def attach(model: M, settings: config.Lora, key: PRNGKeyArray) -> M:
 
 
 def begin(settings: config.Config, model: M, key: PRNGKeyArray) -> M:
-    """Returns the model as it is trained: with its adapters, and its base in 8 bits if asked.
+    """Returns the model to train: with its adapters, and its base in 8 bits if asked for.
 
     Raises:
-        ConfigError: as `attach`.
+        ConfigError: as in `attach`.
     """
     if settings.optimizer.frozen_dtype == "int8":
         model = quantize.quantized(model, "int8")
@@ -81,10 +81,10 @@ def begin(settings: config.Config, model: M, key: PRNGKeyArray) -> M:
 
 
 def merged(model: M) -> M:
-    """Returns the model with its adapters added to their matrices, which then lie on the host.
+    """Returns the model with its adapters added to their matrices, which are then on the host.
 
-    One layer of one matrix is added at a time, in float32. A model without adapters comes back as
-    it is.
+    One matrix of one layer is added at a time, in float32. A model without adapters is returned
+    unchanged.
     """
     if not any(linear.lora_scale for linear in linears(model).values()):
         return model

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters by name: which are trained, and models that hold a part of theirs.
+"""Parameters by name: which are trained, and models with only a part of their parameters.
 
-A model of which some parameters are frozen is held as two models of the same structure, each with
-None where the other has an array. JAX sees no leaf there: no gradient, no moments, no average.
+If some parameters of a model are frozen, it is represented by two models of the same structure,
+each with None where the other has an array. JAX sees no leaf there: no gradient, moments, average.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,14 +15,14 @@ from flax import traverse_util
 
 M = TypeVar("M")
 
-# Where a parameter goes, by its path in the model (`joint_layers/attn_out/kernel`, all layers in
-# one array) and its shape.
+# Where a parameter is placed, by its path in the model (`joint_layers/attn_out/kernel`, all layers
+# in one array) and its shape.
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def leaf_name(path: tuple) -> str:
     """Returns the name of a leaf, such as `joint_layers/attn_out/kernel`, from its path."""
-    # The last step into an nnx.Param is not part of a name anybody wants to read.
+    # The last step, into an nnx.Param, is left out of the name.
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
@@ -32,12 +32,12 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns leaves by name as nested dicts: the other way round than `by_name`."""
+    """Returns leaves by name as nested dicts: the inverse of `by_name`."""
     return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Returns a line for every leaf that is missing, unknown or of another shape."""
+    """Returns a line for every leaf that is missing, unknown or has another shape."""
     lines = [
         f"  {name}: missing, the model has {tuple(wanted[name].shape)}"
         for name in sorted(wanted.keys() - found.keys())
@@ -56,7 +56,7 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 @jax.tree_util.register_pytree_node_class
 class _TakenApart:
-    """What `taken_apart` returns: to whom asks for its class or an attribute, the module."""
+    """The result of `taken_apart`: it has the class and the attributes of the module."""
 
     def __init__(self, module: Any):
         self._module = module
@@ -78,10 +78,10 @@ class _TakenApart:
 
 
 def taken_apart(module: M) -> M:
-    """Returns a module whose arrays are listed already, for compiled programs.
+    """Returns a module whose arrays are already listed, as an argument of compiled programs.
 
-    A program takes the module itself apart anew in every call, which takes the host longer than
-    all else in the call. Inside the program it is the module.
+    A program flattens the module itself again in every call, which takes the host longer than
+    everything else in the call. Inside the program it is the original module.
     """
     return cast(M, _TakenApart(module))
 
@@ -89,11 +89,11 @@ def taken_apart(module: M) -> M:
 def parted(
     params: M, is_trained: Callable[[str], bool], frozen_dtype: str | None = None
 ) -> tuple[M, M | None]:
-    """Returns the trained part and the frozen part; None for that if all is trained.
+    """Returns the trained part and the frozen part; None for the latter if all is trained.
 
     Args:
-        frozen_dtype: of the frozen part; by default it stays as it is, and so do matrices in 8
-            bits with their scales.
+        frozen_dtype: of the frozen part; by default it is unchanged. Matrices in 8 bits and
+            their scales are never changed.
     """
     names = by_name(params)
     if all(map(is_trained, names)):
@@ -117,7 +117,7 @@ def parted(
 
 
 def joined(trained: M, frozen: M | None) -> M:
-    """Returns the whole model of two parts."""
+    """Combines the two parts of a model."""
     if frozen is None:
         return trained
 
@@ -128,7 +128,7 @@ def joined(trained: M, frozen: M | None) -> M:
 
 
 def replaced(model: M, leaves: Mapping[str, Any]) -> M:
-    """Returns the model with other arrays under these names, in the dtype of the old ones.
+    """Returns the model with other arrays for these names, in the dtype of the old ones.
 
     Raises:
         ValueError: the model has no such parameter, or one of another shape.

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of the layers in 8 bits: few tokens wait for their bytes, and memory is short.
+"""Matrices of the layers in 8 bits: they are read faster in small passes, and save memory.
 
-Sampling takes all methods (`Sampling.quantize`), training the first, for a frozen base with
-adapters (`Optimizer.frozen_dtype`). Model folders hold int8 or float8 as such (`DTYPES`).
+Sampling supports all methods (`Sampling.quantize`), training the first, for a frozen base with
+adapters (`Optimizer.frozen_dtype`). Model folders store int8 or float8 as such (`DTYPES`).
 
-| method | a matrix is | activations | result is |
+| method | matrix | activations | result |
 | --- | --- | --- | --- |
-| int8 | int8, a scale a column | as they are | (x Q) s |
-| w8a8 | int8, a scale a column | int8, a scale a token | (Qx Q) sx s, summed in int32 |
-| fp8 | float8 (4 bits of exponent), a scale a column | the same, a scale a token | in float32 |
+| int8 | int8, one scale per column | unchanged | (x Q) s |
+| w8a8 | int8, one scale per column | int8, one scale per token | (Qx Q) sx s, summed in int32 |
+| fp8 | float8 (4 bits of exponent), one scale per column | the same, per token | in float32 |
 
-Round to nearest, the largest magnitude of a column or a token is the largest number of the type.
-Embeddings, heads, norms and the vision tower stay as they are.
+Values are rounded to nearest; the largest magnitude of a column or a token becomes the largest
+number of the type. Embeddings, heads, norms and the vision tower are unchanged.
 
-Ours and not by `qwix` 0.1.8, whose arrays would do the same: it replaces products by tracing a
-whole model on example inputs, and its product with quantised weights alone makes the float32 matrix
-first and multiplies that, which saves no bytes where the compiler does not fuse it.
+We do not use `qwix` 0.1.8, whose arrays would do the same: it replaces products by tracing a whole
+model on example inputs, and its product with quantised weights alone first makes the float32 matrix
+and multiplies that, which saves no memory traffic unless the compiler fuses it.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 STACKS = ("joint_layers", "split_layers")
-# Of matrices in model folders, and how they are multiplied when nothing else is asked for.
+# For matrices in model folders, and how they are multiplied unless specified otherwise.
 DTYPES = {"int8": "int8", "float8": "fp8"}
 
 
@@ -47,7 +47,7 @@ class QuantizedLinear(Linear):
 
     def __init__(self, linear: Linear, method: str):
         self.method = method
-        self.wide_gradient = linear.wide_gradient  # of its adapters
+        self.wide_gradient = linear.wide_gradient  # for its adapters
         kernel, scale = rounded(linear.kernel[...], _dtype(method), axis=-2)
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
 
@@ -69,14 +69,14 @@ class QuantizedLinear(Linear):
 
 
 def quantized(model: M, method: str) -> M:
-    """Returns a model whose layers hold their matrices in 8 bits.
+    """Returns a model whose layers have their matrices in 8 bits.
 
     Args:
         model: fused (`fuse.for_inference`) or not; nothing else of it is copied.
         method: "int8", "w8a8" or "fp8".
 
     Raises:
-        ConfigError: another method, or a model that has adapters or is quantised already.
+        ConfigError: an unknown method, or the model has adapters or is quantised already.
     """
     if method not in config.QUANTIZED:
         raise config.ConfigError(
@@ -97,10 +97,10 @@ def quantized(model: M, method: str) -> M:
 
 
 def as_asked(model: M, method: str) -> M:
-    """Returns a model whose matrices are multiplied by a method; "": as they are.
+    """Returns a model whose matrices are multiplied by a method; "": unchanged.
 
     Raises:
-        ConfigError: as `quantized`, or a method of other numbers than the model has.
+        ConfigError: as in `quantized`, or the method needs other numbers than the model has.
     """
     held = method_of(model)
     if method in ("", held):
@@ -123,13 +123,13 @@ def _multiplying(model: M, method: str) -> M:
 
 
 def method_of(model: nnx.Module) -> str:
-    """Returns how a model multiplies matrices in 8 bits; "" where it has none."""
+    """Returns the method by which a model multiplies matrices in 8 bits; "" if it has none."""
     found = (one.method for one in linears(model).values() if isinstance(one, QuantizedLinear))
     return next(found, "")
 
 
 def side_by_side(parts: Sequence[QuantizedLinear], out_width: int | None) -> QuantizedLinear:
-    """Returns matrices of the same inputs as one, cut to the first `out_width` outputs each."""
+    """Concatenates matrices of the same inputs, each cut to its first `out_width` outputs."""
     whole = jax.tree.map(lambda leaf: leaf, parts[0])
     for name in ("kernel", "scale"):
         cut = [getattr(part, name)[..., :out_width] for part in parts]
@@ -138,7 +138,7 @@ def side_by_side(parts: Sequence[QuantizedLinear], out_width: int | None) -> Qua
 
 
 def widened(model: M, dtype: str) -> M:
-    """Returns a model whose matrices are as wide again as before, rounded; adapters stay."""
+    """Returns a model with its 8-bit matrices converted to a wider dtype; adapters stay."""
 
     def wide(_: str, linear: Linear) -> Linear:
         return _wide(linear, dtype) if isinstance(linear, QuantizedLinear) else linear
@@ -159,7 +159,7 @@ def _wide(linear: QuantizedLinear, dtype: str) -> Linear:
 def rounded(
     values: Float[Array, "..."], dtype: jnp.dtype, axis: int
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Returns values in 8 bits and what to multiply them by, one number along `axis`."""
+    """Returns values in 8 bits, and the factor to multiply each vector along `axis` by."""
     wide, largest = values.astype(jnp.float32), LARGEST[dtype.name]
     scale = jnp.max(jnp.abs(wide), axis=axis, keepdims=True) / largest
     scaled = wide / jnp.where(scale > 0, scale, 1.0)

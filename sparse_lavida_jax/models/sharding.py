@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where parameters lie on a mesh: one table of rules by name.
+"""How parameters are split over a mesh: one table of rules by name.
 
 Mesh axes are data, fsdp, tensor and sequence; any of them may be missing. `tensor` splits heads and
-hidden widths, so that a layer needs two sums over chips; `fsdp` splits what is left, to be gathered
+hidden widths, so that a layer needs two sums over chips; `fsdp` splits another axis, to be gathered
 when it is used.
 """
 
@@ -19,12 +19,12 @@ from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXI
 from sparse_lavida_jax.models.parameters import ChooseSharding, leaf_name
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
-PARTS = ("params", "ema", "frozen")  # of `step.TrainState` that are parameters, or like them
+PARTS = ("params", "ema", "frozen")  # of `step.TrainState` that hold parameters or arrays like them
 
 T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
 
-# The last axes of a parameter, by its path in the model; any axis before them (layers) is whole.
+# The last axes of a parameter, by its path in the model; axes before them (layers) are not split.
 # Every parameter matches exactly one rule.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(^|/)(q|k|v|gate|up|fc1)/kernel$", ("fsdp", "tensor")),
@@ -33,7 +33,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"^text_head/kernel$|^image_head/logits/kernel$", ("fsdp", "tensor")),
     (r"^image_(embedding/(merge|cell|code)|head/(spread|cell|code))/kernel$", ("fsdp", "tensor")),
     (r"^vision/(pool|tower/patch_embedding)/kernel$", ("fsdp", "tensor")),
-    # Adapters: split like their matrix, whole along the rank.
+    # Adapters: split like their matrix, but not along the rank.
     (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_a$", ("fsdp", None)),
     (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_b$", (None, "tensor")),
     (r"(^|/)(attn_out|down)/lora_a$", ("tensor", None)),
@@ -48,7 +48,7 @@ def rule_of(name: str) -> tuple[str | None, ...]:
     """Returns the mesh axes of the last axes of a parameter.
 
     Raises:
-        ValueError: no rule, or more than one, is for it.
+        ValueError: no rule, or more than one, matches.
     """
     found = _rules_of(name)
     if len(found) != 1:
@@ -59,10 +59,10 @@ def rule_of(name: str) -> tuple[str | None, ...]:
 
 
 def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """Returns how a parameter is split: where an axis of the mesh divides it.
+    """Returns how a parameter is split, wherever its shape is divisible by the mesh.
 
-    What an axis does not divide (a vocabulary is seldom a round number) it leaves whole, and splits
-    another side that the rule splits, if it divides that: no large matrix is whole everywhere.
+    If an axis of the mesh does not divide its side (a vocabulary is seldom a round number), it
+    splits another side that the rule splits, if it divides that: so no large matrix is left whole.
     """
     axes = rule_of(name)
     own = (None,) * (len(shape) - len(axes)) + axes
@@ -87,13 +87,13 @@ def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
 
 
 def over(mesh: Mesh) -> ChooseSharding:
-    """Returns what `model_folder.load_model` takes to split parameters over a mesh.
+    """Returns an argument for `model_folder.load_model` that splits parameters over a mesh.
 
     Raises:
-        ValueError: the mesh has other axes.
+        ValueError: the mesh has unknown axes.
     """
     _check_axes(mesh.axis_names)
-    mesh = Mesh(mesh.devices, mesh.axis_names)  # `jax.make_mesh` leaves nothing to the compiler
+    mesh = Mesh(mesh.devices, mesh.axis_names)  # automatic axes, unlike `jax.make_mesh`
 
     def choose(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
         return NamedSharding(mesh, spec_of(name, shape, mesh))
@@ -106,13 +106,13 @@ def over(mesh: Mesh) -> ChooseSharding:
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh | None:
-    """Returns a mesh of all devices, with automatic axes; None without sizes: one device alone.
+    """Returns a mesh of all devices, with automatic axes; None without sizes: a single device.
 
     Args:
-        sizes: of the axes; -1 for the devices that are left.
+        sizes: of the axes; -1 for all remaining devices.
 
     Raises:
-        ValueError: an axis that is not ours, or sizes that do not make up the devices.
+        ValueError: an unknown axis, or sizes whose product is not the number of devices.
     """
     if not sizes:
         return None
@@ -125,10 +125,10 @@ def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     """Returns the sizes of the axes of a mesh of `count` devices, in the order of `AXES`.
 
     Args:
-        sizes: of the axes; -1 for the devices that are left.
+        sizes: of the axes; -1 for all remaining devices.
 
     Raises:
-        ValueError: an axis that is not ours, or sizes that do not make up the devices.
+        ValueError: an unknown axis, or sizes whose product is not the number of devices.
     """
     _check_axes(sizes)
     known = math.prod(size for size in sizes.values() if size > 0)
@@ -140,12 +140,12 @@ def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def spec_of_state(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """Returns how a leaf of a training state is split: as the parameter whose name ends its own.
+    """Returns how a leaf of a training state is split: like the parameter that its name ends with.
 
-    What an optimizer keeps besides its moments, such as the number of the step, is never split.
+    Anything an optimizer keeps besides its moments, such as the step number, is never split.
 
     Raises:
-        ValueError: no rule, or more than one, is for a parameter or its average.
+        ValueError: for a parameter or its average, no rule, or more than one, matches.
     """
     part, _, parameter = name.partition("/")
     if part in PARTS:
@@ -166,7 +166,7 @@ def shared_by(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> int:
 
 
 def over_state(call: Callable[[Any, NamedSharding], Any], state: T, mesh: AnyMesh) -> T:
-    """Calls a function with every leaf of a training state, or of its shapes, and its sharding."""
+    """Calls a function with each leaf of a training state, or of its shapes, and its sharding."""
 
     def with_sharding(path, leaf):
         spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
@@ -176,9 +176,9 @@ def over_state(call: Callable[[Any, NamedSharding], Any], state: T, mesh: AnyMes
 
 
 def place_state(state: T, mesh: Mesh) -> T:
-    """Lays a training state out over a mesh.
+    """Distributes a training state over a mesh.
 
-    Over devices of several processes it is the same in all of them.
+    If the devices belong to several processes, all of them must pass the same state.
     """
 
     def place(leaf, where):
@@ -191,7 +191,7 @@ def place_state(state: T, mesh: Mesh) -> T:
 
 
 def constrained(state: T) -> T:
-    """Keeps a training state where `place_state` laid it, inside a program."""
+    """Keeps a training state where `place_state` put it, inside a program."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return state
@@ -208,12 +208,12 @@ def row_parts(mesh: Mesh) -> int:
 
 
 def share_of_rows(mesh: Mesh) -> tuple[int, int]:
-    """Returns which share of the rows of a batch lies on devices of this process.
+    """Returns which share of the rows of a batch is on devices of this process.
 
     Returns:
-        Its number, and how many there are. Where the rows of a process do not stand together, or
-        processes share some, each makes the smallest share that holds its own: all of them if need
-        be.
+        Its index, and the number of shares. If the rows of a process are not contiguous, or
+        processes have rows in common, each makes the smallest share that contains its own: all
+        of them if necessary.
     """
     parts = row_parts(mesh)
     rows = NamedSharding(mesh, PartitionSpec(_row_axes(mesh)))
@@ -227,9 +227,9 @@ def share_of_rows(mesh: Mesh) -> tuple[int, int]:
 
 
 def of_batch(batch: T, mesh: Mesh) -> T:
-    """Returns the sharding of every array of a batch: of its rows, whole where they do not divide.
+    """Returns the sharding of every array of a batch: by rows, or unsplit if they do not divide.
 
-    Rows go over data and fsdp.
+    Rows are split over data and fsdp.
     """
     return jax.tree.map(lambda x: _of_rows(mesh, x.shape[0]), batch)
 
@@ -244,7 +244,7 @@ def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
     """Splits the rows of a batch over a mesh, as `of_batch` says.
 
     Args:
-        share: which of how many equal shares of the rows `batch` is.
+        share: the index of `batch` among how many equal shares of the rows.
     """
     index, count = share
 

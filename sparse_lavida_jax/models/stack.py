@@ -3,7 +3,7 @@
 
 In a joint layer the queries, keys and values of both streams meet in one attention call; in a
 split layer each stream attends to itself (spec Sec. 2.4). Tokens carry explicit positions and
-tags, so concatenating streams is all that "mixture of transformers" takes: no scatter, no mask.
+tags, so a "mixture of transformers" only has to concatenate streams: no scatter, no mask.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Branch, Layer, Rotary, rotary
 
-# Which streams' final hidden states are wanted. After the last joint layer the other stream can
-# no longer matter, so it stops at that layer's keys and values (exact, and half of a prefill).
+# The streams whose final hidden states are wanted. After the last joint layer the other stream has
+# no further effect, so it stops at that layer's keys and values (exact, and half of a prefill).
 Wanted = Literal["understanding", "generation", "both"]
-Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each of its own length and width
+Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each with its own length and width
 Layouts = dict[StreamName, TokenLayout]
 Deals = dict[StreamName, Deal]
 AnyTables = Tables | GpuTables
@@ -45,14 +45,14 @@ STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
 
 @flax.struct.dataclass
 class StepTables:
-    """Tables of one pass of one stream over a cache; None where they are made in the pass."""
+    """Tables for one pass of one stream over a cache; None if they are made in the pass."""
 
     joint: AnyTables | None = None
     split: AnyTables | None = None
 
 
 def implementation_of(settings: config.Model) -> str:
-    """Returns what computes the attention of a model here, where there is much of it."""
+    """Returns the implementation that computes a model's attention here, when it is large."""
     asked = settings.attention_implementation or None
     return implementation_for(settings.head_dim, settings.compute_dtype, asked)
 
@@ -60,11 +60,11 @@ def implementation_of(settings: config.Model) -> str:
 def step_tables(
     settings: config.Model, name: StreamName, layout: TokenLayout, cache: KVCache
 ) -> StepTables:
-    """Returns the tables of a pass that holds one stream, the one that the cache decodes.
+    """Returns the tables for a pass with a single stream, the one that the cache decodes.
 
     Args:
         layout: tags of the stream.
-        cache: as it is before the pass; only its tags are read.
+        cache: its state before the pass; only its tags are read.
     """
     cache = cache.begin(name, layout.block)
     one = _Pass(settings, {name: layout}, {}, {}, cache)
@@ -87,18 +87,18 @@ def run_layers(
     """Feeds the streams through all layers.
 
     Args:
-        joint, split: layers: stacked, or one by one (`fuse.for_inference`), which are then
+        joint, split: the layers, stacked, or one by one (`fuse.for_inference`) and then
             unrolled.
         x: residual streams; a stream without tokens is absent.
         layouts: tags of the same streams.
         wanted: the streams to return.
         cache: keys and values of earlier passes; this pass writes its own after them.
-        attend_cache: False where the cache holds nothing else (prefill): tokens then attend to
-            this pass only, which is the same thing and cheaper.
-        tables: of `step_tables`, where the tags of this pass were known before it.
+        attend_cache: False if the cache holds nothing else (prefill): tokens then attend only to
+            this pass, with the same result at less cost.
+        tables: from `step_tables`, if the tags of this pass were known before it.
 
     Returns:
-        The residual streams that are wanted and present, and the cache as written.
+        The residual streams that are wanted and present, and the updated cache.
     """
     present: list[StreamName] = [name for name in STREAMS if name in x]
     implementation = settings.attention_implementation or None
@@ -109,7 +109,7 @@ def run_layers(
             cache = cache.placed(settings.num_heads)
     deals: Deals = {}
     if cache is None:
-        # The slots of a cache are in the order of its steps, and the reference needs no balance.
+        # Slots of a cache are ordered by step, and the reference needs no load balancing.
         if takes_tables(implementation):
             tile_of = functools.partial(query_tile, implementation=implementation)
             deals = sharded.deals_of({name: x[name].shape[1] for name in present}, tile_of)
@@ -117,7 +117,7 @@ def run_layers(
             x = {name: deals[name].out(x[name]) for name in present}
             layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
         x = {name: sharded.over_rows(x[name]) for name in present}
-    # One by one: mapped over, a dict comes out with its keys sorted.
+    # One by one, because `jax.tree.map` would sort the keys of a dict.
     layouts = {name: jax.tree.map(jnp.asarray, layouts[name]) for name in present}
     turns = {
         name: rotary(layouts[name].position, settings.head_dim, settings.rope_theta)
@@ -140,8 +140,8 @@ def _run_joint(
 ) -> tuple[Residuals, KVCache | None]:
     """Feeds the streams through the joint layers, and returns those that are wanted.
 
-    The last layer is where an unwanted stream stops. Taking that layer out of the stack copies the
-    others; where memory is short (`config.Model.remat`) it is computed whole instead.
+    An unwanted stream stops at the last layer. Taking that layer out of the stack copies the
+    others; if memory is short (`config.Model.remat`) it is computed in full instead.
     """
     present: list[StreamName] = [*one.layouts]
     keep: list[StreamName] = [name for name in present if wanted in ("both", name)]
@@ -161,14 +161,14 @@ def _run_joint(
 def _run(settings: config.Model, body, layers: Layer | Sequence[Layer], number: int, x, cache):
     """Feeds the streams through the first `number` layers, in a loop if they are stacked.
 
-    A pass without a cache keeps for its gradient what `config.Model.remat` says.
+    A pass without a cache keeps for its gradient whatever `config.Model.remat` says.
     """
     unroll = settings.unroll_layers
     if settings.remat != "none" and cache is None:
         policy = None
         if settings.remat == "attention":
             policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
-        # A loop is a barrier already: the compiler finds nothing in it that it computed before.
+        # A loop is already a barrier: inside it the compiler cannot reuse earlier results.
         body = jax.checkpoint(body, policy=policy, prevent_cse=unroll)
     if not isinstance(layers, Layer):
         for index in range(number):
@@ -184,17 +184,17 @@ def _run(settings: config.Model, body, layers: Layer | Sequence[Layer], number: 
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """The streams of one pass, and what decides how their attention is computed.
+    """The streams of one pass, and what determines how their attention is computed.
 
-    Who attends to whom, and the tables of it, are the same for all layers of one kind: `joint` and
-    `split` make them once. What they return takes queries, keys and values.
+    Visibility and its tables are the same for all layers of one kind: `joint` and `split` make
+    them once, and return functions of queries, keys and values.
 
     Attributes:
         settings: of the model.
         layouts: tags of the streams that are present.
-        turns: of their tokens, by their positions; empty where nothing is rotated.
-        deals: how their tokens are dealt out over a mesh; empty where they are not.
-        cache: whose tags the keys have; None where tokens attend to this pass only.
+        turns: rotations of their tokens, by position; empty if nothing is rotated.
+        deals: how their tokens are distributed over a mesh; empty if they are not.
+        cache: provides the tags of the keys; None if tokens attend only to this pass.
     """
 
     settings: config.Model
@@ -206,18 +206,18 @@ class _Pass:
     def joint(
         self, asking: Sequence[StreamName], tables: AnyTables | None = None
     ) -> functools.partial:
-        """The streams that ask attend to all tokens, or to the whole cache."""
+        """Returns attention of the streams in `asking` to all tokens, or to the whole cache."""
         stored = None if self.cache is None else self.cache.block
         return self._attention(self._joined(asking), [*self.layouts], stored, tables)
 
     def split(self, name: StreamName, tables: AnyTables | None = None) -> functools.partial:
-        """A stream attends to itself, or to its region of the cache."""
+        """Returns attention of a stream to itself, or to its region of the cache."""
         cache = self.cache
         stored = None if cache is None or cache.decodes != name else cache.split_block
         return self._attention(self.layouts[name], [name], stored, tables)
 
     def join(self, streams: Sequence[Array], names: Sequence[StreamName]) -> Array:
-        """Concatenates streams along their tokens: on every device its own."""
+        """Concatenates streams along their tokens, on every device separately."""
         if self.deals:
             return sharded.joined(streams, [self.deals[name] for name in names])
         return jnp.concatenate(streams, axis=1)
@@ -238,7 +238,7 @@ class _Pass:
     def _attention(
         self, queries: TokenLayout, names: Sequence[StreamName], stored, tables
     ) -> functools.partial:
-        """Returns attention to the tokens of these streams, or to those that are stored."""
+        """Returns attention to the tokens of these streams, or to those in the cache."""
         keys = queries if len(names) == 1 else self._joined(names)
         tags = {
             "query_block": queries.block,
@@ -269,9 +269,9 @@ def _branch(layer: Layer, name: StreamName) -> Branch:
 
 
 def _joint_layer(carry, layer_and_index, *, one, keep, attend):
-    """One attention over both streams; only the streams in `keep` go on after it."""
+    """Applies one attention over both streams; only the streams in `keep` continue after it."""
     (x, cache), (layer, index) = carry, layer_and_index
-    # In the order of the tags: a dict comes out of a scan with its keys sorted.
+    # In the order of the tags: a scan returns a dict with its keys sorted.
     names: list[StreamName] = [name for name in STREAMS if name in x]
     qkv = {name: _branch(layer, name).qkv(x[name], one.turns[name]) for name in names}
     if cache is not None:
@@ -293,7 +293,7 @@ def _joint_layer(carry, layer_and_index, *, one, keep, attend):
 
 
 def _split_layer(carry, layer_and_index, *, one, attentions):
-    """Each stream attends to itself; the cache holds the stream that is decoded."""
+    """Lets each stream attend to itself; the cache contains the stream that is decoded."""
     (x, cache), (layer, index), result = carry, layer_and_index, {}
     for name in x:
         branch, at = _branch(layer, name), None

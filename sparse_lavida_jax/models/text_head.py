@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of text and the draw from its logits in one pass over tiles of the vocabulary.
+"""The text head, and the draw from its logits, in one pass over tiles of the vocabulary.
 
-Logits of all tokens over 127,000 words are the largest array of a text step, written once and read
-by guidance, temperature, argmax and softmax in turn. Here a tile of logits is made, used for all of
-that and forgotten; what is kept of it are a few numbers a token:
+The logits of all tokens over 127,000 words are the largest array of a text step, written once and
+read in turn by guidance, temperature, argmax and softmax. Here a tile of logits is computed, used
+for all of these and discarded; only a few numbers per token are kept:
 
-* the largest score (logit / temperature + Gumbel noise), whose column it was and its logit;
-* the two largest logits m, m', and over all but the largest the sums of exp(x - m) and of
-  (x - m) exp(x - m), so that a probability that rounds to 1 is still told from another.
+* the largest score (logit / temperature + Gumbel noise), its column and its logit;
+* the two largest logits m, m', and, over all but the largest, the sums of exp(x - m) and of
+  (x - m) exp(x - m), so that probabilities that round to 1 can still be told apart.
 
-Of these follow the draw, its probability, the margin between the two most probable and the entropy.
+From these follow the draw, its probability, the margin between the two most probable words, and
+the entropy.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,30 +21,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 TILE = 8192  # words
-LEAST_VOCABULARY = 16_384  # below it, all logits of a step take less room than a tile of noise
+LEAST_VOCABULARY = 16_384  # below it, all logits of a step need less memory than a tile of noise
 
-# (hidden states, columns of the kernel, number of the first of them) -> guided logits.
+# (hidden states, columns of the kernel, index of the first of them) -> guided logits.
 LogitsOf = Callable[
     [Float[Array, "r b w e"], Float[Array, "e c"], Int[Array, ""] | int], Float[Array, "b w c"]
 ]
-# (logits, number of the tile) -> what is the larger, the sooner it is drawn.
+# (logits, index of the tile) -> scores; the largest score is drawn.
 ScoreOf = Callable[[Float[Array, "b w c"], Int[Array, ""] | int], Float[Array, "b w c"]]
 
 
 def tile_of(vocab_size: int) -> int:
-    """Returns the words of a tile; 0 where a vocabulary is too small to be cut."""
+    """Returns the words per tile; 0 if a vocabulary is too small to be cut into tiles."""
     return TILE if vocab_size > LEAST_VOCABULARY else 0
 
 
 @flax.struct.dataclass
 class Drawn:
-    """What a step needs to know of the logits of each token.
+    """What a step needs to know about the logits of each token.
 
     Attributes:
-        token: with the largest score; of equals, the first.
+        token: the one with the largest score; of equal ones, the first.
         logit: of that token.
         first, second: the two largest logits.
-        rest: sum of exp(logit - first) of all but the first.
+        rest: sum of exp(logit - first) over all but the first.
         weighted: sum of (logit - first) exp(logit - first).
         score: of the token.
     """
@@ -78,13 +79,13 @@ def draw(
 ) -> Drawn:
     """Draws a token at every position; [b w v] logits never exist.
 
-    The draw is that of all logits at once, with the same scores to the last bit of a product; the
-    sums agree to 1e-5 of themselves.
+    The draw is the same as from all logits at once, with the same scores up to the last bit of a
+    product; the sums agree to a relative 1e-5.
 
     Args:
-        kernel: of the head; or its tiles, each an array of its own, in order and all but the last
-            of `tile` columns: then nothing is cut out of a large array.
-        tile: columns at a time.
+        kernel: of the head; or its tiles, each a separate array, in order, all but the last with
+            `tile` columns: then nothing has to be cut out of a large array.
+        tile: columns per tile.
     """
     nothing = jnp.full(hidden.shape[1:3], -jnp.inf)
     zero = jnp.zeros(hidden.shape[1:3])
@@ -119,7 +120,7 @@ def _with_tile(drawn: Drawn, logits, scores, start) -> Drawn:
     largest = jnp.maximum(drawn.first, first)
 
     def moved(top, rest, weighted):
-        """Sums relative to `top` as sums relative to `largest`; none where nothing was allowed."""
+        """Converts sums relative to `top` to `largest`; zero if nothing was allowed."""
         apart = jnp.where(jnp.isinf(top), 0.0, top - largest)
         share = jnp.where(jnp.isinf(top), 0.0, jnp.exp(apart))
         return rest * share, (weighted + apart * rest) * share
@@ -127,7 +128,7 @@ def _with_tile(drawn: Drawn, logits, scores, start) -> Drawn:
     apart = jnp.where(is_first | jnp.isinf(logits), -jnp.inf, logits - first[..., None])
     share = jnp.exp(apart)
     own = jnp.sum(share, axis=-1), jnp.sum(jnp.where(share > 0, apart * share, 0.0), axis=-1)
-    # The smaller of the two largest is one of the rest.
+    # The smaller of the two largest belongs to the rest.
     loser = moved(jnp.minimum(drawn.first, first), jnp.ones_like(first), jnp.zeros_like(first))
     (before, weighted_before), (new, weighted_new) = (
         moved(drawn.first, drawn.rest, drawn.weighted), moved(first, *own)

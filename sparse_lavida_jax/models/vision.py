@@ -18,7 +18,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class VisionEncoder(nnx.Module):
-    """An image as vision tokens of width `out_width`, row by row."""
+    """Converts an image to vision tokens of width `out_width`, row by row."""
 
     def __init__(self, settings: config.Vision, out_width: int, *, rngs: nnx.Rngs):
         side = settings.image_size // settings.patch_size
@@ -31,10 +31,10 @@ class VisionEncoder(nnx.Module):
     def __call__(
         self, pixels: UInt8[AnyArray, "b h w 3"] | Float[AnyArray, "b h w 3"]
     ) -> Float[Array, "b v e"]:
-        """Returns the features of images in bytes, or in numbers in [-1, 1].
+        """Returns the features of images given as bytes, or as numbers in [-1, 1].
 
         Raises:
-            ValueError: the images are not of the size that the tower has positions for.
+            ValueError: the images do not have the size that the tower has positions for.
         """
         height, width = pixels.shape[1:3]
         if (height, width) != (self.image_size, self.image_size):
@@ -56,7 +56,7 @@ class Tower(nnx.Module):
         patch = (settings.patch_size, settings.patch_size)
         self.patch_embedding = nnx.Conv(3, settings.width, patch, patch, padding="VALID", rngs=rngs)
         self.position_embedding = nnx.Param(
-            # Of the size of a patch: a smaller one would take a small model long to recover.
+            # As large as a patch: with a smaller one, a small model would take long to recover it.
             jax.random.normal(rngs.params(), (side**2, settings.width))
         )
         self.layers = init_stack(
@@ -68,7 +68,7 @@ class Tower(nnx.Module):
             self.post_norm = nnx.LayerNorm(settings.width, epsilon=LAYER_NORM_EPS, rngs=rngs)
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b s e"]:
-        """Returns the patches of images in [-1, 1]."""
+        """Returns the features of the patches of images in [-1, 1]."""
         patches = self.patch_embedding(pixels)
         x = einops.rearrange(patches, "b y x e -> b (y x) e") + self.position_embedding[None]
         return jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]
@@ -115,7 +115,7 @@ class Projector(nnx.Module):
 
 
 def _average_pool(width: int, pool: int, *, rngs: nnx.Rngs) -> nnx.Conv:
-    """A learned pool that starts as the average; patches that fill no window are dropped."""
+    """A learned pool that starts as an average; patches that fill no window are dropped."""
 
     def average(key, shape, dtype, **_):
         return jnp.broadcast_to(jnp.eye(width, dtype=dtype)[None, None] / pool**2, shape)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3).
 
-Of the family that the release uses (diffusers' `VQModel`), from its padding to its names, so that
-released weights fit. Images are [b h w 3] in [0, 1]; a code stands for `factor` x `factor`
-pixels.
+It belongs to the family used in the release (diffusers' `VQModel`), with the same padding and
+names, so that released weights fit. Images are [b h w 3] in [0, 1]; a code represents `factor` x
+`factor` pixels.
 """
 
 import functools
@@ -30,11 +30,11 @@ FORMAT = "sparse-lavida-vq/1"
 
 
 class VQError(config.ConfigError):
-    """A name or a folder that holds no usable image tokenizer."""
+    """A name or folder without a usable image tokenizer."""
 
 
 class VQModel(nnx.Module):
-    """An image as codes, and back."""
+    """Converts an image to codes, and back."""
 
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
         latent = settings.latent_channels
@@ -51,7 +51,7 @@ class VQModel(nnx.Module):
         """Returns the codes of images in [0, 1].
 
         Raises:
-            ValueError: a side of the images is no multiple of the downsampling factor.
+            ValueError: a side of the images is not a multiple of the downsampling factor.
         """
         return self.nearest(self.latents(pixels))
 
@@ -65,7 +65,7 @@ class VQModel(nnx.Module):
         """Returns the straight-through loss of VQ-VAE (arXiv:1711.00937, Eq. 3) and its terms."""
         latents = self.latents(pixels)
         codes = self.codebook[self.nearest(latents)]
-        # The decoder's gradient reaches the encoder as if there were no codebook between them.
+        # The decoder's gradient reaches the encoder as if there were no codebook in between.
         decoded = self.decode_latents(latents + jax.lax.stop_gradient(codes - latents))
         terms = {
             "pixels": jnp.mean(jnp.abs(decoded - pixels)),
@@ -86,7 +86,7 @@ class VQModel(nnx.Module):
         return self.quant_conv(self.encoder(pixels))
 
     def nearest(self, latents: Float[Array, "b y x d"]) -> Int[Array, "b y x"]:
-        """Returns the nearest code by Euclidean distance in float32; of equals, the first."""
+        """Returns the nearest code by Euclidean distance in float32; of equal ones, the first."""
         latents, codebook = latents.astype(jnp.float32), self.codebook.astype(jnp.float32)
         # |z - e|^2 without |z|^2, which is the same for every code.
         overlap = jnp.einsum("byxd,cd->byxc", latents, codebook, precision="highest")
@@ -100,12 +100,12 @@ class VQModel(nnx.Module):
 
 @functools.cache
 def shapes(settings: config.VQ) -> VQModel:
-    """Returns the model with shapes in place of arrays, which is not to be changed."""
+    """Returns the model with shapes instead of arrays; it must not be modified."""
     return jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
 
 
 class Encoder(nnx.Module):
-    """Halves the sides after every resolution except for the last."""
+    """Halves the sides after every resolution except the last."""
 
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
         channels = settings.channels
@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Residual layers, of which the first changes the number of channels."""
+    """Residual layers; the first one changes the number of channels."""
 
     def __init__(self, settings: config.VQ, before: int, after: int, count: int, *, rngs: nnx.Rngs):
         channels = itertools.pairwise((before, *[after] * count))
@@ -155,7 +155,7 @@ class Block(nnx.Module):
 
 
 class DownBlock(Block):
-    """A block, then a convolution of stride 2 unless it is the last one."""
+    """A block, then a convolution with stride 2, except in the last one."""
 
     def __init__(self, settings: config.VQ, before: int, after: int, *, last: bool, rngs: nnx.Rngs):
         super().__init__(settings, before, after, settings.layers_per_block, rngs=rngs)
@@ -172,7 +172,7 @@ class DownBlock(Block):
 
 
 class UpBlock(Block):
-    """A block, then twice the size unless it is the last one."""
+    """A block, then upsampling by two, except in the last one."""
 
     def __init__(self, settings: config.VQ, before: int, after: int, *, last: bool, rngs: nnx.Rngs):
         super().__init__(settings, before, after, settings.layers_per_block + 1, rngs=rngs)
@@ -194,7 +194,7 @@ class UpBlock(Block):
 
 
 class MidBlock(Block):
-    """Two residual layers, with attention between them where the config asks for it."""
+    """Two residual layers, with attention between them if the config asks for it."""
 
     def __init__(self, settings: config.VQ, channels: int, *, rngs: nnx.Rngs):
         super().__init__(settings, channels, channels, 2, rngs=rngs)
@@ -215,7 +215,7 @@ class Resnet(nnx.Module):
         self.norm1 = Norm(settings, before)
         self.conv1 = _conv3x3(before, after, rngs=rngs)
         self.norm2 = Norm(settings, after)
-        # Starts near the identity (ours): deep, narrow stacks learn sooner.
+        # Starts close to the identity (ours): deep, narrow stacks learn faster.
         self.conv2 = _conv3x3(after, after, rngs=rngs, variance=0.1)
         self.conv_shortcut = nnx.Conv(before, after, (1, 1), rngs=rngs) if before != after else None
 
@@ -226,7 +226,7 @@ class Resnet(nnx.Module):
 
 
 class SpatialAttention(nnx.Module):
-    """One head of attention over all positions of an image, softmax in float32."""
+    """Single-head attention over all positions of an image, with softmax in float32."""
 
     def __init__(self, settings: config.VQ, channels: int, *, rngs: nnx.Rngs):
         self.norm = Norm(settings, channels)
@@ -244,7 +244,7 @@ class SpatialAttention(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Group norm in float32, epsilon 1e-6, over the image; `norm="pixel"`: at each position."""
+    """Group norm in float32, epsilon 1e-6, over the image; `norm="pixel"`: per position."""
 
     def __init__(self, settings: config.VQ, channels: int):
         self.scale = nnx.Param(jnp.ones(channels))
@@ -266,20 +266,20 @@ def _conv3x3(before: int, after: int, *, rngs: nnx.Rngs, variance: float = 1.0) 
 
 
 def _blocks(kind: type, settings: config.VQ, channels: tuple[int, ...], *, rngs: nnx.Rngs):
-    """One block a resolution, each from the channels of the one before it."""
+    """Returns one block per resolution, each taking the channels of the one before it."""
     pairs, last = enumerate(itertools.pairwise((channels[0], *channels))), len(channels) - 1
     return nnx.List(kind(settings, *pair, last=i == last, rngs=rngs) for i, pair in pairs)
 
 
 def to_uint8(pixels: Float[Array, "b h w 3"]) -> UInt8[Array, "b h w 3"]:
-    """Turns [0, 1] into bytes, truncating as the release does."""
+    """Converts [0, 1] to bytes, truncating as in the release."""
     return (jnp.clip(pixels, 0, 1) * 255).astype(jnp.uint8)
 
 
 def to_float(
     pixels: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"],
 ) -> Float[Array, "b h w 3"]:
-    """Turns bytes into [0, 1]."""
+    """Converts bytes to [0, 1]."""
     return jnp.asarray(pixels, jnp.float32) / 255
 
 
@@ -293,8 +293,8 @@ def encode_images(
 def for_decoding(model: VQModel, dtype: str) -> VQModel:
     """Returns parameters to decode with in a dtype, whatever the dtype they are stored in.
 
-    The last norm and convolution are in float32: three channels cost nothing, and their results
-    are the grey levels, of which bfloat16 cannot tell two neighbours apart.
+    The last norm and convolution are in float32: for three channels that costs nothing, and their
+    results are the grey levels, for which bfloat16 is too coarse.
     """
     wide = jax.tree.map(lambda leaf: leaf.astype("float32"), model)
     if dtype == "float32":
@@ -334,9 +334,9 @@ def _decode(model, codes):
 
 @runtime.interrupts_held()
 def _in_batches(call, model, items, batch):
-    """Calls with batches of one size, the last one filled up: one compilation."""
+    """Calls with batches of one size, padding the last one, so that there is one compilation."""
     size = min(batch, max(len(items), 1))
-    # No items are one empty batch, so that the result has its shape all the same.
+    # No items count as one empty batch, so that the result has the right shape.
     fill = size if len(items) == 0 else -len(items) % size
     padded = np.concatenate([items, np.zeros((fill, *items.shape[1:]), items.dtype)])
     results = []
@@ -347,26 +347,26 @@ def _in_batches(call, model, items, batch):
 
 
 def save(folder: pathlib.Path, model: VQModel) -> None:
-    """Writes `config.json` and `params.safetensors`; an interrupted write leaves what was there."""
+    """Writes `config.json` and `params.safetensors`; an interrupted write leaves the old files."""
     arrays = {name: np.asarray(value) for name, value in parameters.by_name(model).items()}
     save_arrays(folder, arrays, model.settings)
 
 
 def save_arrays(folder: pathlib.Path, arrays: dict[str, np.ndarray], settings: config.VQ) -> None:
-    """Writes what `save` does, from parameters by name, such as `decoder/conv_in/kernel`."""
+    """Writes the same files as `save`, from parameters named like `decoder/conv_in/kernel`."""
     with files.replacing(folder) as new:
         new.mkdir()
         safetensors.numpy.save_file(arrays, new / "params.safetensors")
-        (new / "params.safetensors").chmod(0o644)  # the library makes a private file
+        (new / "params.safetensors").chmod(0o644)  # the library makes the file private
         written = {"format": FORMAT, **config.to_dict(settings)}
         files.write_json(new / "config.json", written, indent=2)
 
 
 def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
-    """Returns the folder of a bundled image tokenizer by its name, or the folder given.
+    """Returns the folder of a bundled image tokenizer, given its name, or the given folder.
 
     Raises:
-        VQError: there is neither; lists the bundled names.
+        VQError: neither exists; the message lists the bundled names.
     """
     for folder in (BUNDLED / folder_or_name, pathlib.Path(folder_or_name)):
         if folder.is_dir():
@@ -379,10 +379,10 @@ def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
 
 
 def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
-    """Returns a saved image tokenizer: one of a folder, or a bundled one by its name.
+    """Returns a saved image tokenizer, given a folder or the name of a bundled one.
 
     Raises:
-        VQError: there is none, or a file of it is missing, unreadable or does not fit the other.
+        VQError: it does not exist, or one of its files is missing, unreadable or inconsistent.
     """
     folder = find(folder_or_name)
     settings = read_settings(folder)
@@ -408,7 +408,7 @@ def read_settings(folder: pathlib.Path) -> config.VQ:
     """Returns the settings of the image tokenizer in a folder.
 
     Raises:
-        VQError: its `config.json` is missing, unreadable or of something else.
+        VQError: its `config.json` is missing, unreadable or for something else.
     """
     path = folder / "config.json"
     try:
@@ -429,16 +429,16 @@ def _unreadable(path: pathlib.Path, error: Exception) -> VQError:
 
 
 # ---------------------------------------------------------------------------------------------
-# The image tokenizer as tasks and preparation use it.
+# The image tokenizer for tasks and preparation.
 
 
 class ImageCodec:
-    """The image tokenizer of a checkpoint: pixels to cells of codes and back.
+    """The image tokenizer of a checkpoint: converts pixels to cells of codes and back.
 
     Args:
         name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for images whose grey
             levels are their codes.
-        model: whose cells the codes fill.
+        model: its cells are made of these codes.
 
     Raises:
         ConfigError: there is no such VQ, or its codes do not fit the model.
@@ -459,7 +459,7 @@ class ImageCodec:
             self.vq, settings = load(name)
             self.folder, self.image_size = find(name), settings.image_size
             codes, levels = settings.image_size // settings.factor, settings.codebook_size
-        self.factor = self.image_size // codes  # pixels a side of a code
+        self.factor = self.image_size // codes  # pixels per side of a code
         wanted = self.grid_size * self.side
         if (codes, levels) != (wanted, model.codebook_size):
             raise config.ConfigError(
@@ -470,7 +470,7 @@ class ImageCodec:
             )
 
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
-        """Returns the cells of images, raster order, each encoded alone."""
+        """Returns the cells of images in raster order, encoding each image separately."""
         if self.vq is None:
             return np.stack([grey.read(image) for image in pixels])
         codes = encode_images(self.vq, pixels, batch=1)
@@ -479,10 +479,10 @@ class ImageCodec:
     def decode(
         self, cells: Int[np.ndarray, "b l g"], rows: int | None = None, dtype: str = "float32"
     ) -> UInt8[np.ndarray, "b h w 3"]:
-        """Returns the images of cells, each decoded alone: its pixels depend on nothing else.
+        """Returns the images of cells, decoding each separately: no image affects another.
 
         Args:
-            rows: cells from top to bottom; by default those of the largest image.
+            rows: number of rows of cells; by default as in the largest image.
             dtype: of the decoder (`for_decoding`).
         """
         if self.vq is None:
@@ -494,9 +494,9 @@ class ImageCodec:
 
 
 class ImageEncoder:
-    """The image tokenizer as `prepare` uses it: squares of pixels to codes.
+    """The image tokenizer for `prepare`: converts squares of pixels to codes.
 
-    Its parameters are read when the first image is encoded, in the process that does it.
+    Its parameters are read when the first image is encoded, in the process that encodes it.
 
     Args:
         name_or_folder: a bundled VQ, a folder with one, or a model folder or run directory with
@@ -528,5 +528,5 @@ class ImageEncoder:
         return load(self.folder)[0]
 
     def encode(self, pixels: UInt8[np.ndarray, "n side side 3"]) -> Int[np.ndarray, "n y x"]:
-        """Returns the codes of images, encoded together."""
+        """Returns the codes of images, encoding them as one batch."""
         return encode_images(self._model, pixels, batch=len(pixels))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step passes, draws and caches."""
+"""What a sampling step passes through the model, draws and caches."""

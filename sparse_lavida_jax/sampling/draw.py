@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step may draw, how sure it is of what it drew, and how much of that it commits.
 
-Policies are pure functions on arrays, in the words of the released samplers (spec Sec. 6 and 7.2).
-A candidate is a code, or a whole token where all its codes are committed together: the axis `u`.
+Policies are pure functions on arrays, in the terms of the released samplers (spec Sec. 6 and 7.2).
+A candidate is a code, or a whole token if all its codes are committed together: the axis `u`.
 """
 
 import functools
@@ -21,10 +21,10 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling.presets import Choice, StepSettings
 from sparse_lavida_jax.sampling.state import Rows, StepTokens
 
-RANKING = 2**31 - 1  # keys the noise on confidences apart from that of the draws; no block is this
-AVERAGED = ("no_source", "no_image")  # rows that the full one is averaged with (spec Sec. 7.2)
-LEAST_PROBABILITY = 1e-20  # below it, "confidence" orders do not tell probabilities apart
-FEW = 1024  # codes; among more, noise is made so that rare ones are drawn as often as they should
+RANKING = 2**31 - 1  # key of the noise on confidences, not of draws; no block has this number
+AVERAGED = ("no_source", "no_image")  # rows averaged with the full one (spec Sec. 7.2)
+LEAST_PROBABILITY = 1e-20  # smaller probabilities count as equal in "confidence" orders
+FEW = 1024  # codes; more of them need precise noise, or rare codes would be drawn too seldom
 
 # Chooses candidates to commit: (confidence, whether it is a candidate, how many) -> choice.
 Policy = Callable[
@@ -36,20 +36,20 @@ Policy = Callable[
 
 
 def filtered(logits: Float[Array, "*b c"], top_k: int, top_p: float) -> Float[Array, "*b c"]:
-    """Returns logits with -inf for what may not be drawn.
+    """Returns logits with -inf for every code that may not be drawn.
 
     Args:
-        top_k: how many of the most probable may be; 0: all.
-        top_p: of those, only the fewest that hold at least this probability; 1: all. Of equally
-            probable ones the first.
+        top_k: keeps this many of the most probable codes; 0: all.
+        top_p: of those, keeps the fewest whose probabilities add up to at least this; 1: all. Of
+            equally probable ones the first.
     """
     if top_k and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if top_p < 1:
-        order = jnp.argsort(-logits, axis=-1)  # stable: of equals, the first
+        order = jnp.argsort(-logits, axis=-1)  # stable: among equals, the first
         probability = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-        # Kept while those before it hold less: the most probable one always is.
+        # A code is kept while those before it add up to at most top_p: the first one always is.
         kept = jnp.cumsum(probability, axis=-1) - probability <= top_p
         rank = jnp.argsort(order, axis=-1)
         logits = jnp.where(jnp.take_along_axis(kept, rank, axis=-1), logits, -jnp.inf)
@@ -57,7 +57,7 @@ def filtered(logits: Float[Array, "*b c"], top_k: int, top_p: float) -> Float[Ar
 
 
 # ---------------------------------------------------------------------------------------------
-# How sure a step is.
+# Confidence.
 
 
 def confidence(
@@ -65,14 +65,14 @@ def confidence(
 ) -> Float[Array, "b w g"]:
     """Returns how sure the model is of each code; more is surer.
 
-    A probability or a margin p is returned as its log-odds log(p / (1 - p)): float32 probabilities
-    of 1 - 1e-8 and 1 - 1e-12 are one number, as log-odds they are 18.4 and 27.6.
+    A probability or a margin p is returned as its log-odds log(p / (1 - p)): in float32
+    the probabilities 1 - 1e-8 and 1 - 1e-12 are equal, as log-odds they are 18.4 and 27.6.
 
     Args:
-        name: "probability" of what was drawn; "margin" between the two most probable; "entropy",
-            its negative in nats. All of the softmax of `logits`, whatever the temperature of the
-            draw.
-        logits: with -inf for what may not be drawn.
+        name: "probability" of what was drawn; "margin" between the two most probable; "entropy":
+            the negative entropy in nats. All are computed from the softmax of `logits`, whatever
+            the temperature of the draw.
+        logits: with -inf for every code that may not be drawn.
     """
     chosen = drawn if name == "probability" else jnp.argmax(logits, axis=-1)
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -110,34 +110,34 @@ def with_noise(
 
 
 # ---------------------------------------------------------------------------------------------
-# How much it commits.
+# How many candidates are committed.
 
 
 def commit_all(confidence, candidate, count):
-    """The plan chose the candidates before the forward pass."""
+    """Commits every candidate: the plan chose them before the forward pass."""
     del confidence, count
     return candidate
 
 
 def commit_most_confident(confidence, candidate, count):
-    """Commits the `count` surest candidates of each row; of equals, the first."""
+    """Commits the `count` surest candidates of each row; among equals, the first."""
     return candidate & (_rank(confidence, candidate) < count[:, None, None])
 
 
 def commit_above(confidence, candidate, count, *, threshold: float):
-    """Commits what is at least as probable as `threshold`, and the surest candidate anyway."""
+    """Commits candidates at least as probable as `threshold`, and always the surest one."""
     del count
     sure = confidence >= log_odds(threshold)
     return candidate & (sure | (_rank(confidence, candidate) == 0))
 
 
 def commit_by_factor(confidence, candidate, count, *, factor: float, released: bool = False):
-    """Commits the surest n, as many as stay above 1 - factor / (n + 1) (Fast-dLLM).
+    """Commits the n surest, with the largest n that keeps all above 1 - factor / (n + 1).
 
-    The surest one always is.
+    This is Fast-dLLM's rule. The surest one is always committed.
 
     Args:
-        released: if only the least sure one falls short, it is committed all the same. It saves a
+        released: if only the least sure one falls short, it is committed as well. That saves a
             pass for one token, and commits the last two together however unsure they are.
     """
     del count
@@ -152,11 +152,11 @@ def commit_by_factor(confidence, candidate, count, *, factor: float, released: b
 
 
 def commit_within_entropy(confidence, candidate, count, *, bound: float):
-    """Commits the candidates of least entropy, the first one and as many as keep the bound.
+    """Commits the candidates of least entropy: the first one, and as many more as the bound allows.
 
-    The entropies of all committed but the largest sum up to at most `bound`: what decoding them
-    together, independently of each other, can at most lose (Ben-Hamu et al. 2025,
-    arXiv:2505.24857).
+    The entropies of all committed candidates except the largest add up to at most `bound`. That
+    sum limits the error made by decoding them together, independently of each other (Ben-Hamu et
+    al. 2025, arXiv:2505.24857).
 
     Args:
         confidence: negative entropies, nats.
@@ -164,7 +164,7 @@ def commit_within_entropy(confidence, candidate, count, *, bound: float):
     """
     del count
     flat = jnp.where(candidate, -confidence, jnp.inf).reshape(confidence.shape[0], -1)
-    ascending = jnp.sort(flat, axis=-1)  # what is no candidate comes last
+    ascending = jnp.sort(flat, axis=-1)  # non-candidates come last
     entropy = jnp.where(jnp.isinf(ascending), 0, ascending)
     within = jnp.cumsum(entropy, axis=-1) - entropy <= bound
     number = jnp.sum(within & ~jnp.isinf(ascending), axis=-1)
@@ -172,7 +172,7 @@ def commit_within_entropy(confidence, candidate, count, *, bound: float):
 
 
 def at_most(policy: Policy, most: int) -> Policy:
-    """Returns the policy that commits the `most` surest of what `policy` commits."""
+    """Returns a policy that commits the `most` surest candidates of those `policy` commits."""
 
     def capped(confidence, candidate, count):
         chosen = policy(confidence, candidate, count)
@@ -184,7 +184,7 @@ def at_most(policy: Policy, most: int) -> Policy:
 def _rank(
     confidence: Float[Array, "b w u"], candidate: Bool[Array, "b w u"]
 ) -> Int[Array, "b w u"]:
-    """Returns how many candidates of the row are surer; what is none comes last."""
+    """Returns how many candidates of the row are surer; non-candidates come last."""
     flat = jnp.where(candidate, confidence, -jnp.inf).reshape(confidence.shape[0], -1)
     return jnp.argsort(jnp.argsort(-flat, axis=-1), axis=-1).reshape(confidence.shape)
 
@@ -195,15 +195,15 @@ def _rank(
 
 @flax.struct.dataclass
 class Draws:
-    """The random numbers of a step: they depend on (seed of the row, step, position) alone.
+    """The random numbers of a step, which depend only on (seed of the row, step, position).
 
-    Recorded ones are a subclass, whose arrays have an entry for each step.
+    A subclass replays recorded numbers; its arrays have an entry for each step.
     """
 
     def codes(
         self, rows: Rows, now: StepTokens, logits: Float[Array, "b w g v"], settings: StepSettings
     ) -> Int[Array, "b w g"]:
-        """Draws each code independently; at temperature 0 takes the most probable."""
+        """Draws each code independently; at temperature 0, takes the most probable one."""
         if settings.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         drawn = self.noise(rows.key, now, logits.shape[2:])
@@ -221,7 +221,7 @@ class Draws:
         return noise(apart, now, now.candidates.shape[2:])
 
     def random(self, row_key: Key[Array, " b"], now: StepTokens) -> Float[Array, "b w u"]:
-        """Returns a confidence that is random, uniform in [0, 1]."""
+        """Returns a random confidence, uniform in [0, 1]."""
         return jnp.exp(-jnp.exp(-self.ranking(row_key, now)))
 
 
@@ -262,7 +262,7 @@ def guided(
 
 
 def _of_row(values: Float[AnyArray, " b"], like: Array) -> Array:
-    """A number of each row, to go with arrays [b ...]."""
+    """Reshapes one number per row to broadcast with arrays [b ...]."""
     return jnp.asarray(values).reshape(-1, *[1] * (like.ndim - 1))
 
 
@@ -273,7 +273,7 @@ def allowed(
     model: config.Model,
     settings: StepSettings,
 ) -> Float[Array, "b w g v"]:
-    """Returns logits with -inf for what may not be drawn; see `_barred`."""
+    """Returns logits with -inf for every token that may not be drawn; see `_barred`."""
     if settings.kind == "text" and not settings.released:
         barred = _barred(jnp.arange(logits.shape[-1]), rows, now, model)
         logits = jnp.where(barred[:, :, None], -jnp.inf, logits)
@@ -283,7 +283,7 @@ def allowed(
 def _barred(
     ids: Int[Array, " v"], rows: Rows, now: StepTokens, model: config.Model
 ) -> Bool[Array, "b w v"]:
-    """Returns what no text draws: masks, and its end before all that is given."""
+    """Returns what no text may draw: masks, and an end before its last given token."""
     early = now.decode < jnp.asarray(rows.ends_from)[:, None]
     is_end, is_mask = ((ids == i)[None, None] for i in (model.end_of_text_id, model.text_mask_id))
     return is_mask | (is_end & early[..., None])
@@ -292,7 +292,7 @@ def _barred(
 def _scores(
     rows: Rows, now: StepTokens, logits: Float[Array, "b *w v"], noise: Float[Array, "b *w v"]
 ) -> Float[Array, "b *w v"]:
-    """The largest is drawn: Gumbel-max, or the most probable where the row's temperature is 0."""
+    """Scores whose maximum is drawn: Gumbel-max, or at temperature 0 the most probable token."""
     temperature = _of_row(rows.temperature, logits)
     drawn = logits / jnp.where(temperature > 0, temperature, 1) / now.temperature + noise
     return jnp.where(temperature > 0, drawn, logits)
@@ -305,7 +305,7 @@ def draw_by_tiles(
     now: StepTokens,
     settings: StepSettings,
 ) -> text_head.Drawn:
-    """Draws text as `Draws.codes` does from `allowed` logits, of which a tile exists at a time."""
+    """Draws text as `Draws.codes` does from `allowed` logits, computed one tile at a time."""
 
     def logits_of(hidden, columns, start):
         hidden = hidden.astype(model.settings.compute_dtype)
@@ -333,17 +333,17 @@ def noise(
     shape: tuple[int, ...],
     tile: Int[Array, ""] | int | None = None,
 ) -> Array:
-    """Gumbel noise of each token to decode: depends on (row, step, position) and nothing else.
+    """Gumbel noise for each token to decode, which depends only on (row, step, position).
 
     Args:
-        tile: of the vocabulary, where that is drawn from by tiles.
+        tile: number of the vocabulary's tile, if tokens are drawn tile by tile.
     """
 
     def noise_at(key, position):
         key = jax.random.fold_in(jax.random.fold_in(key, now.block), position)
         key = key if tile is None else jax.random.fold_in(key, tile)
-        # Noise from 23 random bits never draws what is less probable than about 1e-7; over a large
-        # vocabulary such words together hold about 1 %.
+        # Noise from 23 random bits never draws a token less probable than about 1e-7; in a large
+        # vocabulary such tokens add up to about 1 %.
         return jax.random.gumbel(key, shape, mode="high" if shape and shape[-1] > FEW else "low")
 
     return jax.vmap(jax.vmap(noise_at, in_axes=(None, 0)))(row_key, now.decode)
@@ -356,7 +356,7 @@ def confidences(
     choice: Choice,
     draws: Draws,
 ) -> Float[Array, "b w u"]:
-    """How sure the model is of each candidate: of a whole token, as of its least sure code.
+    """How sure the model is of each candidate; of a whole token, that of its least sure code.
 
     Args:
         sure: how sure it is of each code.

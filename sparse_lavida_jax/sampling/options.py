@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling options that a person names: one table for Python, command line, page and server."""
+"""The sampling options of users: one table for Python, command line, web page and server."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class Option:
         changes: the fields of `config.Sampling` that a value sets; the second argument says
             whether the task makes an image.
         aliases: other names of it.
-        needs_image: what a task that makes no image lacks for it; "": nothing.
+        needs_image: why a task that makes no image cannot have it; "": it can.
         by_row: whether each row may have a value of its own.
     """
 
@@ -31,10 +31,10 @@ def _steps(value: int, draws: bool) -> dict[str, Any]:
     return {"num_steps": value} if draws else {"text_steps": value, "text_step_ratio": 0.0}
 
 
-# Whole ways of sampling that are published, by name.
+# Published samplers by name: each sets several options.
 SAMPLERS: dict[str, dict[str, Any]] = {
-    # LaViDa-O as released (spec Sec. 6 and 7.7): a token a step, questions in blocks of up to 128
-    # tokens, layouts and verdicts in blocks of 16.
+    # LaViDa-O as released (spec Sec. 6 and 7.7): one token per step, questions in blocks of up to
+    # 128 tokens, layouts and verdicts in blocks of 16.
     "released": {
         "preset": "dense",
         "text_preset": "prefix",
@@ -79,18 +79,18 @@ def _registers(value: int | tuple[int, int], draws: bool) -> dict[str, Any]:
     return {"registers": first, "registers_end": last}
 
 
-# A later one of these prevails: what is said by itself over what a sampler's name stands for.
+# Later entries override earlier ones: a single option overrides what `sampler` sets.
 OPTIONS: dict[str, Option] = {
     # One of `SAMPLERS`, or a preset (`sampling/presets.py`).
     "sampler": Option(_sampler),
-    # Of an image, or of a text block.
+    # Steps of an image, or of a text block.
     "steps": Option(_steps, ("num_inference_steps",)),
     "temperature": Option(
         lambda value, draws: {"temperature" if draws else "text_temperature": value}, by_row=True
     ),
-    # How many, or the first and the last number of them; the last -1: they do not fall.
+    # How many, or the first and the last number; a last number of -1: the number stays constant.
     "registers": Option(_registers),
-    # The scale of the prompt; it holds for edits too.
+    # The guidance scale of the prompt, for edits too.
     "guidance": Option(
         lambda value, draws: {"guidance": value, "guidance_edit": -1.0},
         ("guidance_scale",),
@@ -109,15 +109,15 @@ ALIASES = {alias: name for name, option in OPTIONS.items() for alias in option.a
 
 
 def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.Sampling:
-    """Returns settings with the given options put in; None leaves a checkpoint's own.
+    """Returns settings with the given options applied; None keeps the checkpoint's own.
 
     Args:
-        draws: whether the task makes an image: steps, temperature and sampler are then those of
-            the image, otherwise those of the text.
+        draws: whether the task makes an image: then steps, temperature and sampler apply to the
+            image, otherwise to the text.
 
     Raises:
         ConfigError: a value is out of range.
-        RequestError: text cannot honour an option.
+        RequestError: an option does not apply to text.
     """
     changes: dict[str, Any] = {}
     asked = {ALIASES.get(alias, alias): v for alias, v in given.items() if v is not None}

@@ -20,7 +20,7 @@ from sparse_lavida_jax.sequence import cells_from_codes
 
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
 
-# Widths a segment may have: powers of two and the halves between them, so that rounding up adds
+# Widths a segment may have: powers of two and the midpoints between them, so that rounding up adds
 # at most a half and on average a fifth.
 BUCKETS = tuple(sorted({2**i for i in range(17)} | {3 * 2**i for i in range(16)}))
 
@@ -40,8 +40,8 @@ class SamplingPlan:
 
     Attributes:
         decode: positions decoded in each step, `PAD_POSITION` where a row has fewer.
-        decoded_at: the block in which each position is decoded: `FIRST_BLOCK` + i in step i, and
-            `GIVEN_BLOCK` for given ones.
+        decoded_at: the block in which each position is decoded: `FIRST_BLOCK` + i in step i,
+            `GIVEN_BLOCK` if it is given.
     """
 
     decode: Int[np.ndarray, "k b w"]
@@ -66,15 +66,15 @@ def image_plan(
     given: Bool[np.ndarray, "b l"] | None = None,
     merge: int = 0,
 ) -> SamplingPlan:
-    """Returns the plan that decodes `cells` in order, without the given ones.
+    """Returns the plan that decodes `cells` in order, except the given ones.
 
-    Every row gets the counts of its own number of cells. A row with fewer cells than `num_steps`
-    is done earlier than the others: its last steps are padding.
+    Every row gets the counts for its own number of cells. A row with fewer cells than `num_steps`
+    finishes before the others: its last steps are padding.
 
     Args:
-        cells: an order; one for all rows or one a row. Without `given`, one means one row.
-        given: cells known beforehand. If any row has one, decoding starts at block 2 in all.
-        merge: cells that every step decodes at least (`merged`).
+        cells: an order; one for all rows or one per row. Without `given`, one means one row.
+        given: cells known beforehand. If any row has one, decoding starts at block 2 in all rows.
+        merge: the least number of cells that a step decodes (`merged`).
     """
     if given is None:
         given = np.zeros((len(cells) if cells.ndim == 2 else 1, cells.shape[-1]), bool)
@@ -97,7 +97,7 @@ def image_plan(
 
 
 # ---------------------------------------------------------------------------------------------
-# Segments: consecutive steps of one width, which is what the sampler compiles.
+# Segments: consecutive steps of one width, each compiled as one loop.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,17 +111,17 @@ class Segment:
         block: block of each step.
         clean: positions that each step passes as clean tokens.
         decode: positions that each step may decode (images: does decode).
-        candidates: which codes of `decode` a step may commit; with one entry a token, all codes of
-            the token are committed together.
-        rest: positions that each step passes besides: masked, or known in part.
+        candidates: which codes of `decode` a step may commit; with one entry per token, all codes
+            of the token are committed together.
+        rest: other positions that each step passes: masked, or known in part.
         count: how many candidates each row commits. For a text row whose block holds fewer masked
             tokens than there are steps, 0 at the end.
-        refresh: whether the step passes the prompt and fills the cache again; one value a segment.
-        guided: whether guidance acts; one value a segment.
+        refresh: whether the step passes the prompt and refills the cache; one value per segment.
+        guided: whether guidance acts; one value per segment.
         noise: scale of the noise on the confidence.
         temperature: share of the temperature.
         guidance: share of the guidance scales.
-        registers: how many registers are passed, one value a segment; -1: as many as trained.
+        registers: how many registers are passed, one value per segment; -1: as many as in training.
     """
 
     block: Int[np.ndarray, " n"]
@@ -156,7 +156,7 @@ def _segment(
     rest: Int[np.ndarray, "n b wr"] | None = None,
     candidates: Bool[np.ndarray, "n b w u"] | None = None,
 ) -> Segment:
-    """Returns a segment that is guided throughout and without noise on confidences.
+    """Returns a segment that is guided throughout and has no noise on confidences.
 
     By default it passes nothing but `decode`, all of which are candidates.
     """
@@ -178,13 +178,13 @@ def _segment(
 
 
 def with_steps(parts: list[Segment], **of_steps: Shaped[np.ndarray, " k"]) -> list[Segment]:
-    """Returns the segments with what changes from step to step.
+    """Returns the segments with the values that change from step to step.
 
-    They are cut where guidance sets in or out and where the number of registers changes.
+    They are cut where guidance starts or stops and where the number of registers changes.
 
     Args:
-        of_steps: guided, noise, temperature, guidance, registers; see `Segment`. Steps beyond them
-            have the last ones.
+        of_steps: guided, noise, temperature, guidance, registers; see `Segment`. Steps beyond their
+            end have the last values.
     """
     number = sum(part.num_steps for part in parts)
     of_steps = {
@@ -213,19 +213,19 @@ def segments(
     max_segments: int = MAX_SEGMENTS,
     padding: float = PADDING,
 ) -> list[Segment]:
-    """Groups the steps of an image plan into few segments of bucketed widths.
+    """Groups the steps of an image plan into a few segments of bucketed widths.
 
-    The trade: a segment is a program to compile and a launch, a token of padding is work in every
-    layer. Of all ways to cut the steps into at most `max_segments`, the one with the fewest
-    segments is taken that passes at most a share `padding` more tokens than the cut that passes
-    fewest. 64 steps over 1024 cells at shift 5 become 5 segments.
+    The trade-off: every segment costs a compilation and a launch, every token of padding costs work
+    in every layer. Consider all ways to cut the steps into at most `max_segments`. Of those that
+    pass at most a share `padding` more tokens than the best one, the one with the fewest segments
+    is taken. 64 steps over 1024 cells at shift 5 become 5 segments.
 
     Args:
-        passes_clean: "newest": what the step before decoded (the cache holds the rest); "all":
-            everything decoded so far. Given cells are in the prompt's pass, never here.
+        passes_clean: "newest": what the previous step decoded (the cache holds the rest); "all":
+            everything decoded so far. Given cells are always in the prompt's pass.
         passes_rest: whether masked positions outside the step are passed too (no truncation).
-        buckets: allowed widths besides 0, ascending.
-        padding: share of tokens.
+        buckets: allowed widths except 0, ascending.
+        padding: as a share of the tokens.
     """
     # [k b l] each; a plan on the host is small.
     at, block = plan.decoded_at[None], plan.block[:, None, None]
@@ -260,16 +260,16 @@ def code_segments(
     """Groups the steps of a plan over the codes of an image; every step passes all its cells.
 
     This is LaViDa-O's sampler: a step commits single codes, and a cell may be known in part. The
-    cells that hold a code of the step are in `decode`, filled up with others to the width of the
-    segment, so that nothing is padded and the head is computed for few cells. Given cells are in
-    the prompt's pass.
+    cells that hold a code of the step are in `decode`, filled up with other cells to the width of
+    the segment, so that nothing is padded and the head is computed for few cells. Given cells are
+    in the prompt's pass.
 
     Args:
         plan: of the `h * side` x `w * side` codes, in raster order.
         h, w: grid of cells.
-        side: codes along one side of a cell; 1 makes a plan over whole cells of it.
-        by_confidence: the step chooses after its pass among all masked codes; of the plan, only
-            how many it commits counts.
+        side: codes along one side of a cell; 1: a plan over whole cells.
+        by_confidence: the step chooses after its pass among all masked codes; the plan decides
+            only how many it commits.
     """
     batch = len(plan.decoded_at)
     at = cells_from_codes(plan.decoded_at.reshape(batch, h * side, w * side), side)
@@ -291,7 +291,7 @@ def code_segments(
     widths = np.zeros((plan.num_steps, 3), int)
     widths[:, 1] = touched.sum(axis=-1).max(axis=1, initial=0)
     result = []
-    for start, stop in _cuts(widths):  # padding is work of the head alone
+    for start, stop in _cuts(widths):  # only the head works on padding
         width = min(_bucket(int(widths[start:stop].max()), BUCKETS), positions.shape[-1])
         decode, rest = np.split(positions[start:stop], [width], axis=-1)
         own = sorted_cells[start:stop, :, :width, None]
@@ -303,15 +303,15 @@ def code_segments(
 
 
 def in_passes(parts: list[Segment], passes: int, side: int, *, clean_once: bool) -> list[Segment]:
-    """Returns segments over whole cells with every step cut into passes over codes of its cells.
+    """Returns segments over whole cells with every step split into passes over the cells' codes.
 
-    The passes of a step have its block: what the first ones decode is in the input of the others,
-    and nothing of it is stored before the next step. Codes on a diagonal come first.
+    All passes of a step have its block: later passes see what earlier ones decoded, and nothing is
+    stored before the next step. Codes with an even sum of row and column come first.
 
     Args:
         passes: a divisor of the codes of a cell.
         side: codes along one side of a cell.
-        clean_once: whether clean tokens are stored, so that the first pass alone has them.
+        clean_once: whether clean tokens are stored, so that only the first pass has them.
     """
     if passes == 1:
         return parts
@@ -337,12 +337,12 @@ def _cuts(
 ) -> list[tuple[int, int]]:
     """Returns the bounds of the segments, by dynamic programming over the last cut."""
     steps = len(widths)
-    cost = np.full((steps + 1, steps + 1), np.inf)  # of a segment from step i up to step j
+    cost = np.full((steps + 1, steps + 1), np.inf)  # [i, j]: of a segment of the steps i to j - 1
     for i in range(steps):
         widest = np.maximum.accumulate(widths[i:], axis=0)
         width = [sum(_bucket(int(part), buckets) for part in step) for step in widest]
         cost[i, i + 1 :] = np.arange(1, steps - i + 1) * width
-    best = np.full(steps + 1, np.inf)  # of the first j steps in s segments
+    best = np.full(steps + 1, np.inf)  # of splitting the first j steps into s segments
     best[0] = 0
     totals, starts = [], []
     for _ in range(min(max_segments, steps)):
@@ -361,7 +361,7 @@ def _cuts(
 
 
 def _bucket(width: int, buckets: Sequence[int]) -> int:
-    """Returns the smallest allowed width; 0 stays 0."""
+    """Returns the smallest allowed width that is large enough; 0 stays 0."""
     if width == 0:
         return 0
     if width > buckets[-1]:
@@ -402,14 +402,14 @@ def text_plan(
     """Returns the segments of a text response: its text blocks, from left to right by default.
 
     Which tokens of the text block a step commits is known only after its forward pass; the plan
-    says how many: an even split, the remainder to the earliest steps, or those of a schedule, as
-    released (spec Sec. 6). Steps are numbered on from text block to text block. A text block in
+    says how many: an even split with the remainder in the earliest steps, or those of a schedule,
+    as released (spec Sec. 6). Step numbers continue from text block to text block. A text block in
     which no row has anything masked is left out.
 
     Args:
         length: tokens of the response, a whole number of text blocks.
         steps_per_block: at most this many; fewer where fewer tokens are masked.
-        given: tokens known beforehand; without it nothing is given, in one row.
+        given: tokens known beforehand; by default one row without any.
         schedule: "even", or one of `orders.SCHEDULES` with its `shift`.
         block_order: the text blocks in the order of their decoding; by default 0, 1, ...
         passes: fields of `TextPasses`.
@@ -431,14 +431,14 @@ def text_plan(
             f" {visited}."
         )
     masked = ~given if given is not None else np.ones((1, length), bool)
-    turn = np.argsort(visited)[np.arange(length) // block_len]  # of each position's text block
+    turn = np.argsort(visited)[np.arange(length) // block_len]  # of the text block of each position
     asked, plan = TextPasses(**passes), []
-    newest = np.zeros_like(masked)  # decoded in the text block before
+    newest = np.zeros_like(masked)  # decoded in the previous text block
     for i in range(num_blocks):
         own = masked & (turn == i)
         count = _text_counts(own.sum(axis=1), steps_per_block, schedule, shift)
         if len(count):
-            # Numbered whatever is given, so that a row's noise does not depend on the other rows.
+            # The numbers ignore what is given, so that a row's noise does not depend on other rows.
             blocks = FIRST_BLOCK + i * steps_per_block + np.arange(len(count))
             plan += asked.text_block(blocks, count, masked, turn - i, newest, block_len)
             newest = own
@@ -447,25 +447,25 @@ def text_plan(
 
 @dataclasses.dataclass(frozen=True)
 class TextPasses:
-    """What the steps of a text block pass besides its own tokens.
+    """What the steps of a text block pass in addition to its own tokens.
 
-    With `passes_clean="newest"` the positions of the text block decoded before are passed in the
-    first step of a text block and in no other, so that step is a segment of its own: two segments
-    a text block. (The first text block has the same two shapes, with padding for clean tokens, so
-    that nothing more is compiled for it.) Clean tokens of the current text block are in `decode`
-    and computed again by every step.
+    With `passes_clean="newest"` only the first step of a text block passes the positions of the
+    previous one, so that step is a segment of its own: two segments per text block. (The first text
+    block has the same two shapes, with padding for clean tokens, so that it needs no further
+    compilation.) Clean tokens of the current text block are in `decode`, and every step computes
+    them again.
 
     Attributes:
-        passes_clean: "newest": the text block decoded before; "all": all those, every step.
+        passes_clean: "newest": the previous text block; "all": all previous ones, in every step.
         passes_rest: whether text blocks to be decoded later are passed too, masked.
-        passes_given: whether given tokens are passed as all others are; otherwise they are in the
+        passes_given: whether given tokens are passed like all others; otherwise they are in the
             prompt's pass.
         refreshes: Fast-dLLM's caches. The first step of a text block is a segment of its own that
-            passes everything; what it has in `clean` stays in the cache for the others. That is
+            passes everything; what it has in `clean` stays in the cache for the other steps:
             the text blocks decoded before, and without `passes_rest` also those decoded later.
-        leftovers: every step passes and predicts the whole response, and may commit all that is
-            masked in this text block and in those before it: as released, where a draw may be the
-            mask token.
+        leftovers: every step passes and predicts the whole response, and may commit any masked
+            token of this text block and the ones before it: as released, where the mask token
+            itself may be drawn.
     """
 
     passes_clean: PassesClean = "newest"
@@ -488,8 +488,8 @@ class TextPasses:
         Args:
             block, count: of each step.
             masked: tokens of the response that are not given.
-            later: of each position: how many text blocks are decoded from this one to its own.
-            newest: tokens that the text block before decoded.
+            later: for each position, how many text blocks later than this one it is decoded.
+            newest: tokens that the previous text block decoded.
         """
         steps, length = len(block), masked.shape[1]
         passed = masked | self.passes_given
@@ -510,7 +510,7 @@ class TextPasses:
         whole = _segment(block, decode, count, clean=clean, rest=rest)
         if not self.refreshes and (self.passes_clean == "all" or length == block_len):
             return [whole]
-        # The first step alone passes clean tokens.
+        # Only the first step passes clean tokens.
         first, others = whole.steps(0, 1), whole.steps(1, steps)
         first = dataclasses.replace(first, refresh=np.full(1, self.refreshes))
         others = dataclasses.replace(others, clean=others.clean[..., :0])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that requests share: what guidance drops leaves masks and headers, whoever asked.
+"""Caches prefixes that requests share: guidance reduces any prompt to masks and headers.
 
-Their keys and values depend on the parameters, on how long the prompt is and on what stands after
-the response, and on nothing else of a request. So they are computed once for each such pair.
+Their keys and values depend on the parameters, on the length of the prompt and on what follows the
+response, and on nothing else in a request. So they are computed once for each such pair.
 """
 
 import collections
@@ -17,30 +17,30 @@ from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.sampling.prompts import Prompt
 from sparse_lavida_jax.sequence import Kind
 
-# Ours: at the size of LaViDa-O a prompt of 128 tokens takes 34 MB, the one of an edit 530 MB.
+# Our choice: at the size of LaViDa-O a prompt of 128 tokens takes 34 MB, that of an edit 530 MB.
 MOST_BYTES = 2**30
 
 
 class Prefixes:
-    """Keys and values of prefixes of one model, the least recently used of which are let go.
+    """Least-recently-used cache of the keys and values of prefixes of one model.
 
-    Several threads may ask at once.
+    It is thread-safe.
 
     Args:
-        most_bytes: of all that are kept; a larger one is computed by every request.
+        most_bytes: of all entries; a prefix larger than this is computed for every request.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         self.most_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
-        self.num_bytes = 0  # of what is kept
+        self.num_bytes = 0  # of all entries
 
     def get(self, prompt: Prompt, kind: Kind, make: Callable[[], KVCache]) -> KVCache:
-        """Returns the keys and values kept for a prompt (on the host), or makes them.
+        """Returns the cached keys and values of a prompt (on the host), or makes them.
 
         Args:
-            kind: of the response, which decides whose keys the split layers write.
+            kind: of the response; it decides for which stream the split layers write keys.
         """
         name = f"{kind} {_digest(prompt)}"
         with self._lock:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sampling configuration asks for: what is compiled into a step, and the plan of steps.
+"""Turns a sampling configuration into the compiled settings of a step, and a plan of steps.
 
 Presets are data. Each says what the step of `sample.py` passes in addition to the tokens to decode
-and the registers, and what stands in the cache:
+and the registers, and what the cache holds:
 
-| preset | passes too | cache |
+| preset | also passes | cache |
 | --- | --- | --- |
 | sparse (prt) | the tokens decoded in the previous step | prompt, response |
-| without p; without r | the prompt again; all clean tokens again | not of that |
+| without p; without r | the prompt again; all clean tokens again | without these |
 | without t | all other masked tokens | |
 | dense | everything, in block 0, without registers: LaViDa-O itself | none |
 | prefix | the whole response, in block 0: LaViDa-O's text | prompt |
-| fast_dllm_prefix | later text blocks | all before, made again by a text block's first step |
-| fast_dllm_dual | nothing | all but the text block, made again by its first step |
+| fast_dllm_prefix | later text blocks | all before, refreshed by the first step of a text block |
+| fast_dllm_dual | nothing | all but the text block, refreshed by its first step |
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sequence import Kind, codes_from_cells
 
-# Widths where a step passes most of the response: padding costs more there than a program does.
+# Widths if a step passes most of the response: there padding costs more than another program.
 WIDE_BUCKETS = tuple(width for width in plans.BUCKETS if width <= 96) + tuple(
     range(128, 2**16 + 1, 32)
 )
@@ -38,9 +38,9 @@ WIDE_PADDING = 0.03
 class Preset:
     """What is cached and what is left out: a row of the paper's ablation (Table 6).
 
-    With `full_attention` every response token sees every other, so a cache is not exact: that of
-    the prompt keeps what the prompt alone computed, that of the response is refreshed by the
-    first step of every text block (Fast-dLLM).
+    With `full_attention` every response token sees every other, so a cache is not exact: for the
+    prompt it keeps what was computed without the response, and for the response it is refreshed by
+    the first step of every text block (Fast-dLLM).
     """
 
     cache_prompt: bool
@@ -54,7 +54,7 @@ class Preset:
 
     @functools.cached_property
     def passes_given(self) -> bool:
-        """Whether given tokens are passed as the response's others are, not cached before it."""
+        """Whether given tokens are passed like the rest of the response rather than cached."""
         return self.full_attention and self.cache_prompt
 
 
@@ -76,15 +76,15 @@ def preset(name: str) -> Preset:
 
 
 def default_preset(model: config.Model) -> str:
-    """Returns what a checkpoint was trained for: sparse, or dense for a "full" one."""
+    """Returns the preset a checkpoint was trained for: sparse, or dense for full attention."""
     return "sparse" if model.trained_attention == "step_causal" else "dense"
 
 
 def one_pass(sampling: config.Sampling, model: config.Model, length: int) -> config.Sampling:
-    """Returns the settings of boxes, `length` tokens: a text block takes one step.
+    """Returns the settings for boxes, `length` tokens: each text block takes one step.
 
-    With full attention there is one text block, and prompt and response pass together, as released
-    (spec Sec. 8): a prompt that was cached before would not have seen the phrases.
+    With full attention there is one text block, and prompt and response are passed together, as
+    released (spec Sec. 8): a prompt cached earlier would not have seen the phrases.
     """
     how = dataclasses.replace(sampling, text_steps=1, text_step_ratio=0.0, text_commit="count")
     if not preset(how.text_preset or how.preset or default_preset(model)).full_attention:
@@ -94,7 +94,7 @@ def one_pass(sampling: config.Sampling, model: config.Model, length: int) -> con
 
 @functools.lru_cache(maxsize=32)
 def untrained(sampling: config.Sampling, model: config.Model) -> str:
-    """Returns a preset that is asked for by name and that the model never learned; "": none is."""
+    """Returns a preset requested by name that the model was not trained for; "": none."""
     named = [name for name in (sampling.preset, sampling.text_preset) if name]
     sparse = [name for name in named if not preset(name).full_attention]
     return sparse[0] if sparse and model.trained_attention == "full" else ""
@@ -108,9 +108,9 @@ class Choice:
         commit: all | count | threshold | factor | entropy.
         level: the threshold, the factor, or the bound in nats.
         confidence: probability | margin | entropy | random.
-        noisy: whether the log of the confidence has Gumbel noise.
+        noisy: whether Gumbel noise is added to the log of the confidence.
         most: commits at most this many; 0: no limit.
-        released: the factor rule as the released code has it (`draw.commit_by_factor`).
+        released: use the factor rule of the released code (`draw.commit_by_factor`).
     """
 
     commit: str = "all"
@@ -128,19 +128,19 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """All that is compiled into a step, and the numbers that `state.program_of` drops.
+    """Everything that is compiled into a step, and the numbers that `state.program_of` drops.
 
     Attributes:
-        temperature, guidance, guidance_image: of rows whose request does not say otherwise.
+        temperature, guidance, guidance_image: for rows whose request does not set them.
         guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
         edit_guidance: what the second row of three keeps (`config.Sampling`).
-        released: text as the released code writes it (`config.Sampling.released_behaviour`).
+        released: samples text as the released code does (`config.Sampling.released_behaviour`).
         guided, refreshing: of the segment (`plans.Segment`).
-        head_tile: words of a tile of the vocabulary that is drawn from by tiles
-            (`models/text_head.py`); 0: all logits are made at once.
-        shapes: padded lengths of both streams of the prompt of each guidance row, where a step
+        head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
+            (`models/text_head.py`); 0: all logits are computed at once.
+        shapes: padded lengths of both streams of the prompt of each guidance row, if a step
             passes the prompt again and nothing is cached; (): those of the batch.
-        tables_ahead: whether tables of attention are made before the loop, where they can be.
+        tables_ahead: whether attention tables are made before the loop if possible.
     """
 
     kind: Kind
@@ -172,7 +172,7 @@ class StepSettings:
 
 
 def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
-    """Returns the guidance scale of an image; `has_source`: of an edit."""
+    """Returns the guidance scale of an image, or with `has_source` of an edit."""
     of_edits = has_source and sampling.guidance_edit >= 0
     return sampling.guidance_edit if of_edits else sampling.guidance
 
@@ -180,7 +180,7 @@ def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
 def step_settings(
     sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
 ) -> StepSettings:
-    """Returns the compiled-in settings of a sampling configuration.
+    """Returns the settings that a sampling configuration compiles into a step.
 
     Raises:
         ConfigError: more registers than the model has.
@@ -231,7 +231,7 @@ def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
         level.get(commit, 0.0),
         confidence,
         most=sampling.text_most,
-        released=commit == "factor" and sampling.released_behaviour,  # the only rule that has two
+        released=commit == "factor" and sampling.released_behaviour,  # only it has two variants
     )
 
 
@@ -247,9 +247,9 @@ def plan(
     """Returns the segments that a sampling configuration asks for.
 
     Args:
-        settings: what `step_settings` made of the same configuration.
+        settings: what `step_settings` returned for the same configuration.
         given: known tokens of each response.
-        text_block_len: tokens of a text block; of text only.
+        text_block_len: tokens of a text block; for text only.
         seeds: of the rows, for `sampling.order_seed` -1.
         grid: rows and columns of cells of an image; by default the model's largest.
 
@@ -264,8 +264,8 @@ def plan(
         raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
     grid = grid or (model.grid_size, model.grid_size)
     segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
-    # What changes from step to step changes over the steps that there are, if some are merged:
-    # those of an image without given cells, or a row would depend on what others have given.
+    # Schedules run over the steps that remain after merging. They are counted for an image without
+    # given cells; otherwise a row would depend on what is given in other rows.
     steps = sampling.num_steps
     if sampling.merge_cells:
         whole = orders.counts(sampling.schedule, steps, given.shape[1], sampling.shift)
@@ -398,7 +398,7 @@ def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
 
 
 def response_tokens(segments: list[plans.Segment], settings: StepSettings) -> Int[np.ndarray, " b"]:
-    """Returns how many tokens of each row all steps pass, registers included, prompt not."""
+    """Returns how many tokens of each row all steps pass, with registers, without the prompt."""
     passed = np.zeros(segments[0].decode.shape[1] if segments else 1, int)
     for part in segments:
         used = (part.clean, part.decode, part.rest)

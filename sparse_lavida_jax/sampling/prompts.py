@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples laid out as the prompts of a batch, on the host: all guidance rows, in one bucket."""
+"""Lays out examples as the prompts of a batch, on the host: all guidance rows, in one bucket."""
 
 import dataclasses
 import functools
@@ -48,8 +48,8 @@ class Prompt:
     """Prompts of a batch, a row for each request and guidance row (guidance-major: r b).
 
     Attributes:
-        understanding, generation: prompt and given tokens, with tags; None where there are none.
-        pixels: images of each request for the vision tower, or None.
+        understanding, generation: prompt and given tokens, with tags; None if there are none.
+        pixels: the images of each request for the vision tower, or None.
         response_position: position of the first response token.
         length: L, where register positions start.
     """
@@ -63,7 +63,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class StreamRow:
-    """What one row passes of one stream beforehand; see `layout.Stream`."""
+    """The part of one stream that a row passes before the first step; see `layout.Stream`."""
 
     tokens: Int[np.ndarray, "s *g"]
     index: Int[np.ndarray, " s"]
@@ -71,7 +71,7 @@ class StreamRow:
     block: Int[np.ndarray, " s"]
 
     def followed_by(self, tokens, index, position) -> "StreamRow":
-        """Returns the row with given tokens after it."""
+        """Returns the row with given tokens appended."""
         given = tokens, index, position, np.full(len(tokens), GIVEN_BLOCK)
         own = self.tokens, self.index, self.position, self.block
         return StreamRow(*(np.concatenate(pair) for pair in zip(own, given, strict=True)))
@@ -85,7 +85,7 @@ class LaidOut:
         text, image: prompt and given tokens.
         response_position: position of the first response token.
         length: L, where register positions start.
-        given_passed: whether given tokens are among them.
+        given_passed: whether `text` and `image` include given tokens.
     """
 
     example: Example
@@ -97,7 +97,7 @@ class LaidOut:
 
 
 def lay_out(example: Example, model: config.Model, settings: StepSettings) -> LaidOut:
-    """Lays an example out on the host, all guidance rows."""
+    """Lays out an example on the host, with all guidance rows."""
     given_passed = not settings.preset.passes_given
     known, text, image = np.flatnonzero(example.given & given_passed), [], []
     for drops in _drops(settings.guidance_rows, settings.edit_guidance):
@@ -121,7 +121,7 @@ def lay_out(example: Example, model: config.Model, settings: StepSettings) -> La
 
 
 def lengths_of(laid: Sequence[LaidOut]) -> tuple[int, int]:
-    """Returns the padded lengths of the two streams that hold every one of some examples."""
+    """Returns padded lengths of the two streams that are enough for every example."""
     text = max(len(row.index) for one in laid for row in one.text)
     image = max(len(row.index) for one in laid for row in one.image)
     return _padded(text), _padded(image)
@@ -130,10 +130,10 @@ def lengths_of(laid: Sequence[LaidOut]) -> tuple[int, int]:
 def batched(
     laid: Sequence[LaidOut], model: config.Model, prompt_len: tuple[int, int] = (0, 0)
 ) -> Prompt:
-    """Returns laid out examples as the prompts of a batch, padded to a bucket.
+    """Stacks laid-out examples as the prompts of a batch, padded to a bucket.
 
     Args:
-        prompt_len: least padded lengths of the two streams, so that batches share programs.
+        prompt_len: smallest padded lengths of the two streams, so that batches share programs.
     """
     pixels, views = _seen([one.example for one in laid])
     text, image = (
@@ -166,19 +166,19 @@ def prepare(
     """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket.
 
     Args:
-        prompt_len: least padded lengths of the two streams, so that batches share programs.
+        prompt_len: smallest padded lengths of the two streams, so that batches share programs.
     """
     return batched([lay_out(one, model, settings) for one in examples], model, prompt_len)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptPart:
-    """Rows of a batch that are prefilled together, in a shape of their own.
+    """Consecutive rows of a batch that are prefilled together, in a shape of their own.
 
     Attributes:
-        first: the first of the rows, which follow each other.
+        first: index of the first row.
         prompt: of these rows.
-        keeps: whether it holds nothing of the request but its lengths: masks and headers.
+        keeps: whether it depends only on the lengths of the request: masks and headers.
     """
 
     first: int
@@ -189,8 +189,8 @@ class PromptPart:
 def guidance_shapes(prompt: Prompt, guidance_rows: int) -> tuple[tuple[int, int], ...]:
     """Returns the padded lengths of both streams that each guidance row needs.
 
-    A guidance row is as much shorter than the batch as its rows are shorter than the longest row of
-    their request. So its shape depends on the bucket, and not on which requests are in the batch.
+    A guidance row is shorter than the batch by as much as its rows are shorter than the longest row
+    of their request. So its shape depends on the bucket, not on the requests in the batch.
     """
     lengths = _lengths(prompt, guidance_rows)
     padded = padded_lengths(prompt)
@@ -208,17 +208,17 @@ def padded_lengths(prompt: Prompt) -> tuple[int, int]:
 
 
 def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptPart]:
-    """Returns a batch in parts of one shape each: guidance rows of one request differ in length.
+    """Splits a batch into parts of one shape each: guidance rows of a request differ in length.
 
     Args:
-        keeping: whether rows that requests share become parts of their own, for `Prefixes` to
-            keep.
+        keeping: whether rows that requests share become parts of their own, to be cached in
+            `Prefixes`.
     """
     b = len(prompt.length) // guidance_rows
     shapes = guidance_shapes(prompt, guidance_rows)
     seen = (prompt.understanding.index >= 0).any(axis=1).reshape(guidance_rows, b)
     cells = _lengths(prompt, guidance_rows)[1].any(axis=1)
-    own = np.asarray(seen.any(axis=1) | cells)  # of their images or cells
+    own = np.asarray(seen.any(axis=1) | cells)  # they contain images or cells
     own[-1] = True  # nothing is dropped
     parts: list[PromptPart] = []
     for (shape, keeps), numbers in itertools.groupby(
@@ -247,9 +247,9 @@ def _lengths(prompt: Prompt, guidance_rows: int) -> list[Int[np.ndarray, "r b"]]
 
 
 def cut_rows(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int]) -> Prompt:
-    """Returns some rows of a batch of `requests` with streams of these lengths."""
+    """Returns some rows of a batch of `requests`, with streams cut to these lengths."""
     start, end = rows.start, rows.stop
-    # Images are numbered by request: a part that sees them holds whole guidance rows.
+    # Images are numbered by request: a part with images must hold whole guidance rows.
     assert not (end - start) % requests or not shape[1]
 
     def cut(stream: Stream | None, length: int) -> Stream | None:
@@ -281,11 +281,11 @@ def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
 
 
 def _seen(examples: Sequence[Example]):
-    """Stacks what the vision tower is shown, guidance rows sharing the images of an example.
+    """Stacks the input of the vision tower; guidance rows share the images of an example.
 
     Returns:
-        The images, and how many views each image of an example has; None where all are plain. One
-        example with views makes views of all: a plain image is one view.
+        The images, and how many views each image of an example has; None if all images are plain.
+        If one example has views, all have: a plain image is one view.
     """
     if not any(example.views for example in examples):
         return stack_images([example.pixels for example in examples]), None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch on its way from all masks to clean: its state, the prefill, what each step passes."""
+"""The state of a batch while it is sampled, its prefill, and what each step passes."""
 
 import dataclasses
 import functools
@@ -32,19 +32,19 @@ from sparse_lavida_jax.sampling.prompts import Prompt, cut_rows, padded_lengths
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
-NOISE = {"text": 0, "layout": 1, "image": 2}  # what is made of one seed has noise of its own
+NOISE = {"text": 0, "layout": 1, "image": 2}  # so that kinds with one seed differ in noise
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 
 
 @flax.struct.dataclass
 class Rows:
-    """What every row has of its own, except for its prompt; none of it is compiled in.
+    """Values of each row, other than its prompt; none of them is compiled in.
 
     Attributes:
         key: noise depends on (key of the row, step, position) and on nothing else.
-        temperature: 0 takes the most probable.
-        guidance, guidance_image: scales; read where the settings have guidance rows.
-        ends_from: of a text, the first position at which it may end.
+        temperature: 0 takes the most probable token or code.
+        guidance, guidance_image: scales; read only if the settings have guidance rows.
+        ends_from: for a text, the first position at which it may end.
     """
 
     key: Key[Array, " b"]
@@ -55,7 +55,7 @@ class Rows:
 
 
 def rows_of(examples: Sequence[Example], settings: StepSettings, making: str = "") -> Rows:
-    """Returns what the requests of examples say, and the settings where they do not.
+    """Returns the values that requests set, and those of the settings where they do not.
 
     Args:
         making: a key of `NOISE`; "": the kind of the responses.
@@ -84,7 +84,7 @@ def _keys(seed: Int[Array, ""], attempt: Int[Array, ""], making: int) -> Key[Arr
 
 
 def ends_from(example: Example) -> int:
-    """Returns the first position at which a text may end: none before its last given token."""
+    """Returns the first position at which a text may end: never before its last given token."""
     if not example.ends:
         return len(example.given)
     return int(np.flatnonzero(example.given)[-1]) if example.given.any() else 0
@@ -92,16 +92,16 @@ def ends_from(example: Example) -> int:
 
 @flax.struct.dataclass
 class SamplerState:
-    """A batch of responses on the way from all masks to clean.
+    """A batch of responses between all masked and fully decoded.
 
     Attributes:
-        canvas: ids or codes, the mask id where nothing is decoded.
+        canvas: ids or codes, the mask id where nothing is decoded yet.
         decoded_at: the step that decoded each token, `GIVEN_BLOCK` if it was given,
             `NOT_DECODED` if it is masked.
         rows: seeds and scales.
         features: vision features of the prompt, for presets that pass the prompt again.
-        cache: keys and values, all guidance rows; None where the preset caches nothing.
-        passes: forward passes so far, without the prompt's own.
+        cache: keys and values of all guidance rows; None if the preset caches nothing.
+        passes: forward passes so far, not counting that of the prompt.
     """
 
     canvas: Int[Array, "b l g"]
@@ -114,13 +114,13 @@ class SamplerState:
 
 @flax.struct.dataclass
 class StepTokens:
-    """What one step passes; positions in the response, -1 pads (see `plans.Segment`).
+    """What one step passes, as positions in the response; -1 is padding (see `plans.Segment`).
 
     Attributes:
         block: number of the step.
         clean: decoded tokens that are passed (again); they are stored if responses are cached.
         decode: tokens that this step predicts; some may be decoded already (text).
-        candidates: which of their codes it may commit; one entry a token: all or none of them.
+        candidates: which of their codes it may commit; one entry per token: all codes or none.
         rest: tokens that are passed but not predicted.
         count: how many candidates to commit.
         noise: scale of the noise on the confidence.
@@ -150,7 +150,7 @@ def prefill(
     settings: StepSettings,
     capacity: tuple[int, int],
 ) -> SamplerState:
-    """Encodes the images and fills the cache with prompt and given tokens.
+    """Encodes the images and fills the cache with the prompt and the given tokens.
 
     Args:
         capacity: slots of the understanding and of the generation region.
@@ -168,7 +168,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("kind",))
 def pass_prompt(model: Denoiser, prompt: Prompt, *, kind: Kind) -> KVCache:
-    """Returns a cache of the prompts of some rows, and without spare slots."""
+    """Returns a cache that holds just the prompts of some rows, without spare slots."""
     text, image = (own_len(prompt, name) for name in STREAMS)
     cache = model.empty_cache(prompt.length.shape[0], text, image, decodes(kind))
     return _written(model, prompt, _see(model, prompt), cache)
@@ -187,10 +187,10 @@ def gather(
     capacity: tuple[int, int],
     prompt_len: int,
 ) -> SamplerState:
-    """Returns what `prefill` does, from parts of the batch that were passed one by one.
+    """Returns the state that `prefill` would, from parts of the batch passed one by one.
 
     Args:
-        first: row of each part.
+        first: index of the first row of each part.
         capacity: slots of the understanding and of the generation region.
         prompt_len: slots of the decoded stream's prompt in the longest part.
     """
@@ -203,7 +203,7 @@ def gather(
 
 
 def decodes(kind: Kind) -> StreamName:
-    """Returns the stream that a response of this kind is in."""
+    """Returns the stream that holds a response of this kind."""
     return "understanding" if kind == "text" else "generation"
 
 
@@ -214,14 +214,14 @@ def own_len(prompt: Prompt, name: StreamName) -> int:
 
 
 def _see(model: Denoiser, prompt: Prompt) -> Float[Array, "r v e"] | None:
-    """Returns the vision features of every row; each image is seen once."""
+    """Returns the vision features of every row; each image is encoded once."""
     if prompt.pixels is None:
         return None
     return repeat(model.see(prompt.pixels), len(prompt.length) // len(prompt.pixels))
 
 
 def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCache:
-    """Returns a cache that was empty with the keys and values of the prompts."""
+    """Returns an empty cache filled with the keys and values of the prompts."""
     _, written = model(
         prompt.understanding,
         prompt.generation,
@@ -259,7 +259,7 @@ def capacity(
 
 
 def program_of(settings: StepSettings, *, greedy: bool) -> StepSettings:
-    """Returns settings without what is a number of each row: these choose the compiled program.
+    """Returns settings without numbers that rows may set: the key of the compiled program.
 
     Args:
         greedy: whether every row has temperature 0, so that no noise is drawn.
@@ -293,10 +293,10 @@ def step_hidden(
     settings: StepSettings,
     tables: StepTables | None,
 ) -> tuple[Float[Array, "r b w e"], KVCache | None]:
-    """Returns the final hidden states of the tokens to decode, and the cache after this step."""
+    """Returns the final hidden states of the tokens to decode, and the updated cache."""
     if settings.uses_cache:
         return _pass(model, state, now, prompt, settings, tables)
-    # Of a step without guidance, the full rows alone: the last ones.
+    # A step without guidance passes only the full rows, which are last.
     numbers = range(0 if settings.guided else settings.guidance_rows - 1, settings.guidance_rows)
     shapes = settings.shapes or (padded_lengths(prompt),) * settings.guidance_rows
     b, hidden = now.decode.shape[0], []
@@ -319,7 +319,7 @@ def _pass(
     settings: StepSettings,
     tables: StepTables | None,
 ) -> tuple[Float[Array, "r b w e"], KVCache | None]:
-    """Passes guidance rows whose prompts have one shape; returns what `step_hidden` does."""
+    """Passes guidance rows whose prompts have one shape; returns the same as `step_hidden`."""
     is_text, preset_ = settings.kind == "text", settings.preset
     cache, features = state.cache, state.features
     if settings.refreshing and cache is not None:
@@ -383,7 +383,7 @@ def response_stream(
 
 
 def _prompt_again(prompt: Prompt, settings: StepSettings) -> dict[str, Stream | None]:
-    """The prompt's streams if this preset passes them in every step."""
+    """The prompt's streams, if this preset passes them in every step."""
     streams = {"understanding": prompt.understanding, "generation": prompt.generation}
     if settings.preset.cache_prompt and not settings.refreshing:
         return dict.fromkeys(streams)
@@ -396,7 +396,7 @@ def _prompt_again(prompt: Prompt, settings: StepSettings) -> dict[str, Stream | 
 
 
 def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
-    """[clean | prompt | others]: what is committed comes first, so that it stays contiguous."""
+    """[clean | prompt | others]: committed tokens come first, so that they stay contiguous."""
     if prompt is None:
         return response
     first, second = (

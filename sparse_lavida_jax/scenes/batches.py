@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of the small worlds: endless examples of every task, mixed by the shares of a config."""
+"""Batches of the small worlds: endless examples of all tasks, mixed by shares from the config."""
 
 import dataclasses
 import zlib
@@ -30,11 +30,12 @@ class SceneBatches(Batches):
 
     Args:
         settings: the whole configuration.
-        encoder: makes examples of samples.
-        share: which process this is, of how many; see `Batches`.
+        encoder: turns samples into examples.
+        share: process index and count; see `Batches`.
 
     Raises:
-        ConfigError: an unknown task, tasks with nothing to learn, or a batch that does not divide.
+        ConfigError: an unknown task, tasks with nothing to learn, or a batch that does not divide
+            evenly.
     """
 
     remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
@@ -77,7 +78,7 @@ class SceneBatches(Batches):
         )
 
     def dataset(self) -> grain.MapDataset:
-        """Returns this process's rows of batch i at index i, those of lessons first."""
+        """Returns this process's rows of batch i at index i; lessons come first."""
         parts, begin, mixed = [], 0, super().dataset()
         share = {"process_index": self.process_index, "process_count": self.process_count}
         for lesson in sorted(self.settings.data.lessons.values(), key=lambda one: one.until):
@@ -103,7 +104,7 @@ class SceneBatches(Batches):
         if task == DIGIT:
             return self.encoder.digit_example(digits.sample(self.settings.seed, index))
         sample, extra_blocks = tasks.sample(task, self.settings.seed, index), int(rng.integers(4))
-        # Tasks made of others have no plan to drop, and skip this draw.
+        # Tasks derived from others have no plan to drop, and skip this draw.
         with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
         share = self.settings.data.edit_keeps if task == "edit" and with_plan else 0.0
         return self.encoder.scene_example(
@@ -115,16 +116,16 @@ class SceneBatches(Batches):
 
 
 def _cumulated(weights: list[float]) -> Float[np.ndarray, " n"]:
-    """Returns the share of all up to each one, rounded as `Generator.choice` rounds it."""
+    """Returns cumulative shares, rounded as in `Generator.choice`."""
     shares = np.cumsum(np.array(weights) / np.sum(weights))
     return shares / shares[-1]
 
 
 def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:
-    """A counter-based generator of its own for every row.
+    """Returns an independent counter-based generator for a row.
 
-    The counter's low words run within a row: put there, `index` would give a row the numbers of
-    the one before it.
+    The low words of the counter advance within a row: with `index` there, a row would get the
+    numbers of the one before it.
     """
     key = (seed << 32) ^ zlib.crc32(group.encode())
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, index, attempt]))

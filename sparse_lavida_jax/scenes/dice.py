@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random choices that are the same on every machine, and random things of the small world."""
+"""Random choices that are the same on every machine, and random objects of the small world."""
 
 import functools
 import zlib
@@ -21,16 +21,16 @@ HELD_OUT: Pairs = (
     ("cross", "yellow"),
 )
 TRAINED: Pairs = tuple(pair for pair in PAIRS if pair not in HELD_OUT)
-MOST_OBJECTS = 6  # in a scene that is shown
+MOST_OBJECTS = 6  # in an input scene
 
 T = TypeVar("T")
 
 
 class Dice:
-    """Random choices from the raw words of Philox, which are the same in every NumPy."""
+    """Random choices from the raw words of Philox, which are the same in all NumPy versions."""
 
     def __init__(self, seed: int, stream: str, index: int, *, held_out: bool = False):
-        # The counter's low words run within an example, its third word is the example.
+        # The low words of the counter advance within an example; the third is its index.
         self._bits = np.random.Philox(
             key=np.array([seed, zlib.crc32(stream.encode())], np.uint64),
             counter=np.array([0, 0, index, 0], np.uint64),
@@ -39,7 +39,7 @@ class Dice:
         self.held_out = held_out
 
     def below(self, end: int) -> int:
-        """Returns a number of 0..end-1; the bias of the remainder is under 2**-50."""
+        """Returns a number in 0..end-1; the bias of the remainder is under 2**-50."""
         if not self._words:
             self._words = self._bits.random_raw(32).tolist()
         return self._words.pop() % end
@@ -48,14 +48,14 @@ class Dice:
         return self.below(100) < percent
 
     def between(self, low: int, high: int) -> int:
-        """Returns a number of low..high, both included."""
+        """Returns a number in low..high, inclusive."""
         return low + self.below(high - low + 1)
 
     def pick(self, choices: Sequence[T]) -> T:
         return choices[self.below(len(choices))]
 
     def several(self, choices: Sequence[T], count: int) -> list[T]:
-        """Returns `count` different ones, in random order."""
+        """Returns `count` different choices, in random order."""
         left = list(choices)
         return [left.pop(self.below(len(left))) for _ in range(count)]
 

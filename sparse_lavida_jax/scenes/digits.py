@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handwritten digits, a small real data set: scikit-learn's, 8x8 cells of 17 grey levels.
 
-The grey levels are the codes of an image, so that no image tokenizer is needed. The judge of what
-was drawn is the nearest neighbour among the training images.
+The grey levels are the codes of an image, so that no image tokenizer is needed. Drawn digits are
+judged by their nearest neighbour among the training images.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from sparse_lavida_jax.scenes.task import Judgement
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPLITS = ("train", "test")
-EVERY = 5  # each fifth image is in the test split; writers mix in both
-# Squared error of a cell, in levels, beyond which an image is no digit. Ours: a test image is at
-# most 13.9 from the nearest training image, noise is 40 and more.
+EVERY = 5  # every fifth image is in the test split; both splits have all writers
+# An image is not a digit if its squared error per cell, in levels, exceeds this. Our choice: test
+# images are at most 13.9 from the nearest training image, noise is at 40 and more.
 FARTHEST = 14.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Digit:
-    """One handwritten digit and what it is called."""
+    """One handwritten digit and its name."""
 
     prompt: str
     digit: int
@@ -42,7 +42,7 @@ def sample(seed: int, index: int, split: str = "train") -> Digit:
 
     Raises:
         ValueError: an unknown split, or a negative seed or index.
-        ModuleNotFoundError: scikit-learn, which brings the images, is not installed.
+        ModuleNotFoundError: scikit-learn, which contains the images, is not installed.
     """
     if seed < 0 or index < 0:
         raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
@@ -73,7 +73,7 @@ def load(split: str) -> tuple[Int[np.ndarray, "n l"], Int[np.ndarray, " n"]]:
 
 
 def classify(codes: Int[np.ndarray, "..."]) -> tuple[int, float]:
-    """Returns the digit of the nearest training image and the squared distance to it, a cell."""
+    """Returns the digit of the nearest training image, and its squared distance per cell."""
     known, labels = load("train")
     errors = np.square(known - codes.reshape(-1)).mean(axis=1)
     nearest = int(np.argmin(errors))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language of the small world: phrases, requests, edits, plans, questions.
 
-Every class here is a meaning; `str` gives its words and `parse` reads them back. Words are few and
-regular: a noun phrase is always [size] [colour] shape, a place is always a box of four LOC tokens.
+Every class here is a meaning; `str` returns its words and `parse` reads them back. The language is
+small and regular: a noun phrase is always [size] [colour] shape, a place is always a box of four
+LOC tokens.
 """
 
 import dataclasses
@@ -21,19 +22,19 @@ CORNERS = {
     "bottom right": GRID**2 - 1,
 }
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # rows, columns
-LOCATIONS = 25  # LOC tokens: the edges of an image cut into 24 strips each way
-STRIPS = (LOCATIONS - 1) // GRID  # LOC steps a cell
+LOCATIONS = 25  # LOC tokens: the edges of 24 strips in each direction
+STRIPS = (LOCATIONS - 1) // GRID  # LOC steps per cell
 
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in LOC steps
 
 
 class GrammarError(ValueError):
-    """Words that mean nothing in the small world."""
+    """Words without a meaning in the small world."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phrase:
-    """A description of an object; what is `None` is not said. No shape is "thing"."""
+    """A description of an object; `None` is left unsaid. Without a shape it is a "thing"."""
 
     shape: str | None = None
     colour: str | None = None
@@ -58,7 +59,7 @@ class Phrase:
         return f"a {self}" if count == 1 else f"{NUMBERS[count - 1]} {self.plural}"
 
     def thing(self, size: str | None = None) -> Object:
-        """Returns the object that has all these attributes, of `size` if the phrase names none."""
+        """Returns the object with these attributes, of `size` if the phrase names none."""
         size = self.size or size
         if self.shape is None or self.colour is None or size is None:
             raise GrammarError(f"'{self}' lacks a size, colour or shape")
@@ -79,7 +80,7 @@ _PHRASE = rf"(?:({'|'.join(SIZES)}) )?(?:({'|'.join(COLOURS)}) )?({'|'.join(SHAP
 
 @dataclasses.dataclass(frozen=True)
 class SceneRequest:
-    """What an image must hold and nothing else: so many of each phrase, perhaps in a relation."""
+    """The exact contents of an image: a count of each phrase, perhaps with a relation."""
 
     items: tuple[tuple[int, Phrase], ...]
     relation: str | None = None  # of the first item to the second
@@ -90,7 +91,7 @@ class SceneRequest:
 
     @property
     def phrases(self) -> tuple[Phrase, ...]:
-        """One phrase an object, in the order of mention."""
+        """One phrase per object, in the order of mention."""
         return tuple(phrase for count, phrase in self.items for _ in range(count))
 
     @staticmethod
@@ -125,9 +126,9 @@ class Edit:
     anchor: Phrase | None = None  # an object of the scene
     thing: Phrase | None = None  # a new object
     relation: str | None = None  # of the new object to the anchor
-    corner: str | None = None  # where something is put
-    direction: str | None = None  # one cell
-    colour: str | None = None  # of the anchor, after it
+    corner: str | None = None  # the destination
+    direction: str | None = None  # by one cell
+    colour: str | None = None  # new colour of the anchor
 
     def __str__(self) -> str:
         said = {name: value for name, value in vars(self).items() if value and name != "kind"}
@@ -161,7 +162,7 @@ _SAID = {"relation": RELATIONS, "corner": CORNERS, "direction": DIRECTIONS, "col
 
 
 def _pattern(wording: str) -> re.Pattern[str]:
-    """Returns what reads a wording; its blanks are groups."""
+    """Returns a pattern that matches a wording; its blanks are groups."""
     return re.compile(
         _BLANK.sub(
             lambda blank: f"(?P<{blank[1]}>{'|'.join(_SAID.get(blank[1], ('[a-z ]+?',)))})", wording
@@ -179,7 +180,7 @@ def cell_box(cell: int) -> Box:
 
 
 def cells_box(first: int, last: int) -> Box:
-    """Returns the box of a rectangle of cells, from its top left one to its bottom right one."""
+    """Returns the box of a rectangle of cells, from its top left to its bottom right cell."""
     return (*cell_box(first)[:2], *cell_box(last)[2:])
 
 
@@ -188,7 +189,7 @@ def box_text(box: Box) -> str:
 
 
 def parse_box(text: str) -> Box:
-    """Reads four LOC tokens that span an area."""
+    """Reads four LOC tokens that form a box."""
     match = re.fullmatch(r"<LOC_(\d+)><LOC_(\d+)><LOC_(\d+)><LOC_(\d+)>", text)
     if match is None:
         raise GrammarError(f"'{text}' is not a box of four LOC tokens")
@@ -207,7 +208,7 @@ def object_box(cell: int, thing: Object) -> Box:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A layout in words: for each listed cell what will stand there; `None` is nothing."""
+    """A layout in words: what each listed cell will contain; `None` is nothing."""
 
     entries: tuple[tuple[int, Object | None], ...]
 
@@ -218,7 +219,7 @@ class Plan:
 
     @property
     def appearances(self) -> dict[int, int]:
-        """Returns what the listed cells will hold, for `Scene.changed`."""
+        """Returns what the listed cells will contain, for `Scene.changed`."""
         return {cell: thing.index if thing else 0 for cell, thing in self.entries}
 
     @staticmethod
@@ -244,17 +245,17 @@ Span = tuple[int, int]  # of characters
 
 
 def words(text: str) -> list[Span]:
-    """Returns where the words are, each with the space before it; signs are words."""
+    """Returns the spans of words, each with the space before it; punctuation counts as words."""
     return [match.span() for match in re.finditer(r" ?\w+|[^\w\s]", text)]
 
 
 def spans_of(pattern: str, text: str) -> tuple[Span, ...]:
-    """Returns where a pattern matches, joined."""
+    """Returns the spans where a pattern matches, joined."""
     return join_spans([match.span() for match in re.finditer(pattern, text)])
 
 
 def join_spans(spans: list[Span]) -> tuple[Span, ...]:
-    """Returns sorted spans with those that touch made one."""
+    """Returns sorted spans, with adjacent ones merged."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and joined[-1][1] == start:

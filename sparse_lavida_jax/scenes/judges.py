@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several tasks have in common in how their responses are judged.
+"""Judges of responses that several tasks share.
 
-A judge returns what is wrong with a response, "" if nothing is. Words that mean nothing raise
-`GrammarError`, whose message `tasks.score` makes the reason.
+A judge returns what is wrong with a response, "" if nothing is. Words without a meaning raise
+`GrammarError`, whose message becomes the reason in `tasks.score`.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from sparse_lavida_jax.scenes.world import EMPTY, EMPTY_SCENE, NUM_CELLS, Object
 
 
 def drawn(sample: Sample, result: Scene) -> str:
-    """Judges an image of a request, some cells of which may have been given."""
+    """Judges an image drawn for a request, some cells of which may have been given."""
     if sample.known is not None and sample.target is not None:
         for cell, was, now in _differences(sample.target, result):
             if sample.known[cell]:
@@ -24,9 +24,9 @@ def drawn(sample: Sample, result: Scene) -> str:
 
 
 def attributes(sample: Sample, cells: tuple[int, ...]) -> tuple[int, int]:
-    """Counts objects whose shape and colour were asked for, and objects, in an image of a request.
+    """Counts objects with a requested shape and colour, and all objects, in a drawn image.
 
-    A cell that cannot be read holds something that was not asked for.
+    An unreadable cell counts as an object that was not requested.
     """
     asked = {(phrase.shape, phrase.colour) for phrase in _requested(sample).phrases}
     drawn = [index for index in cells if index != EMPTY]
@@ -34,7 +34,7 @@ def attributes(sample: Sample, cells: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _requested(sample: Sample) -> SceneRequest:
-    """Returns what an image must hold."""
+    """Returns what an image must contain."""
     return SceneRequest.parse(sample.prompt.partition(",")[0])
 
 
@@ -44,10 +44,10 @@ def request_fault(request: SceneRequest, result: Scene) -> str:
 
 
 def edit_fault(sample: Sample, result: Scene) -> str:
-    """Judges what became of an image after an instruction.
+    """Judges the image that results from an instruction.
 
     Raises:
-        GrammarError: the instruction does not make sense in the image.
+        GrammarError: the instruction does not make sense for the image.
     """
     source, edit = sample.image, Edit.parse(sample.prompt)
     assert source is not None
@@ -65,9 +65,9 @@ def edit_fault(sample: Sample, result: Scene) -> str:
 
 
 def _outcome(edit: Edit, source: Scene, result: Scene) -> dict[int, Phrase | None] | None:
-    """Returns what must stand in the cells that an edit concerns: where something is added, there.
+    """Returns what the cells affected by an edit must contain.
 
-    None: what was to be added stands nowhere.
+    If an object is to be added, that is the cell where the result has it; None if it has none.
     """
     allowed = rules.outcomes(edit, source)
     if not allowed:
@@ -78,10 +78,10 @@ def _outcome(edit: Edit, source: Scene, result: Scene) -> dict[int, Phrase | Non
 
 
 def edit_parts(sample: Sample, cells: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """Counts what an edit kept, in cells, and whether it changed what it should, (right, all) each.
+    """Counts the cells that an edit kept, and whether it made its change; each is (right, all).
 
     Args:
-        cells: appearances; a cell that cannot be read was not kept.
+        cells: appearances; an unreadable cell counts as not kept.
     """
     source, edit = sample.image, Edit.parse(sample.prompt)
     assert source is not None
@@ -96,7 +96,7 @@ def edit_parts(sample: Sample, cells: tuple[int, ...]) -> dict[str, tuple[int, i
 
 
 def _fits(wanted: Phrase | None, thing: Object | None) -> bool:
-    """Whether a cell holds what it should; None is nothing."""
+    """Whether a cell contains what it should; None is nothing."""
     return wanted is thing if wanted is None or thing is None else wanted.matches(thing)
 
 
@@ -106,7 +106,7 @@ def exact(sample: Sample, output: str) -> str:
 
 
 def cells(sample: Sample, output: str) -> str:
-    """Compares what is listed with what is shown, cell by cell."""
+    """Compares the listed contents with the image, cell by cell."""
     assert sample.image is not None
     listed = EMPTY_SCENE.changed(Plan.parse(output).appearances)
     for cell, shown, said in _differences(sample.image, listed):
@@ -115,14 +115,14 @@ def cells(sample: Sample, output: str) -> str:
 
 
 def _differences(first: Scene, second: Scene) -> Iterator[tuple[int, str, str]]:
-    """Yields the cells in which two scenes differ, and what stands there in either."""
+    """Yields the cells in which two scenes differ, and their contents in each."""
     for cell in range(NUM_CELLS):
         if first[cell] != second[cell]:
             yield cell, str(first[cell] or "empty"), str(second[cell] or "empty")
 
 
 def described(sample: Sample, output: str) -> str:
-    """Compares what is described with what is shown, in any order and grouping."""
+    """Compares a description with the image, in any order and grouping."""
     assert sample.image is not None
     described = Counter(SceneRequest.parse(output).phrases)
     shown = Counter(rules.describe(sample.image).phrases)
@@ -136,7 +136,7 @@ def described(sample: Sample, output: str) -> str:
 
 
 def given_words(sample: Sample, output: str) -> str:
-    """Says whether the given words stand where they stood."""
+    """Checks that the given words are still in their places."""
     assert sample.answer is not None
     before = [(sample.answer[slice(*span)].strip(), span) for span in words(sample.answer)]
     now = [output[slice(*span)].strip() for span in words(output)]

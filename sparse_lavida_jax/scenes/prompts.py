@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every task is put to a model of the small world: its words, and its sequences of tokens.
+"""The prompts of every task for a model of the small world: words, and sequences of tokens.
 
 The sequence of a text response is `<|user|> [image] prompt <|eot|> <|assistant|> response`, that
 of an image response `<|user|> [image, source cells] prompt <|eot|> <|assistant|> [plan]
-response <|eot|>`: the form of the base model (spec Sec. 5), with one token where it has a header.
-An `Encoder` makes them, for training too; `ScenePrompts` says what a request becomes.
+response <|eot|>`: the form of the base model (spec Sec. 5), with one token in place of a header.
+An `Encoder` makes them, for training too; `ScenePrompts` turns requests into them.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from sparse_lavida_jax.scenes.tasks import caption, constrained_caption, infill
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
 
-ASKED_ALIKE = {"generate": "digit", "ask": "point"}  # another task that is asked for like this
+ASKED_ALIKE = {"generate": "digit", "ask": "point"}  # another task with the same request
 ANSWER_TOKENS = 16  # of a short answer
 ONE_BOX_TOKENS = 8
 
@@ -56,7 +56,7 @@ _FAULT = re.compile(
 
 @runtime_checkable
 class Codec(Protocol):
-    """What the world needs of an image tokenizer (`models.vq.ImageCodec`)."""
+    """The part of an image tokenizer that is used here (`models.vq.ImageCodec`)."""
 
     is_grey: bool
 
@@ -73,7 +73,7 @@ def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "
 
 def appearance_codes(codec: Codec) -> Int[np.ndarray, "a g"]:
     """Returns the codes of every cell appearance of the scenes."""
-    # Where a thing stands does not matter to its codes; this is one place.
+    # The codes of an object do not depend on its place; this is one of them.
     grids = np.zeros((world.NUM_APPEARANCES + 1, world.GRID, world.GRID), int)
     grids[:, 2, 3] = np.arange(world.NUM_APPEARANCES + 1)
     cells = codec.encode(np.stack([world.render(grid) for grid in grids]))
@@ -86,8 +86,8 @@ class Encoder:
 
     Attributes:
         tokenizer: of the text.
-        appearance_codes: codes [49 g] of an empty cell and of every appearance of a scene, as the
-            image tokenizer encodes them; None for digits, whose grey levels are the codes.
+        appearance_codes: codes [49 g] of an empty cell and of every appearance in a scene, from the
+            image tokenizer; None for digits, whose grey levels are the codes.
     """
 
     tokenizer: Tokenizer
@@ -96,12 +96,12 @@ class Encoder:
     appearance_codes: Int[np.ndarray, "a g"] | None
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
-        """Returns the image of a scene at the size of the vision tower."""
+        """Returns the image of a scene at the input size of the vision tower."""
         shown = world.EMPTY_SCENE if self.data.blind else scene
         return world.render(shown, self.model.vision.image_size)
 
     def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
-        """Returns the codes of an image of `scene`: those of its cells one by one."""
+        """Returns the codes of an image of `scene`, cell by cell."""
         assert self.appearance_codes is not None
         return self.appearance_codes[np.asarray(scene.cells)]
 
@@ -119,8 +119,8 @@ class Encoder:
 
         Args:
             given_spans: character spans of `answer` that are known beforehand.
-            length: tokens of the response; by default what the answer needs.
-            extra_blocks: text blocks of padding after what the answer needs.
+            length: tokens of the response; by default as many as the answer needs.
+            extra_blocks: further text blocks of padding.
         """
         ids, offsets = self.tokenizer.encode_with_offsets(answer)
         block = self.data.text_block_len
@@ -164,9 +164,9 @@ class Encoder:
     def continued(
         self, example: Example, question: str, earlier: Sequence[tuple[str, str]]
     ) -> Example:
-        """Returns an example of a question as one of a conversation, which shows its image first.
+        """Puts an example of a question at the end of a conversation, which starts with its image.
 
-        Answers end as prompts do: no model was trained on several turns.
+        Answers end like prompts: no model was trained on several turns.
         """
         ended = self._text([self.tokenizer.end_of_turn_id], keep=True)
         parts, image = [], example.pixels
@@ -188,7 +188,7 @@ class Encoder:
 
     @functools.cached_property
     def _headers(self) -> tuple[Text, VisionTokens, Text]:
-        """What begins every prompt, what stands for an image in it, and what ends it."""
+        """The start of every prompt, the part for an image in it, and its end."""
         t = self.tokenizer
         return (
             self._text([t.user_id], keep=True),
@@ -199,9 +199,9 @@ class Encoder:
     def sequence(self, example: Example) -> objective.Sequence:
         """Returns an example as LaViDa-O trains on it (spec Sec. 9.1), without padding.
 
-        What follows the assistant token is the answer, a plan and the end of the turn included;
-        nothing of the prompt is kept when it is dropped, not even headers. Text that is
-        given is neither masked nor predicted; given cells of an image are like all others.
+        Everything after the assistant token is the answer, including a plan and the end of the
+        turn; if the prompt is dropped, all of it is, with its headers. Given text is neither
+        masked nor predicted; given cells of an image are treated like all others.
         """
         parts, answers = [], False
         for part in example.parts:
@@ -254,7 +254,7 @@ class Encoder:
 
 
 def _answer(example: Example) -> list[Part]:
-    """Returns a text response in runs of tokens that are given or not."""
+    """Splits a text response into runs of given and not given tokens."""
     edges = np.flatnonzero(np.diff(example.given)) + 1
     runs = zip(np.split(example.response[:, 0], edges), np.split(example.given, edges), strict=True)
     return [Text(ids, keep=True) if given.all() else LearnedText(ids) for ids, given in runs]
@@ -311,7 +311,7 @@ class ScenePrompts(PromptLanguage):
         return mask
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
-        """Returns a canvas with the cells that are not known left empty."""
+        """Returns a canvas whose unknown cells are empty."""
         sides = canvas.shape[0] // known.shape[0], canvas.shape[1] // known.shape[1]
         keep = known.repeat(sides[0], axis=0).repeat(sides[1], axis=1)
         return np.where(keep[..., None], canvas, np.array(world.BACKGROUND, np.uint8))
@@ -325,16 +325,16 @@ class ScenePrompts(PromptLanguage):
         attempts: Sequence[tuple[Pixels, str]] = (),
         grid: tuple[int, int] | None = None,
     ) -> Example:
-        """Returns what draws an image; there are no words here for earlier `attempts` or sizes."""
+        """Returns an example that draws an image; `attempts` and `grid` are not supported."""
         return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
 
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
-        """Returns what asks to inpaint (the hole) or outpaint (the known rectangle) an image."""
+        """Returns words that ask to inpaint (the hole) or outpaint (the known rectangle)."""
         word, cells = ("fill", ~known) if task == "inpaint" else ("extend", known)
         rows, columns = np.nonzero(cells)
         corners = ((rows.min(), columns.min()), (rows.max(), columns.max()))
         box = box_text(cells_box(*(int(y * known.shape[1] + x) for y, x in corners)))
-        # The prompts of the world itself say it already.
+        # The prompts of the small world already contain it.
         return prompt if prompt.endswith(f"{word}{box}") else f"{prompt}, {word}{box}"
 
     def change(
@@ -378,7 +378,7 @@ class ScenePrompts(PromptLanguage):
         return self._fits(said, example)
 
     def judge(self, prompt: str, image: Pixels) -> Example:
-        """Returns what says whether an image is what was asked for."""
+        """Returns an example that judges whether an image shows what was requested."""
         return self.ask(f"check: {prompt}", (image,), self.answer_tokens)
 
     def accepts(self, verdict: str) -> bool:
@@ -417,7 +417,7 @@ class ScenePrompts(PromptLanguage):
         return example
 
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
-        """Returns what finds things in an image: a row a phrase, all decoded together."""
+        """Returns examples that locate things: one row per phrase, all decoded together."""
         return [
             self.ask(f"where is the {named}?", (image,), ONE_BOX_TOKENS)
             for named in (p.strip().removeprefix("the ").removeprefix("a ") for p in phrases)
@@ -440,7 +440,7 @@ class ScenePrompts(PromptLanguage):
         return resize(image, (side, side))
 
     def _fits(self, prompt: str, example: Example) -> Example:
-        """Checks the length of what a person says, with the image."""
+        """Checks the length of the user's prompt, including the image."""
         seen = self.encoder.model.vision.num_tokens if example.pixels is not None else 0
         used = len(self.tokenizer.encode(prompt)) + seen
         if used > (most := self.encoder.data.max_prompt_len):
@@ -449,7 +449,7 @@ class ScenePrompts(PromptLanguage):
 
 
 def kept_cells(plan: str) -> Bool[np.ndarray, " l"] | None:
-    """Returns the cells that a layout of an edit does not name; None if it is no layout."""
+    """Returns the cells that the plan of an edit does not name; None if it is not a plan."""
     try:
         named = Plan.parse(plan.strip()).appearances
     except GrammarError:

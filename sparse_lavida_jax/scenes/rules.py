@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What words mean: when a scene satisfies a request, and when a change obeys an instruction."""
+"""The meaning of words: when a scene satisfies a request, and a change an instruction."""
 
 from sparse_lavida_jax.scenes.grammar import (
     CORNERS,
@@ -20,7 +20,7 @@ def count(scene: Scene, phrase: Phrase) -> int:
 
 
 def describe(scene: Scene) -> SceneRequest:
-    """Returns the canonical description: every attribute named, sorted, equal things counted."""
+    """Returns the canonical description: all attributes named, sorted, equal objects counted."""
     present = [index for index in scene.cells if index != EMPTY]
     return SceneRequest(
         tuple((present.count(index), _whole(Object.of(index))) for index in sorted({*present}))
@@ -28,7 +28,7 @@ def describe(scene: Scene) -> SceneRequest:
 
 
 def reference(scene: Scene, cell: int) -> Phrase | None:
-    """Describes one object so that it is no other, with its size only where that is needed."""
+    """Describes one object unambiguously, with its size only if needed."""
     thing = scene[cell]
     for phrase in (Phrase(*thing.pair), _whole(thing)) if thing else ():
         if count(scene, phrase) == 1:
@@ -37,7 +37,7 @@ def reference(scene: Scene, cell: int) -> Phrase | None:
 
 
 def related(relation: str, first: int, second: int) -> bool:
-    """Says whether one raster index stands in a relation to another: strictly, on one axis."""
+    """Whether one raster index is in a relation to another: strictly, on one axis."""
     (row, column), (other_row, other_column) = divmod(first, GRID), divmod(second, GRID)
     return {
         "left of": column < other_column,
@@ -54,7 +54,7 @@ def neighbour(cell: int, direction: str) -> int | None:
 
 
 def verdict(request: SceneRequest, scene: Scene) -> str:
-    """Says "is correct", or all that is wrong with a scene that was asked for."""
+    """Returns "is correct", or everything that is wrong with a scene for a request."""
     missing, extra, found = _compare(request, scene)
     faults = [
         f"a {_as(wrong, phrase)} should be a {phrase}"
@@ -69,10 +69,10 @@ def verdict(request: SceneRequest, scene: Scene) -> str:
 
 
 def outcomes(edit: Edit, source: Scene) -> list[dict[int, Phrase | None]]:
-    """Lists what may stand in the cells that an instruction concerns, once it is obeyed.
+    """Lists what the cells affected by an instruction may contain after it.
 
     Raises:
-        GrammarError: the scene does not have the object that it names, or has several.
+        GrammarError: the scene has no object as named in the instruction, or several.
     """
     cell, old = find(source, edit.anchor) if edit.anchor else (0, None)
     free = [place for place in range(NUM_CELLS) if source[place] is None]
@@ -84,7 +84,7 @@ def outcomes(edit: Edit, source: Scene) -> list[dict[int, Phrase | None]]:
             if place in (None, other)
             and (edit.relation is None or related(edit.relation, other, cell))
         ]
-    assert old is not None  # the wordings of all others name an object
+    assert old is not None  # all other wordings name an object
     match edit.kind:
         case "remove":
             return [{cell: None}]
@@ -97,7 +97,7 @@ def outcomes(edit: Edit, source: Scene) -> list[dict[int, Phrase | None]]:
 
 
 def find(scene: Scene, phrase: Phrase) -> tuple[int, Object]:
-    """Returns the one object that a phrase describes, and where it stands."""
+    """Returns the one object that a phrase describes, and its cell."""
     found = [(cell, thing) for cell, thing in scene.objects() if phrase.matches(thing)]
     if len(found) != 1:
         raise GrammarError(f"the scene has {len(found)} of '{phrase}', it must have one")
@@ -105,9 +105,9 @@ def find(scene: Scene, phrase: Phrase) -> tuple[int, Object]:
 
 
 def _compare(request: SceneRequest, scene: Scene) -> tuple[list[Phrase], list[Object], list[int]]:
-    """Returns what is missing, what is too many, and the cells found in order of mention.
+    """Returns missing phrases, surplus objects, and the matched cells in order of mention.
 
-    The most specific phrases choose first: "a small red circle" before "a red circle".
+    The most specific phrases are matched first: "a small red circle" before "a red circle".
     """
     left = dict(scene.objects())
     found: dict[int, int] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task of the small world is: its examples, its judge, and where it appears."""
+"""The definition of a task of the small world: examples, judge, and where it appears."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from jaxtyping import Bool
 
 from sparse_lavida_jax.scenes.world import GRID, Scene
 
-# Tasks whose sequences have about the same length share a group: a batch holds one group.
+# Tasks with sequences of about the same length share a group; a batch holds a single group.
 TEXT_GROUPS = ("write", "answer", "tell")
 IMAGE_GROUPS = ("draw", "edit")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One example: what the model is given and one right response."""
+    """One example: the input of the model and one correct response."""
 
     prompt: str
-    image: Scene | None = None  # what the model is shown
-    answer: str | None = None  # a right response of a text task
-    target: Scene | None = None  # a right response of an image task
-    plan: str | None = None  # the layout of `target`, of an image task
+    image: Scene | None = None  # input of the model
+    answer: str | None = None  # a correct response of a text task
+    target: Scene | None = None  # a correct response of an image task
+    plan: str | None = None  # the layout of `target`, for an image task
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
-    column: str | None = None  # which of `draw.COLUMNS`, of a task that draws or plans a request
+    column: str | None = None  # one of `draw.COLUMNS`, for a task that draws or plans a request
     held_out: bool = False
     task: str = ""
 
@@ -36,7 +36,7 @@ class Sample:
 
 
 def planned(sample: Sample) -> Sample:
-    """Returns an example of an image task with its plan as what is asked for."""
+    """Returns an example of an image task with its plan as the response."""
     return dataclasses.replace(sample, answer=sample.plan, target=None, plan=None)
 
 
@@ -47,10 +47,10 @@ class Judgement:
     Attributes:
         ok: all is right.
         reason: "" or what is wrong.
-        attributes: objects drawn whose shape and colour were asked for, and objects drawn. Their
-            quotient over many images is the attribute precision. (0, 0) where nothing is drawn
-            to a request.
-        parts: what is told of an edit by itself, (right, all) each.
+        attributes: drawn objects with a requested shape and colour, and all drawn objects. Their
+            quotient over many images is the attribute precision. (0, 0) if nothing is drawn for
+            a request.
+        parts: separate scores of an edit, each (right, all).
     """
 
     ok: bool
@@ -64,14 +64,14 @@ class Task:
     """A task: how its examples are made, judged, grouped in batches and shown.
 
     Attributes:
-        make: makes an example from `Dice`, or returns None when the dice fell badly: it is then
-            called again. Where the task is `made_of` others, makes it from an example of those.
-        judge: says what is wrong with a response, "" if nothing is: `(sample, text)`, or
-            `(sample, scene)` of an image task. None: the task is for training alone.
+        make: makes an example from `Dice`, or returns None if the draw is unusable: it is then
+            called again. If the task is `made_of` others, makes it from an example of those.
+        judge: returns what is wrong with a response, "" if nothing is: `(sample, text)`, or
+            `(sample, scene)` for an image task. None: the task is only for training.
         group: one of `TEXT_GROUPS` or, where the response is an image, of `IMAGE_GROUPS`.
-        command: the command that asks a model for it; None: people cannot.
+        command: the command for this task; None: users cannot request it.
         label: the heading of its examples in the report of a run; None: none are shown.
-        made_of: tasks whose examples it is made of, in turn by number.
+        made_of: tasks from whose examples it is derived, in turn by number.
     """
 
     make: Callable[[Any], Sample | None]

@@ -4,7 +4,7 @@ r"""The text tokenizer: byte-level BPE that was trained on the language of the s
     python -m sparse_lavida_jax.scenes.tokenizer \
         --out=sparse_lavida_jax/assets/tokenizers/scenes/tokenizer.json
 
-makes the one that is shipped. Every word of the language, with the space before it, is one token;
+makes the shipped tokenizer. Every word of the language, with the space before it, is one token;
 any other Unicode text becomes smaller pieces, down to bytes.
 """
 
@@ -18,34 +18,34 @@ from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.grammar import LOCATIONS
 
 # In the order of their ids, from 0 on; the LOC tokens follow, then bytes and merges. The last three
-# are for what stands in other streams, and in no sequence.
+# represent parts of other streams, and are in no sequence.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>", "<|eot|>", "<image>", "<source>",
     "<response>",
 )  # fmt: skip
 LOCATION_TOKENS = tuple(f"<LOC_{edge}>" for edge in range(LOCATIONS))
-# What it is trained on, in this order. Tasks that came later use the words of these.
+# The training tasks, in this order. Tasks that were added later use the same words.
 TRAINED_ON = (
     "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
     "detect", "edit_plan", "draw", "edit", "inpaint", "outpaint",
 )  # fmt: skip
-EXAMPLES = 500  # of each of them and each split
+EXAMPLES = 500  # per task and split
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
 
 
 class Tokenizer(TextTokenizer):
-    """Text to ids and back.
+    """Converts text to ids and back.
 
-    Special tokens are no text: `encode` spells them out like any other word and `decode` leaves
-    them out. LOC tokens are text, `<LOC_0>` to `<LOC_24>`.
+    Special tokens are not text: `encode` spells them out like any other word and `decode` omits
+    them. LOC tokens are text, `<LOC_0>` to `<LOC_24>`.
 
     Attributes:
         end_of_text_id: ends an answer, and pads.
-        mask_id: of a masked token.
+        mask_id: for masked tokens.
         user_id, assistant_id: start a prompt and a response.
-        end_of_turn_id: ends either.
+        end_of_turn_id: ends both.
         location_ids: of `<LOC_0>`, `<LOC_1>`, ...
     """
 
@@ -57,7 +57,7 @@ class Tokenizer(TextTokenizer):
         """Loads a `tokenizer.json`.
 
         Raises:
-            FileNotFoundError: there is none at `path`.
+            FileNotFoundError: there is no tokenizer at `path`.
             ValueError: the file is damaged, or of a tokenizer without our special tokens.
         """
         super().__init__(path)

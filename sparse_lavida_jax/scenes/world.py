@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small world: a grid of cells with objects in them, drawn as pixels and read from pixels.
 
-An image has 6x6 cells; a cell is empty or holds one object, centred. What stands in a cell
-decides its pixels and nothing else does. All drawing is integer arithmetic, so that a scene has
-the same pixels on every machine.
+An image has 6x6 cells; a cell is empty or holds one object, centred. The pixels of a cell depend
+only on its content. All drawing is integer arithmetic, so that a scene has the same pixels on every
+machine.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ import einops
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-GRID = 6  # cells a side
+GRID = 6  # cells per side
 NUM_CELLS = GRID**2
 SHAPES = ("circle", "square", "triangle", "cross")
 SIZES = ("small", "large")
 EMPTY = 0  # appearances are 1..NUM_APPEARANCES
-UNREADABLE = -1  # stands in `Unreadable.cells` for a cell that is no appearance
+UNREADABLE = -1  # in `Unreadable.cells`: the cell matches no appearance
 
-IMAGE_SIZE = 96  # pixels a side, unless a caller asks for another
-SMALLEST_IMAGE = 48  # pixels a side; below it small shapes cannot be told apart
+IMAGE_SIZE = 96  # pixels per side by default
+SMALLEST_IMAGE = 48  # pixels per side; below this, small shapes cannot be distinguished
 EXTENT = {"small": 8, "large": 13}  # sixteenths of a cell's side
 BACKGROUND = (243, 243, 238)
 PAINT = {
@@ -35,17 +35,17 @@ PAINT = {
 }
 COLOURS = tuple(PAINT)
 NUM_APPEARANCES = len(SHAPES) * len(COLOURS) * len(SIZES)
-SUBPIXELS = 8  # samples a side of a pixel
+SUBPIXELS = 8  # samples per side of a pixel
 
-# How bad a cell may look and still be read, ours: squared error over the squared contrast of the
-# appearance it resembles most, and over the squared error to the one it resembles second.
+# How far off a cell may be and still be read, our choice: squared error over the squared contrast
+# of the most similar appearance, and over the squared error to the second most similar one.
 MAX_ERROR = 0.2
 MAX_AMBIGUITY = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-    """What can stand in a cell."""
+    """The content of a cell that is not empty."""
 
     shape: str
     colour: str
@@ -53,7 +53,7 @@ class Object:
 
     @property
     def index(self) -> int:
-        """Its appearance, 1..48: shapes slowest, sizes fastest."""
+        """Its appearance, 1..48: shapes vary slowest, sizes fastest."""
         return _INDEX[self]
 
     @property
@@ -77,13 +77,13 @@ _INDEX = {thing: number for number, thing in enumerate(OBJECTS, start=1)}
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What stands in each cell: 36 appearances in raster order, 0 where there is nothing."""
+    """The content of each cell: 36 appearances in raster order, 0 if empty."""
 
     cells: tuple[int, ...]
 
     @staticmethod
     def of(objects: Mapping[int, Object]) -> "Scene":
-        """Makes the scene that holds these objects at these raster indices."""
+        """Makes a scene with these objects at these raster indices."""
         return EMPTY_SCENE.changed({cell: thing.index for cell, thing in objects.items()})
 
     def changed(self, appearances: Mapping[int, int]) -> "Scene":
@@ -101,7 +101,7 @@ class Scene:
         return Object.of(self.cells[cell]) if self.cells[cell] else None
 
     def __len__(self) -> int:
-        """How many objects there are."""
+        """The number of objects."""
         return NUM_CELLS - self.cells.count(EMPTY)
 
     @property
@@ -114,19 +114,19 @@ EMPTY_SCENE = Scene((EMPTY,) * NUM_CELLS)
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """An image that is no scene, what could be read of it, and why it is none."""
+    """An image that is not a scene: what could be read of it, and why it is not a scene."""
 
     reason: str
-    cells: tuple[int, ...]  # appearances, `UNREADABLE` where there is none
+    cells: tuple[int, ...]  # appearances, or `UNREADABLE`
 
 
 def render(
     scene: Scene | Int[np.ndarray, "y x"], size: int = IMAGE_SIZE
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """Draws a scene, or a grid of appearances, `size` pixels a side.
+    """Draws a scene, or a grid of appearances, `size` pixels per side.
 
     Raises:
-        ValueError: `size` is no multiple of the 6 cells, or too small.
+        ValueError: `size` is not a multiple of 6 (cells), or too small.
     """
     grid = scene.grid if isinstance(scene, Scene) else scene
     stamps = stamps_of(_cell_size(size, size))
@@ -136,11 +136,11 @@ def render(
 def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Scene | Unreadable:
     """Reads an image of any size that `render` can draw, cell by cell.
 
-    A cell is the appearance whose pixels are nearest. Blur and wrong tints, as a lossy image
+    A cell is read as the appearance with the nearest pixels. Blur and wrong tints, as a lossy image
     tokenizer leaves them, are tolerated; a broken or mixed object is not.
 
     Raises:
-        ValueError: the image is not square, or of a size that `render` cannot draw.
+        ValueError: the image is not square, or `render` cannot draw its size.
     """
     cell_size = _cell_size(*pixels.shape[:2])
     errors = _squared_errors(pixels, cell_size)
@@ -160,7 +160,7 @@ def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Scene | Unreadable:
 
 
 def cell_name(cell: int) -> str:
-    """Returns how people call a raster index."""
+    """Returns the human-readable name of a raster index."""
     return f"the cell in row {cell // GRID + 1}, column {cell % GRID + 1}"
 
 
@@ -181,7 +181,7 @@ def stamps_of(cell_size: int) -> UInt8[np.ndarray, "a h w 3"]:
 
 def _coverage(shape: str, extent: int, cell_size: int) -> Int[np.ndarray, "h w"]:
     """Counts the samples of each pixel that lie inside a shape of `extent` 1/16 cells."""
-    # Sample places from the cell's centre, in quarters of a sample: all is integer.
+    # Sample positions from the centre of the cell, in quarters of a sample: all are integers.
     axis = 2 * (2 * np.arange(SUBPIXELS * cell_size) + 1 - SUBPIXELS * cell_size)
     x, y = axis[None, :], axis[:, None]
     half = extent * cell_size
@@ -198,7 +198,7 @@ def _coverage(shape: str, extent: int, cell_size: int) -> Int[np.ndarray, "h w"]
 
 
 def _cell_size(height: int, width: int) -> int:
-    """Returns pixels a side of a cell."""
+    """Returns the pixels per side of a cell."""
     if height != width or height % GRID or height < SMALLEST_IMAGE:
         raise ValueError(
             f"an image of a scene is square and its side a multiple of {GRID} pixels, at least"
@@ -218,8 +218,8 @@ def _templates(cell_size: int) -> tuple[Float[np.ndarray, "d a"], Float[np.ndarr
 def _squared_errors(pixels: UInt8[np.ndarray, "h w 3"], cell_size: int) -> Float[np.ndarray, "n a"]:
     """Returns the squared distance of every cell to every appearance."""
     columns, norms = _templates(cell_size)
-    # One product for each row of cells: small enough that no BLAS starts threads for it, which on
-    # a busy machine cost ten times the product.
+    # One product for each row of cells: small enough that BLAS starts no threads for it, which on
+    # a busy machine cost ten times as much as the product.
     patches = einops.rearrange(
         pixels.astype(np.float32) - np.array(BACKGROUND, np.float32),
         "(y h) (x w) c -> y x (h w c)", h=cell_size, w=cell_size,
@@ -230,7 +230,7 @@ def _squared_errors(pixels: UInt8[np.ndarray, "h w 3"], cell_size: int) -> Float
 
 
 def _contrasts(cell_size: int) -> Float[np.ndarray, " a"]:
-    """Returns the squared distance of each appearance to the nearest other kind of thing.
+    """Returns the squared contrast of each appearance.
 
     For an object that is its distance to an empty cell; for an empty cell, to the faintest object.
     """

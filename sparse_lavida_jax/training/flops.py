@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a training step that no other way of training could do without.
+"""Floating-point operations of a training step that every way of training needs.
 
-A matrix of m x n takes 2 m n a token forwards, as much for the gradient of what it multiplies, and
-as much again for its own where it is trained. Attention takes 4 (h d) a visible pair of query and
-key forwards and twice that backwards. Padding, what `remat` computes again, norms and look-ups are
-not counted, nor is the understanding stream after the last joint layer where only an image is
-predicted. Model FLOPs utilisation (MFU, arXiv:2204.02311) is this over what the devices could do.
+A matrix of m x n takes 2 m n per token in the forward pass, as much again for the gradient of its
+input, and as much for its own if it is trained. Attention takes 4 (h d) per visible pair of query
+and key in the forward pass, and twice that in the backward pass. Padding, recomputation by `remat`,
+norms and look-ups are not counted, nor is the understanding stream after the last joint layer if
+only an image is predicted. Model FLOPs utilisation (MFU, arXiv:2204.02311) is this number relative
+to what the devices could do.
 """
 
 import dataclasses
@@ -24,13 +25,13 @@ STREAMS = ("understanding", "generation")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is in a batch.
+    """The work in a batch.
 
     Attributes:
-        tokens: of both streams, without padding.
+        tokens: in both streams, without padding.
         slots: tokens with padding.
         with_loss: tokens that have a loss.
-        flops: of one step on it.
+        flops: for one step.
     """
 
     tokens: int = 0
@@ -39,22 +40,22 @@ class Work:
     flops: float = 0.0
 
     def plus(self, more: "Work", times: int = 1) -> "Work":
-        """Returns the sum of this and of so many times some more."""
+        """Returns the sum of this work and `times` times `more`."""
         mine, others = dataclasses.astuple(self), dataclasses.astuple(more)
         return Work(*(a + times * b for a, b in zip(mine, others, strict=True)))
 
 
 def peak(device_kind: str) -> float | None:
-    """Returns what a device can do a second; None for one that is not in the table."""
+    """Returns a device's peak operations per second; None if it is not in the table."""
     device = devices.device(device_kind)
     return None if device is None else device.flops
 
 
 def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work:
-    """Counts a batch that lies on the host.
+    """Counts the work in a batch on the host.
 
     Args:
-        trained: share of the numbers in matrices that are trained, of 0 to 1.
+        trained: share of the numbers in matrices that are trained, from 0 to 1.
     """
     streams = {"understanding": batch.understanding, "generation": batch.generation}
     held = {name: stream for name, stream in streams.items() if stream is not None}
@@ -85,7 +86,7 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
 
 
 def count_tokens(weights: AnyArray | None) -> int:
-    """Returns how many tokens have a weight; a cell counts once however many codes it has."""
+    """Returns how many tokens have a weight; a cell counts once, however many codes it has."""
     if weights is None:
         return 0
     held = np.asarray(weights) > 0
@@ -93,7 +94,7 @@ def count_tokens(weights: AnyArray | None) -> int:
 
 
 def _visible_pairs(streams: list[Stream]) -> int:
-    """Returns how many (query, key) pairs the rule of `visibility.py` lets see each other."""
+    """Returns the number of (query, key) pairs that are visible by the rule of `visibility.py`."""
     layouts = [stream.layout for stream in streams]
     block, horizon, segment = (
         np.concatenate([np.asarray(tags(layout)) for layout in layouts], axis=1)
@@ -123,7 +124,7 @@ def _heads(model: config.Model) -> int:
 
 
 def layer_size(stream: str, model: config.Model) -> int:
-    """Numbers in the matrices that a token of a stream meets in one layer."""
+    """Returns the numbers in the matrices that a token of a stream passes in one layer."""
     if stream == "understanding":
         width, hidden = model.width, model.mlp_hidden
     else:
@@ -132,7 +133,7 @@ def layer_size(stream: str, model: config.Model) -> int:
 
 
 def head_size(stream: str, model: config.Model) -> int:
-    """Numbers in the matrices that a token with a loss meets after the layers."""
+    """Returns the numbers in the matrices that a token with a loss passes after the layers."""
     if stream == "understanding":
         return model.width * model.vocab_size
     width = model.generation_width
@@ -142,7 +143,7 @@ def head_size(stream: str, model: config.Model) -> int:
 
 
 def _embedding_size(model: config.Model) -> int:
-    """Numbers in the matrices that a cell meets before the layers."""
+    """Returns the numbers in the matrices that a cell passes before the layers."""
     squares = model.codes_per_token if model.codes_per_token > 1 else 0
     squares += model.codes_per_token + 1 if model.image_head != "embed" else 0
     return squares * model.generation_width**2

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy: plain, and over a vocabulary so large that its logits must never exist as a whole.
+"""Cross-entropy: plain, and for a vocabulary so large that all its logits must never exist at once.
 
 The logits of a batch of the full model would be larger than the model: 4,096 tokens of 16 rows
-times 127,378 words are 33 GB in float32. What matters of them is one number a token and a gradient
-of the size of the hidden states, and a few tokens at a time are enough to get both.
+times 127,378 words are 33 GB in float32. Only one number per token and a gradient of the size of
+the hidden states are needed, and both can be computed from a few tokens at a time.
 """
 
 import functools
@@ -24,7 +24,7 @@ def weighted_cross_entropy(
 ) -> Sums:
     """Returns the weighted sum of the cross-entropy, and the plain sum where the weight is not 0.
 
-    Float32. The second is what a person reads: divide it by the number of weights above 0.
+    Float32. The second is for reporting: divide it by the number of weights above 0.
     """
     nll = _nll(logits, target)
     return jnp.sum(nll * weight), jnp.sum(jnp.where(weight > 0, nll, 0.0))
@@ -37,12 +37,12 @@ def linear_cross_entropy(
     weight: Float[AnyArray, "b s"],
     chunk: int,
 ) -> Sums:
-    """`weighted_cross_entropy` of `hidden @ kernel`, of `chunk` tokens of every row at a time.
+    """`weighted_cross_entropy` of `hidden @ kernel`, for `chunk` tokens of every row at a time.
 
-    Tokens with a loss are moved to the front of their row, and chunks without any are left out.
-    The gradient is computed with the value, so that no logits are computed twice; it flows to
-    `hidden` and `kernel`, from the first sum alone. Memory: `b * chunk * v` numbers, and a gradient
-    of the kernel in float32 if it is needed.
+    Tokens with a loss are moved to the front of their row, and chunks without any are skipped.
+    The gradient is computed along with the value, so that no logits are computed twice; it flows
+    to `hidden` and `kernel`, from the first sum only. Memory: `b * chunk * v` numbers, and a
+    gradient of the kernel in float32 if it is needed.
 
     Raises:
         ValueError: `chunk` is below 1.
@@ -110,7 +110,7 @@ def _backward(chunk: int, gradients, cotangents):
     return (to_hidden * scale).astype(to_hidden.dtype), to_kernel, None, None
 
 
-# With symbolic zeros, the rule is told what is differentiated.
+# With symbolic zeros, the rule can see what is differentiated.
 _in_parts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 

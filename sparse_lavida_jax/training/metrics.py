@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: a line of JSON every few steps, progress for people, and traces."""
+"""What a run reports: a line of JSON every few steps, progress on the terminal, and traces."""
 
 import contextlib
 import datetime
@@ -19,14 +19,14 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.training.flops import Work
 
-PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
-SPEED_SECONDS = 3600.0  # that the estimate of the time left looks back
-# What a clock has measured: it differs between two runs that are otherwise the same.
+PLAIN_SECONDS = 10.0  # between lines of progress without a terminal
+SPEED_SECONDS = 3600.0  # over which speed is averaged to estimate the time left
+# Values that depend on the clock: they differ between otherwise identical runs.
 TIMED = ("tokens_per_second", "mfu", "data_wait")
 
 
 def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics file; lines that are no JSON object are left out."""
+    """Returns the lines of a metrics file, skipping any that are not JSON objects."""
     lines = []
     for text in pathlib.Path(path).read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -46,11 +46,11 @@ def _plain(value: Any) -> float | int | str | None:
 
 
 class Meter:
-    """How fast a run is, between one line of its metrics and the next.
+    """Measures the speed of a run between two lines of its metrics.
 
     Args:
-        peak: floating-point operations a second that all devices together could do at most; None
-            where that is not known.
+        peak: floating-point operations per second that all devices together can do at most;
+            None if unknown.
     """
 
     def __init__(self, peak: float | None = None):
@@ -60,21 +60,21 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time inside as spent on waiting for data."""
+        """Counts the time inside the block as waiting for data."""
         begin = time.monotonic()
         yield
         self._waited += time.monotonic() - begin
 
     def count(self, work: Work, times: int = 1) -> None:
-        """Counts the work of one step, so many times."""
+        """Adds the work of `times` equal steps."""
         self._work = self._work.plus(work, times)
 
     def values(self) -> dict[str, float]:
-        """Returns the numbers since the last call, and begins again.
+        """Returns the values since the last call, and starts again.
 
-        tokens_per_second (without padding) and data_wait (a share of the time) are there from the
-        second call on, mfu where there is a peak too; loss_fraction is the share of all tokens,
-        padding included, that have a loss.
+        tokens_per_second (without padding) and data_wait (a share of the time) are present from the
+        second call on, mfu only if a peak is known; loss_fraction is the share of tokens, padding
+        included, that have a loss.
         """
         now, values, work = time.monotonic(), {}, self._work
         if work.slots:
@@ -93,9 +93,9 @@ class ProgressBar(rich.progress.Progress):
     """A bar with the loss and the time left; without a terminal, a line every ten seconds.
 
     Args:
-        title: what is going on, in a word or two.
+        title: what is being done, in a word or two.
         steps: how many there are.
-        console: where to; standard error by default.
+        console: to write to; stderr by default.
     """
 
     def __init__(self, title: str, steps: int, *, console: rich.console.Console | None = None):
@@ -117,7 +117,7 @@ class ProgressBar(rich.progress.Progress):
         """Shows the step, the time left and the given numbers.
 
         Args:
-            share: of the run that is done.
+            share: the share of the run that is done.
         """
         (task,) = self.tasks
         self.update(task.id, completed=share)
@@ -137,15 +137,15 @@ class ProgressBar(rich.progress.Progress):
 
 
 class Reporter(contextlib.ExitStack):
-    """Tells how a run goes, in `metrics.jsonl` and on the terminal: in the first process alone.
+    """Reports on a run, in `metrics.jsonl` and on the terminal, only in the first process.
 
-    TensorBoard gets the numbers too, where tensorboardX is installed.
+    TensorBoard gets the numbers too, if tensorboardX is installed.
 
     Args:
         folder: the run directory.
-        start: the step that the run goes on from. Lines of later steps, which will be written
-            again, and a last line that was cut off are dropped.
-        peak: as of `Meter`.
+        start: the step from which the run continues. Lines of later steps, which will be written
+            again, and an incomplete last line are dropped.
+        peak: as in `Meter`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Reporter(contextlib.ExitStack):
             if importlib.util.find_spec("tensorboardX"):
                 import tensorboardX  # type: ignore
 
-                # Its files are called after the second they are opened in, which may be the same.
+                # Its files are named after the second they are opened in, which may be the same.
                 self._board = tensorboardX.SummaryWriter(
                     str(folder / "tensorboard"), purge_step=start + 1, filename_suffix=f".{start}"
                 )
@@ -177,7 +177,7 @@ class Reporter(contextlib.ExitStack):
         return self
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes a line: numbers (anything `float` takes; null if not finite) and strings."""
+        """Writes a line of numbers (anything `float` takes; null if not finite) and strings."""
         if self._file is None:
             return
         plain = {name: _plain(value) for name, value in values.items()}
@@ -192,10 +192,10 @@ class Reporter(contextlib.ExitStack):
         self._bar.say(message)
 
     def log_step(self, step: int, share: float, values: dict[str, float]) -> None:
-        """Writes and shows the numbers of a step, and the speed since the last one logged.
+        """Writes and shows the numbers of a step, and the speed since the last logged step.
 
         Args:
-            share: of the run that is done.
+            share: the share of the run that is done.
         """
         speed = self.meter.values()
         self.write(step, values | speed)
@@ -210,7 +210,7 @@ class Profile(contextlib.AbstractContextManager):
         self._folder, self._steps, self._is_on = folder, steps, False
 
     def reach(self, step: int) -> None:
-        """Begins before the first of the steps, and ends before the one after the last."""
+        """Starts before the first of the steps, and ends after the last."""
         if step in self._steps and not self._is_on:
             jax.profiler.start_trace(str(self._folder))
             self._is_on = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon: the momentum of matrices made orthogonal, all matrices of one shape at once.
+"""Muon: orthogonalised momentum of matrices, for all matrices of one shape at once.
 
-It computes what `optax.contrib.scale_by_muon` does, to rounding, and keeps the same state. That one
-orthogonalises every leaf by itself: a small model has dozens of leaves of few shapes, and each one
-costs fifteen products to compile and to start.
+The result is that of `optax.contrib.scale_by_muon`, up to rounding, and the state is the same.
+optax orthogonalises every leaf separately: a small model has dozens of leaves in few shapes, and
+each costs fifteen products to compile and to start.
 """
 
 import collections
@@ -18,19 +18,19 @@ from optax.contrib import scale_by_muon
 
 BETA = 0.95  # of the momentum
 STEPS = 5  # of the Newton-Schulz iteration
-# Root mean square of an update relative to the learning rate, so that matrices take steps of the
-# size that Adam's would have (arXiv:2502.16982, Sec. 2.2).
+# Root mean square of an update relative to the learning rate, so that matrices take steps as large
+# as Adam's would be (arXiv:2502.16982, Sec. 2.2).
 RMS = 0.2
 
 
 def orthogonal_momentum(eps: float) -> optax.GradientTransformation:
-    """Returns Nesterov's momentum, made orthogonal and of root mean square `RMS`.
+    """Returns Nesterov's momentum, orthogonalised, with root mean square `RMS`.
 
     A leaf is a matrix, or a stack of matrices [n i o]; a convolution [h w i o] is a matrix from its
     window to its channels.
 
     Args:
-        eps: what is added to the norm that a matrix is divided by.
+        eps: added to the norm that a matrix is divided by.
     """
 
     def update(updates, state, params=None):

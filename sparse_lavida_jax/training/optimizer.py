@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW, or Muon for matrices, with a learning rate that follows the progress of the run.
+"""AdamW, or Muon for matrices, with a learning rate that depends on the progress of the run.
 
-Parameters may be put into groups with a learning rate of their own, or be frozen: what is frozen is
-taken out of the model before it comes here (`parted`).
+Groups of parameters may have their own learning rate or be frozen: frozen parameters are taken out
+of the model before it comes here (`parted`).
 """
 
 import functools
@@ -22,14 +22,14 @@ from sparse_lavida_jax.training import muon
 
 T = TypeVar("T")  # a module: a pytree of parameters, or of their gradients
 
-VECTORS = ("norm", "bias", "register")  # words in the names of parameters of one axis
+VECTORS = ("norm", "bias", "register")  # words in the names of parameters with a single axis
 
 
 def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
     """Returns clipping, preconditioning and decoupled weight decay; the caller scales by -rate.
 
-    Norms, biases and registers are not decayed, nor is what Muon leaves to Adam. A stacked layer
-    has one axis more, so they are recognised by their names. The direction of a group is scaled by
+    Norms, biases and registers are not decayed, nor is anything that Muon leaves to Adam. They are
+    recognised by name, as a stacked layer has one axis more. The direction of a group is scaled by
     the ratio of its rate to `learning_rate`.
     """
     if settings.kind == "adamw":
@@ -59,11 +59,11 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
 def parted(settings: config.Config, params: T) -> tuple[T, T | None]:
     """Returns the part of a model that is trained, and the frozen part in its own dtype.
 
-    Groups decide, in their order. A model with adapters is frozen except for them, `lora.also`,
-    and what a group names. The frozen part is None where all is trained.
+    Groups apply in order. A model with adapters is frozen except for these, `lora.also`, and
+    whatever a group names. The frozen part is None if everything is trained.
 
     Raises:
-        ConfigError: nothing is trained, or a regular expression is found in no parameter.
+        ConfigError: nothing is trained, or a regular expression matches no parameter.
     """
     names = parameters.by_name(params)
     for pattern, _ in settings.optimizer.groups:
@@ -94,7 +94,7 @@ def frozen_dtype(settings: config.Optimizer) -> str:
 
 
 def dtypes(settings: config.Config) -> Callable[[str], str]:
-    """Returns what chooses the dtype of a parameter by its name."""
+    """Returns a function from the name of a parameter to its dtype."""
     is_trained, frozen = _trained(settings), frozen_dtype(settings.optimizer)
     return lambda name: "float32" if is_trained(name) else frozen
 
@@ -129,8 +129,8 @@ def update(
 def learning_rate(settings: config.Optimizer, step: int, progress: float) -> float:
     """Returns the learning rate: linear warm-up by step, cosine decay by progress in [0, 1].
 
-    Progress is the share of steps or of seconds that has passed, whichever is larger, so that a
-    run limited by time ends with a decayed rate too.
+    Progress is the elapsed share of steps or of seconds, whichever is larger, so that the rate also
+    decays fully in a run limited by time.
     """
     warm = min(1.0, (step + 1) / max(settings.warmup_steps, 1))
     decay = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
@@ -144,12 +144,12 @@ def _group_rate(settings: config.Optimizer, name: str) -> float | None:
 
 
 def _narrow_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam with both moments kept in bfloat16, computed in float32.
+    """Adam with both moments stored in bfloat16, computed in float32.
 
-    In eight bits, moments that are rounded to the nearest number would stand still: 1 % of the
-    first, 0.1 % of the second is what b1 = 0.99 and b2 = 0.999 change in a step, and neighbours are
-    0.4 to 0.8 % apart. (`mu_dtype` of optax rounds so.) So both are rounded up or down at random,
-    right on average, by a key that is the number of the step.
+    With 8 bits of precision, moments rounded to nearest would never change: with b1 = 0.99 and
+    b2 = 0.999 a step changes the first by 1 % and the second by 0.1 %, while neighbouring numbers
+    are 0.4 to 0.8 % apart. (`mu_dtype` of optax rounds to nearest.) So both are rounded up or down
+    at random, correct on average, with the number of the step as the key.
     """
     wide = optax.scale_by_adam(b1, b2, eps)
 
@@ -174,7 +174,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 def _rounded(tree: PyTree, step: Int[Array, ""]) -> PyTree:
     """Returns float32 numbers in bfloat16, each rounded to a neighbour at random.
 
-    A carry into the upper half of the bits takes a number to the next one away from zero.
+    A carry into the upper half of the bits moves a number to the next one away from zero.
     """
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), step), len(leaves))
@@ -189,7 +189,7 @@ def _rounded(tree: PyTree, step: Int[Array, ""]) -> PyTree:
 
 
 def _muon(settings: config.Optimizer) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the rest; the names of the state are `optax.contrib.muon`'s."""
+    """Returns Muon for matrices, Adam for the rest; state names are `optax.contrib.muon`'s."""
     adam = optax.scale_by_adam(settings.b1, settings.b2, settings.eps, nesterov=True)
     decay = optax.add_decayed_weights(settings.weight_decay, mask=_decays)
     steps: dict[Hashable, optax.GradientTransformation] = {
@@ -212,10 +212,10 @@ def _decays(params):
 
 
 def _matrices(params):
-    """Which leaves Muon orthogonalises: matrices inside the network, stacked or not.
+    """Returns which leaves Muon orthogonalises: matrices inside the network, stacked or not.
 
-    Kernels of convolutions are among them: left to Adam, the patches of a mostly empty image would
-    all move by their whole size in every step.
+    They include kernels of convolutions: with Adam, the patches of a mostly empty image would
+    all change by their full size in every step.
     """
 
     def is_inside(path, leaf):

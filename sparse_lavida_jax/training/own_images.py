@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Your own images: tokenizers for a plain folder of them, and a model of a size that fits.
+"""Your own images: tokenizers for a plain folder of them, and a model of a suitable size.
 
-`prepare` makes of a plain folder (`mixture/folders.py`) a prepared one, and puts both tokenizers
-into it: `vq/` and `tokenizer.json`, each named, kept from an earlier time, or trained. The image
-tokenizer comes first, for records hold its codes; the text tokenizer last, for it is trained on
-their texts. `from_scratch` and `continued` are the settings of a model that is trained on such a
-folder: without it nothing is to be written by hand. All numbers here are ours.
+`prepare` converts a plain folder (`mixture/folders.py`) to a prepared one, and puts both tokenizers
+into it, `vq/` and `tokenizer.json`: given ones, those already there, or newly trained ones. The
+image tokenizer comes first, since records contain its codes, and the text tokenizer last, since it
+is trained on their texts. `from_scratch` and `continued` return the settings for training a model
+on such a folder, so that nobody has to write a config. All numbers here are ours.
 """
 
 import dataclasses
@@ -30,21 +30,21 @@ from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.training import train_vq
 
-PEEKED = 64  # images whose sizes decide that of the image tokenizer
-MOST_BYTES = 2**28  # of pixels that an image tokenizer is trained on
-SURVEYED = 512  # images that its codebook is placed by
-NAMED = 3  # images that a message names
-SHOWN = 12  # images of the sheet of originals next to reconstructions
-# Of images, in pixels a side, and how many of them a code stands for.
+PEEKED = 64  # images whose sizes determine that of the image tokenizer
+MOST_BYTES = 2**28  # of pixels used to train an image tokenizer
+SURVEYED = 512  # images used to place its codebook
+NAMED = 3  # images listed in a message
+SHOWN = 12  # images on the sheet of originals and reconstructions
+# Side of images in pixels, and how many pixels per side a code represents.
 FACTORS = {32: 4, 64: 8, 128: 8, 256: 16}
-ON_CPU = 64  # pixels a side, at most
-HELD_OUT = 0.05  # of the records: where there are many, the report has the loss on these
-CHANNELS = (16, 32, 48, 64, 96)  # of the image tokenizer, one entry a resolution
+ON_CPU = 64  # the largest side in pixels
+HELD_OUT = 0.05  # share of the records: if there are many, the report includes the loss on these
+CHANNELS = (16, 32, 48, 64, 96)  # of the image tokenizer, one entry per resolution
 
 CPU_SECONDS = 1500.0
-ADAPTED_WIDTH = 1024  # models at least as wide are trained with adapters
+ADAPTED_WIDTH = 1024  # models at least this wide are trained with adapters
 PLANNED = config.Diffusion(blocks="plan", text_masked_blocks=8)
-# Models from scratch but for what the tokenizers decide: for a few CPU cores, and for one
+# Models from scratch, apart from what the tokenizers determine: for a few CPU cores, and for one
 # accelerator.
 SMALL = config.Model(
     width=128, mlp_hidden=320, num_layers=4, dual_tower_layers=2, num_heads=4, head_dim=32,
@@ -95,10 +95,10 @@ def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
 
 
 def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe:
-    """Returns what a mixture file or a plain folder holds.
+    """Returns the contents of a mixture file or a plain folder.
 
     Args:
-        say: is told of images that are left out.
+        say: is told which images are left out.
 
     Raises:
         RecipeError, PrepareError: see `recipe.read` and `folders.read`.
@@ -116,18 +116,18 @@ def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe
 def place_image_tokenizer(
     mixture: Recipe, prepared: pathlib.Path, settings: config.Config, named: str, say: Say
 ) -> None:
-    """Puts an image tokenizer, `vq/`, and a sheet of what it makes of images into a folder.
+    """Puts an image tokenizer, `vq/`, and a sheet of images reconstructed by it into a folder.
 
     Args:
-        settings: of a new one, and how it is trained.
-        named: a bundled one, or a folder that holds one, such as that of a model; "": the one that
+        settings: for a new one, and for training it.
+        named: a bundled one, or a folder with one, such as that of a model; "": the one that
             is there, or a new one.
         say: is told what was decided.
 
     Raises:
-        PrepareError: no image can be read, or the folder holds something else.
-        VQError: there is none where one is named.
-        ConfigError: it cannot be trained like this.
+        PrepareError: no image can be read, or the folder contains something else.
+        VQError: the named one does not exist.
+        ConfigError: it cannot be trained with these settings.
         OSError: the folder cannot be written to.
     """
     prepare.check_folder(prepared)
@@ -160,10 +160,10 @@ def place_image_tokenizer(
 
 
 def text_tokenizer(named: str) -> str:
-    """Returns the contents of a `tokenizer.json`, or of that in a folder; "" if none is named.
+    """Returns the contents of a `tokenizer.json`, or of the one in a folder; "" if none is named.
 
     Raises:
-        PrepareError: there is none, or it is not one for the prompts of LaViDa-O.
+        PrepareError: it does not exist, or does not fit the prompts of LaViDa-O.
     """
     if not named:
         return ""
@@ -179,14 +179,14 @@ def text_tokenizer(named: str) -> str:
 
 
 def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
-    """Puts a text tokenizer, `tokenizer.json`, into a folder whose records are written.
+    """Puts a text tokenizer, `tokenizer.json`, into a folder whose records are already written.
 
     Args:
-        given: the contents of one; "": the one that is there, or one of the texts of the records.
+        given: the contents of one; "": the one that is there, or one trained on the records.
         say: is told what was decided.
 
     Raises:
-        RecordError: the folder is not whole.
+        RecordError: the folder is incomplete.
         OSError: it cannot be written to.
     """
     place = prepared / prepare.TOKENIZER
@@ -201,7 +201,7 @@ def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
 
 
 def _squares(mixture: Recipe, to: ingest.Settings) -> UInt8[np.ndarray, "n side side 3"]:
-    """Returns the first images of a mixture, as many as an image tokenizer is trained on.
+    """Returns the first images of a mixture, as many as are used to train an image tokenizer.
 
     Raises:
         PrepareError: there is none.
@@ -234,11 +234,11 @@ def _trained(settings: config.Config, pixels: UInt8[np.ndarray, "n h w 3"]) -> v
 
 
 def from_scratch(prepared: pathlib.Path) -> config.Config:
-    """Returns the settings of a model that learns a prepared folder from nothing, on this machine.
+    """Returns the settings of a model trained from scratch on a prepared folder, for this machine.
 
     Raises:
         ConfigError: the folder has no tokenizers of its own.
-        RecordError: it is not whole.
+        RecordError: it is incomplete.
         VQError: its image tokenizer cannot be read.
     """
     try:
@@ -282,12 +282,12 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
 
 
 def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
-    """Returns the settings of a model that goes on from another: with adapters, if it is large.
+    """Returns the settings for training another model further: with adapters, if it is large.
 
     Raises:
-        CheckpointError: there is no model.
-        RecordError: the folder is not whole.
-        ConfigError: the model was not made for prompts in the words of LaViDa-O.
+        CheckpointError: there is no such model.
+        RecordError: the folder is incomplete.
+        ConfigError: the model was not made for prompts in the form of LaViDa-O's.
     """
     base = model_folder.read_config(model_folder.find_model(init_from))
     if base.prompts != "chat":
@@ -297,9 +297,9 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
             " --init-from)."
         )
     large = base.model.width >= ADAPTED_WIDTH
-    # Records of a plain folder hold no layouts, so none is asked for; a small image has few cells.
+    # Records of a plain folder have no layouts, so none is used; a small image has few cells.
     steps = min(base.sampling.num_steps, base.model.num_cells)
-    kinds = base.data.kinds  # none: a LaViDa-O, which knows them all
+    kinds = base.data.kinds  # none: a LaViDa-O, which knows all kinds
     return dataclasses.replace(
         base,
         name=prepared.name,
@@ -325,7 +325,7 @@ def _kinds(prepared: pathlib.Path) -> tuple[str, ...]:
 
 
 def size_in_words(settings: config.Config) -> str:
-    """Returns which size was chosen for a run, and why."""
+    """Returns a sentence on which size was chosen for a run, and why."""
     model, train = settings.model, settings.train
     length = f"{train.seconds / 60:.0f} minutes" if train.seconds else f"{train.train_steps} steps"
     if train.init_from:

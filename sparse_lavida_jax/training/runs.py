@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run directory: one experiment, one writer, resumable at any step.
 
-It holds `config.json` (once something is saved, another config is refused), `lock` (held by the
+It contains `config.json` (once something is saved, another config is refused), `lock` (held by the
 process that writes), `state/<step>/`, `metrics.jsonl`, and at the end `model/`, a model folder
-(described in `checkpoints/model_folder.py`). Where several processes train together the first one
-writes; the folder is one that all of them see.
+(described in `checkpoints/model_folder.py`). If several processes train together, the first one
+writes, and all must have access to the folder.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.training import states
 
-# What may differ from the config a run was started with: its length, what it reports, and how
-# images are sampled. Anything else would make the resumed run another experiment.
+# Settings that may differ from those a run was started with: its length, what it reports, and how
+# images are sampled. Any other change would make the resumed run another experiment.
 MAY_CHANGE = frozenset(
     {
         "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.image_seconds",
@@ -36,19 +36,19 @@ MAY_CHANGE = frozenset(
     }
 )  # fmt: skip
 
-MESH = "train.mesh."  # where the arrays lie may change too
+MESH = "train.mesh."  # the mesh may change too
 
 
 class RunError(Exception):
-    """A run directory that is in use, of another experiment, or something else altogether."""
+    """A run directory that is in use, belongs to another experiment, or is something else."""
 
 
 class Interrupted(Exception):
-    """The end of a run that a signal asked to stop, with its state saved.
+    """A run was stopped by a signal; its state is saved.
 
     Attributes:
-        exit_code: 130 after an interrupt (Ctrl-C); 0 after SIGTERM, with which a machine asks for
-            its place back: nothing went wrong.
+        exit_code: 130 after an interrupt (Ctrl-C); 0 after SIGTERM, which a machine sends when it
+            is needed for something else: nothing went wrong.
     """
 
     def __init__(self, signal_number: int, step: int):
@@ -63,10 +63,10 @@ class Run:
     """An open run directory: `with Run(folder, settings) as run: ...`.
 
     While it is open, the first Ctrl-C or SIGTERM only asks the loop to stop at the end of its
-    step; the second one ends the process.
+    step; a second one ends the process.
 
     Attributes:
-        stop_signal: the number of the signal that came; None before one did.
+        stop_signal: the number of the signal received; None before that.
     """
 
     def __init__(self, folder: pathlib.Path | str, settings: config.Config):
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def model_folder(self) -> pathlib.Path:
-        """Where the finished model goes."""
+        """The folder of the finished model."""
         return self.folder / "model"
 
     @property
@@ -104,7 +104,7 @@ class Run:
         self._closing.close()
 
     def is_asked_to_stop(self, step: int) -> bool:
-        """Whether a signal came; asked after every step, the same in all processes."""
+        """Whether a signal was received; asked after every step, and the same in all processes."""
         if runtime.is_asked_to_stop(step):
             self.stop_signal = signal.SIGTERM
         return self.stop_signal is not None
@@ -121,7 +121,7 @@ class Run:
         raise Interrupted(self.stop_signal, step)
 
     def _claim(self) -> Callable[[], None]:
-        """Makes the folder ours; returns a function that releases it."""
+        """Makes this process the folder's owner; returns a function that releases it."""
         if self.folder.exists() and not self.folder.is_dir():
             raise RunError(f"{self.folder} is a file. Choose another --workdir.")
         try:
@@ -161,7 +161,7 @@ class Run:
         model_folder.write_config(self.folder, self.config)
 
     def _holds_work(self) -> bool:
-        """Whether anything was saved yet: a config that was refused later leaves none."""
+        """Whether anything has been saved: a config that was refused later does not count."""
         kept = (self.model_folder, self.metrics_path, self.folder / "vq")
         saved = (path.name.isdigit() for path in self.folder.glob("state/*"))
         return any(path.exists() for path in kept) or any(saved)
@@ -181,7 +181,7 @@ class Run:
             else:
                 self.stop_signal = number
 
-        # With several processes jax itself listens for SIGTERM, and tells them all.
+        # With several processes jax itself listens for SIGTERM, and tells all of them.
         ours = (signal.SIGINT,) if runtime.are_several() else (signal.SIGINT, signal.SIGTERM)
         # Python allows handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():

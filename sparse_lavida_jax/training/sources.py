@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is trained on: its batches, and the tokenizers that they are made with."""
+"""What a run is trained on: its batches, and the tokenizers for them."""
 
 import dataclasses
 import pathlib
@@ -17,7 +17,7 @@ from sparse_lavida_jax.scenes.prompts import encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import states
 
-SHOWN_PROMPTS = 24  # of the data, drawn while training
+SHOWN_PROMPTS = 24  # from the data, drawn during training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class TrainingData:
         settings: the whole configuration.
         model: the denoiser before training, or its shapes.
         batches: the data.
-        tokenizer, tokenizer_path: of the text, and its file.
-        codec: of images; None where prepared data has no image tokenizer.
-        prompts: what to draw while training; empty where the small world has prompts of its own.
-        base_readme: of the model that the run starts from; its licence is in it.
+        tokenizer, tokenizer_path: for text, and its file.
+        codec: for images; None if prepared data has no image tokenizer.
+        prompts: what to draw during training; empty if the small world has its own prompts.
+        base_readme: of the model that the run starts from; it contains the licence.
     """
 
     settings: config.Config
@@ -45,13 +45,13 @@ class TrainingData:
 
     @property
     def prepared(self) -> MixtureBatches | None:
-        """The batches of a prepared folder; None where the small world is trained on."""
+        """The batches of a prepared folder; None for the small world."""
         return self.batches if isinstance(self.batches, MixtureBatches) else None
 
     def words(self) -> frozenset[str] | None:
-        """Returns the words that a model from scratch learns from; None where they are unknown.
+        """Returns the words that a model from scratch learns from; None if they are unknown.
 
-        One that goes on from another adds to the words of that, if they are known.
+        If it starts from another model, that model's words are included, if they are known.
         """
         known = self.tokenizer.words if self.settings.train.init_from else frozenset()
         if self.prepared is None or known is None or (more := self.prepared.words()) is None:
@@ -59,7 +59,7 @@ class TrainingData:
         return known | more
 
     def pipe(self, model: Denoiser) -> SparseLaViDa:
-        """Returns a model as it is sampled from."""
+        """Returns the pipeline to sample from a model."""
         prompts = LANGUAGES[self.settings.prompts].of(self.tokenizer, self.settings, self.codec)
         return SparseLaViDa(model, self.settings, prompts, self.codec)
 
@@ -75,12 +75,12 @@ def open_source(
 
     Args:
         model: the denoiser, or its shapes.
-        index, count: the share of every batch that this process makes.
+        index, count: which share of every batch this process makes.
 
     Raises:
-        ConfigError: data and model do not belong together.
+        ConfigError: data and model do not fit together.
         CheckpointError: there is no model at `train.init_from`.
-        RecordError: the prepared folder is missing, or not whole.
+        RecordError: the prepared folder is missing or incomplete.
     """
     readme, share = _base_readme(settings), {"process_index": index, "process_count": count}
     if settings.data.source != "prepared":
@@ -106,7 +106,7 @@ def open_source(
 
 
 def _check_codes(folder: pathlib.Path, base: pathlib.Path) -> None:
-    """Refuses records whose codes are not those of the model's image tokenizer."""
+    """Refuses records whose codes are not from the model's image tokenizer."""
     if (folder / "vq").is_dir() and (base / "vq").is_dir():
         if ImageEncoder(str(folder)).digest != ImageEncoder(str(base)).digest:
             raise config.ConfigError(

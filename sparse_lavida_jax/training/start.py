@@ -19,15 +19,15 @@ from sparse_lavida_jax.training.step import TrainState
 def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = None) -> TrainState:
     """Returns the state of a run at step 0, from these parameters or those of `init_from`.
 
-    Matrices that one device will hold in 8 bits are read into the host's memory and rounded there.
+    Matrices to be held in 8 bits by a single device are read into host memory and rounded there.
 
     Args:
-        params: not looked at where there is an `init_from`.
-        mesh: over which the state is laid out; every device reads or makes its own part.
+        params: ignored if `init_from` is set.
+        mesh: to spread the state over; every device reads or makes only its own part.
 
     Raises:
-        CheckpointError: `init_from` is no checkpoint, or of a model of other shapes.
-        ConfigError: adapters without a base, or groups that train nothing.
+        CheckpointError: `init_from` is not a checkpoint, or its model has other shapes.
+        ConfigError: adapters without a base, or settings that train nothing.
     """
     in_host_memory = mesh is None and settings.optimizer.frozen_dtype == "int8"
     with jax.default_device(jax.devices("cpu")[0] if in_host_memory else None):
@@ -50,7 +50,7 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
 
 
 def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoiser:
-    """Returns what is trained, or what adapters will be attached to."""
+    """Returns the parameters to train, or to attach adapters to."""
     base = settings.train.init_from
 
     def make(_: config.Config) -> Denoiser:

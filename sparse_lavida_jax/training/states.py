@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saved states of a training run: whole or not there, on any number of processes."""
+"""The saved states of a training run: complete or absent, with any number of processes."""
 
 import concurrent.futures
 import contextlib
@@ -25,10 +25,10 @@ from sparse_lavida_jax.models import parameters
 T = TypeVar("T")
 
 SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # primes near 2**32 over the golden ratio, and another
-# Words of errors of the machine: its memory, its network, its permissions.
+# Words in errors caused by the machine: its memory, its network, its permissions.
 OF_THE_MACHINE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "PERMISSION_DENIED", "os_error_code")
 NO_SUCH_FILE = "os_error_code='2'"
-# Where in the state of a run its model stands: the average, if one is kept, comes first.
+# Where the model is in the state of a run: the average, if one is kept, comes first.
 MODELS = ("state/ema/", "state/params/")
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 def load_unfinished(
     run_folder: pathlib.Path | str, *, make_model: Callable[[config.Config], T]
 ) -> T:
-    """Reads the parameters of the newest state of a run that has not written its model yet.
+    """Reads the parameters from the newest state of a run that has not written its model yet.
 
-    The run may be going on: nothing in its folder changes.
+    The run may still be in progress: nothing in its folder is changed.
 
     Raises:
-        CheckpointError: nothing is saved there, or what is cannot be read.
+        CheckpointError: nothing is saved there, or it cannot be read.
     """
     run_folder = pathlib.Path(run_folder)
     settings = model_folder.read_config(run_folder)
@@ -54,7 +54,7 @@ def load_unfinished(
 
 
 def is_unfinished(folder: pathlib.Path | str) -> bool:
-    """Whether a folder is a run that has saved states and no model."""
+    """Whether a folder is a run that has saved states but no model."""
     folder = pathlib.Path(folder)
     return any(folder.glob("state/*")) and not stores.holds_params(folder / "model")
 
@@ -63,15 +63,15 @@ def is_unfinished(folder: pathlib.Path | str) -> bool:
 class States:
     """The saved training states of a run: any pytree of arrays and numbers.
 
-    Where several processes train together all of them call the same methods with the same
-    arguments, and the folder is one that all of them see.
+    If several processes train together, all of them call the same methods with the same arguments,
+    and all must have access to the folder.
 
     Attributes:
-        folder: holds one folder a step.
+        folder: contains one folder per step.
         keep: how many of the newest to keep.
-        keep_every: steps; the state nearest to each multiple is kept too; 0: no others.
-            So is the one with the best score.
-        read_only: another process may be writing here, so nothing is swept away or put aside.
+        keep_every: in steps; the state closest to each multiple is kept too; 0: no others.
+            The one with the best score is always kept.
+        read_only: another process may be writing here, so nothing is deleted or moved.
     """
 
     folder: pathlib.Path
@@ -116,14 +116,14 @@ class States:
         note: dict[str, Any] | None = None,
         score: float | None = None,
     ) -> None:
-        """Copies the state and writes it in the background, unless that of this step is there.
+        """Copies the state and writes it in the background, unless this step is already saved.
 
         Args:
-            note: what JSON can hold, to be saved with it.
-            score: how good it is; larger is better.
+            note: saved with it; anything that JSON can represent.
+            score: its quality; larger is better.
 
         Raises:
-            CheckpointError: the disk is too full, or writing the state before this one failed.
+            CheckpointError: the disk is too full, or writing the previous state failed.
         """
         self.wait()
         if step in self.steps:
@@ -134,7 +134,7 @@ class States:
         }
         if runtime.are_several():
             leaves = _shared_arrays(leaves)
-        else:  # copies, for the next step donates its buffers
+        else:  # copies, because the next step donates its buffers
             leaves = {name: np.array(leaf) for name, leaf in leaves.items()}
         size = sum(leaf.nbytes for leaf in leaves.values())
         runtime.first_does(lambda: model_folder.check_free_space(self.folder, size))
@@ -149,21 +149,21 @@ class States:
             )
 
     def restore(self, template: T, only: tuple[str, ...] = ()) -> tuple[int, T] | None:
-        """Returns the newest readable state and its step; None where nothing was saved.
+        """Returns the newest readable state and its step; None if nothing was saved.
 
-        One that is damaged (its checksums are wrong, or bytes of it are missing) is passed over
-        with a warning, and put aside once one before it was read. What is not damage, such as too
-        little memory, moves nothing.
+        A damaged state (its checksums are wrong, or bytes are missing) is skipped with a warning,
+        and moved aside once an older one has been read. Other errors, such as too little memory,
+        move nothing.
 
         Args:
-            template: a state of the same shapes; it says where the arrays go, which need not be
-                where they were when they were saved.
-            only: beginnings of names. What begins with the first of them that any name has is
-                read alone; the template then holds this part, whose names begin after it.
+            template: a state of the same shapes; it says where to put the arrays, which may differ
+                from where they were when they were saved.
+            only: prefixes of names. Only names with the first prefix that occurs are read; the
+                template then has just this part, with names that omit the prefix.
 
         Raises:
-            CheckpointError: none of the states is readable, or they are of another model, or the
-                newest one cannot be read on this machine just now.
+            CheckpointError: none of the states is readable, or they belong to another model, or
+                the newest one cannot be read on this machine at the moment.
         """
         self.wait()
         steps, damaged = self.steps, []
@@ -173,7 +173,7 @@ class States:
                 leaves = self._read(step, template, only)
             except model_folder.CheckpointError:
                 raise
-            except Exception as error:  # the store raises whatever its layers raise
+            except Exception as error:  # the store passes on exceptions of any kind
                 leaves, trouble = {}, error
             if runtime.holds_everywhere(trouble is None):
                 self._put_aside(damaged)
@@ -205,7 +205,7 @@ class States:
         return None
 
     def note(self, step: int) -> dict[str, Any]:
-        """Returns the note that was saved with a state; an empty one where there was none."""
+        """Returns the note that was saved with a state; {} if there was none."""
         found: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
         return (found or {}).get("note") or {}
 
@@ -233,9 +233,9 @@ class States:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the store raises whatever its layers raise
-            # It would count a step whose writing failed as saved, so begin again. Of several
-            # processes the others know nothing of it yet: they cannot do this together.
+        except Exception as error:  # the store passes on exceptions of any kind
+            # The store would count a step whose writing failed as saved, so open it again. With
+            # several processes that is not possible, as the others do not know of the error yet.
             if not runtime.are_several():
                 self._checkpointer = self._open()
             raise model_folder.WriteError(
@@ -245,10 +245,10 @@ class States:
             ) from error
 
     def _read(self, step: int, template: Any, only: tuple[str, ...]) -> dict[str, Any]:
-        """Returns leaves by name, of one of the groups that `only` names if it names any.
+        """Returns leaves by name; if `only` names groups, just the first one that exists.
 
         Raises:
-            CheckpointError: they are of another model.
+            CheckpointError: they belong to another model.
         """
         metadata: Any = self._checkpointer.checkpointables_metadata(step)
         known = (metadata.custom_metadata or {}).get("sha256")
@@ -318,18 +318,18 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and what it came from: the store wraps them in errors of its own."""
+    """Yields an error and its causes: the store wraps them in its own errors."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _shared_arrays(leaves: dict[str, Any]) -> dict[str, jax.Array]:
-    """Returns arrays that lie over several processes, where they lie.
+    """Returns arrays spread over several processes, left where they are.
 
-    Numbers, the same in all processes, become such arrays. What is on an accelerator the store
-    copies to the host before it returns; on CPU it would read the very buffers that the next step
-    donates, so it gets copies.
+    Numbers, the same in all processes, become such arrays. The store copies arrays on accelerators
+    to the host before it returns; on CPU it would read the very buffers that the next step donates,
+    so it gets copies.
     """
     anywhere = _anywhere(leaves)
 
@@ -347,7 +347,7 @@ def _shared_arrays(leaves: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def _anywhere(leaves: Mapping[str, Any]) -> jax.sharding.Sharding:
-    """Returns a copy on every device that holds a part of these arrays."""
+    """Returns the sharding with a copy on every device that holds a part of these arrays."""
     for leaf in leaves.values():
         where = getattr(leaf, "sharding", None)
         if isinstance(where, jax.sharding.NamedSharding):
@@ -356,29 +356,29 @@ def _anywhere(leaves: Mapping[str, Any]) -> jax.sharding.Sharding:
 
 
 # ---------------------------------------------------------------------------------------------
-# Checksums of a state. Of arrays that one process holds, each by itself: the SHA-256 of its bytes.
-# Over several processes none has these: SHA-256 of sums that the devices make together, in which a
-# flipped bit shows, and which are the same however the array is split.
+# Checksums of a state. If one process holds all arrays, each has its own: the SHA-256 of its bytes.
+# With several processes none has all the bytes, so one checksum covers all arrays: the SHA-256 of
+# sums that the devices compute together, which reveal a flipped bit however an array is split.
 
 
 def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Returns the checksum of each array.
 
-    Training waits for it, since the store takes what goes with a state before it writes anything.
+    Training waits for it, since the store needs the metadata of a state before it starts writing.
     """
     if runtime.are_several():
         return _sum_digests(leaves)
-    # Hashing releases the interpreter's lock, so every core takes an array.
+    # Hashing releases the interpreter's lock, so each core hashes an array.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: arrays.digest_of({name: leaves[name]}), leaves)
         return dict(zip(leaves, digests, strict=True))
 
 
 def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) -> None:
-    """Compares arrays with the checksums they were saved with: one each, or one of all together.
+    """Compares arrays with the checksums saved with them: one each, or one for all together.
 
     Raises:
-        ValueError: names those that differ.
+        ValueError: lists those that differ.
     """
     if not isinstance(known, dict):
         if known != arrays.digest_of({name: np.asarray(leaf) for name, leaf in leaves.items()}):
@@ -400,7 +400,7 @@ def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) 
 
 
 def _is_of_several(known: dict[str, str] | str | None) -> bool:
-    """Whether these are checksums of arrays that lay over several processes."""
+    """Whether these are checksums of arrays that were spread over several processes."""
     return isinstance(known, dict) and any(value.startswith("sums ") for value in known.values())
 
 
@@ -415,9 +415,9 @@ def _sum_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 @jax.jit
 def _sums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, " 2"]]:
-    """Returns two sums modulo 2**32 of the bits of each array, every place with an odd factor.
+    """Returns two sums modulo 2**32 over the bits of each array, with an odd factor per position.
 
-    An odd factor takes no bit away, so that a single flipped one always shows.
+    Odd factors are invertible, so a single flipped bit always changes the sums.
     """
 
     def one(leaf):
@@ -436,7 +436,7 @@ def _sums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, " 2"]]:
 
 
 def _filled(template: T, leaves: Mapping[str, Any]) -> T:
-    """Returns the template with these leaves in the place of its own."""
+    """Returns the template with its leaves replaced by these."""
 
     def place(path: tuple, leaf: Any) -> Any:
         if not np.size(leaf):
@@ -448,7 +448,7 @@ def _filled(template: T, leaves: Mapping[str, Any]) -> T:
         if isinstance(leaf, np.ndarray):
             return saved
         if isinstance(saved, jax.Array):
-            return saved  # the store put it where it goes
+            return saved  # the store has already placed it
         return jax.device_put(saved, getattr(leaf, "sharding", None))
 
     return jax.tree_util.tree_map_with_path(place, template)

@@ -20,14 +20,14 @@ from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything a run needs to go on to the bit.
+    """Everything that a run needs to be resumed exactly, bit for bit.
 
     Attributes:
-        step: optimizer steps done; also the next batch.
+        step: optimizer steps done; also the index of the next batch.
         params: the model, or the trained part of it.
         ema: moving average of `params`, or None.
         opt_state: of the optimizer.
-        skipped: steps that were left out in a row until now, their gradient not being finite.
+        skipped: the current number of consecutive steps skipped for a non-finite gradient.
         frozen: the part that is not trained, or None. Not saved: `init_state` makes it again.
     """
 
@@ -40,17 +40,17 @@ class TrainState:
 
     @property
     def saved(self) -> "TrainState":
-        """What is written to disk."""
+        """The part that is written to disk."""
         return dataclasses.replace(self, frozen=None)
 
 
-# Of "text" and of "image": what the weighted sum of a loss is divided by (in tokens, in codes), and
-# how many targets have a loss.
+# For "text" and for "image": what the weighted sum of a loss is divided by (in tokens, in codes),
+# and the number of targets with a loss.
 Denominators = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 
 
 def denominators(batch: Corrupted) -> Denominators:
-    """Returns what the sums of a loss are divided by: of a whole batch, however it is cut."""
+    """Returns the divisors of the loss for a whole batch, however it will be split."""
     codes = 1 if batch.image_target is None else batch.image_target.shape[2]
 
     def count(weight, each: int):
@@ -72,13 +72,13 @@ def denominators(batch: Corrupted) -> Denominators:
 def loss(
     params: Denoiser, batch: Corrupted, over: Denominators | None = None, chunk: int = 0
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the training loss and what is logged (diffusion.py says what the weights mean).
+    """Returns the training loss and values to log (diffusion.py explains the weights).
 
-    Text and image are averaged apart and added, each over the whole batch.
+    Text and image are averaged separately, each over the whole batch, and added.
 
     Args:
-        over: of the batch that this one is a part of; by default this one is whole.
-        chunk: tokens of a row whose logits exist at a time; 0: all of them.
+        over: of the whole batch, if this one is a part; by default this one is whole.
+        chunk: tokens per row whose logits exist at a time; 0: all of them.
     """
     over = over or denominators(batch)
     features = None if batch.pixels is None else params.see(batch.pixels)
@@ -116,15 +116,15 @@ def gradient(
     microbatches: int = 1,
     chunk: int = 0,
 ) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
-    """Returns loss, what is logged, and the gradient, computed a few rows at a time.
+    """Returns loss, values to log, and the gradient, computed a few rows at a time.
 
-    However a batch is cut, every part is divided by what the whole would be (design of the loss in
-    `diffusion.py`), so the parts add up to the same. Rows are dealt to the microbatches in turn,
-    so that each has rows of every device.
+    Every part of a batch is divided by the divisors of the whole (design of the loss in
+    `diffusion.py`), so the parts add up to the same result. Rows are dealt to the microbatches in
+    turn, so that each has rows from every device.
 
     Args:
         frozen: the part of the model that gets no gradient, if `params` are not all of it.
-        microbatches: parts that the batch is cut into, one after another; they divide its rows.
+        microbatches: number of parts that are processed in turn; it divides the number of rows.
     """
     over = denominators(batch)
 
@@ -167,7 +167,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after one optimizer step, and scalars to log.
 
-    A step whose gradient is not finite leaves parameters and optimizer as they were.
+    A step with a non-finite gradient leaves parameters and optimizer unchanged.
     """
     value, logged, found = gradient(
         state.params, batch, frozen=state.frozen, microbatches=microbatches, chunk=loss_chunk

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes `tests/data/evals`: five records of every benchmark, in its official format, by us.
+"""Writes `tests/data/evals`: five records per benchmark in its official format, made up by us.
 
     python tests/data/make_evals.py
 
-No record is of the benchmark itself. Needs pyarrow.
+No record comes from the benchmark itself. Needs pyarrow.
 """
 
 import base64
@@ -22,7 +22,7 @@ COLOURS = ("red", "green", "blue", "orange", "purple")
 
 
 def picture(number: int) -> Image.Image:
-    """A square of a colour of its own, number + 1 of them in a row."""
+    """A row of number + 1 squares, in a colour that depends on `number`."""
     image = Image.new("RGB", (40, 24), "white")
     pen = ImageDraw.Draw(image)
     for i in range(number + 1):
@@ -276,7 +276,7 @@ def docvqa() -> None:
 
 
 def refcoco() -> None:
-    """Three sets over the same pictures; what RefCOCO+ says names no place."""
+    """Three sets with the same pictures; expressions of RefCOCO+ name no places."""
     unc, umd = ("val", "val", "testA", "testB", "train"), ("val", "val", "test", "test", "train")
     refer("refcoco", "refs(unc).p", unc, "the one at the left")
     refer("refcoco+", "refs(unc).p", unc, "the one that is flat")
@@ -305,7 +305,7 @@ def refer(name: str, file: str, splits: tuple[str, ...], second: str) -> None:
         )  # fmt: skip
     folder = FOLDER / "refcoco" / name
     write_json(folder / "instances.json", {"images": images, "annotations": boxes})
-    (folder / file).write_bytes(pickle.dumps(refs, protocol=0))  # as it was released
+    (folder / file).write_bytes(pickle.dumps(refs, protocol=0))  # as in the release
 
 
 for make in (

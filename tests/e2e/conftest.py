@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny run from the command line to the report, which most tests here look at."""
+"""A tiny run from the command line to the report, shared by most tests here."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def _quick():
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A run of six steps, the words that started it, and the model it ended with."""
+    """A run of six steps, its command line, and the resulting model."""
 
     folder: pathlib.Path
     words: list[str]
@@ -48,7 +48,7 @@ def finished(_quick, tmp_path_factory):
     kept, write = [], report.write
 
     def write_and_keep(pipe, *args, **more):
-        """Times two rows, as many as were drawn, so that nothing is compiled for it alone."""
+        """Times two rows, as many as were drawn, so that nothing more has to be compiled."""
         kept.append(pipe)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipe.engine, "batch_size", 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake is a sentence and exit code 2, and nothing is half-written or lost."""
+"""User errors give one sentence and exit code 2, and nothing is half-written or lost."""
 
 import collections
 import hashlib
@@ -24,13 +24,13 @@ CHECKOUT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def complaint(capsys):
-    """Returns the one sentence that a command line which must fail prints."""
+    """Runs a command line that must fail; returns the one sentence that it prints."""
 
     def run(*words):
         assert main.main(["main", *map(str, words)]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        # What went before it are lines of progress.
+        # The lines before it report progress.
         sentence = printed.err.splitlines()[-1]
         assert sentence.startswith("sparse_lavida_jax: ")
         assert "Traceback" not in printed.err
@@ -40,7 +40,7 @@ def complaint(capsys):
 
 
 def contents(folder):
-    """A digest of every file below a folder."""
+    """A digest of every file in a folder and its subfolders."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()

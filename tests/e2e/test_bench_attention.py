@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention bench without a device for it: methods agree, and nothing is timed."""
+"""The attention benchmark without its device: methods agree, and nothing is timed."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def test_without_a_kernel_there_are_no_tiles_to_measure():
 def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
     tmp_path, monkeypatch, capsys
 ):
-    """Times of this machine, in a folder that is thrown away; a method that fails is left out."""
+    """Times this machine, in a temporary folder; a method that fails is left out."""
 
     def fails(numbers):
         raise RuntimeError("no such device")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling bench on a model of random weights, without a checkpoint or a tokenizer."""
+"""The sampling benchmark on a model with random weights, without a checkpoint or a tokenizer."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def get_config():
     c.sampling = dict(num_steps=4, text_steps=2, guidance=1.5, plan=False)
     return c
 """
-# Rows go where the test says, and not among those of the project.
+# Rows are written where the test says, not into the results of the project.
 PROGRAM = """
 import pathlib, sys
 from absl import app
@@ -71,7 +71,7 @@ def test_random_weights_are_timed_by_every_preset_that_is_asked_for(run, tmp_pat
         assert row["random_weights"] and len(row["times_s"]) == 5
         assert row["guidance_rows"] == (2 if row["task"] == "draw" else 1)
     passed = {row["method"]: row["tokens"]["useful"] for row in rows if row["task"] == "draw"}
-    # The prompt and 16 cells four times; the prompt once, each step's cells, 2 registers, newest.
+    # Prompt and 16 cells four times; below: prompt once, each step's cells, 2 registers, newest.
     assert passed["dense"] == 4 * (128 + 16)
     assert passed["sparse"] < 128 + 4 * 2 + 2 * 16
     assert "| small, draw, 1, 4 | sparse |" in table.table("sampling", rows)
@@ -108,7 +108,7 @@ def get_config():
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", suites.SUITES)
 def test_every_suite_of_whole_requests_runs_at_the_full_structure(run, tmp_path, suite):
-    """Words in, pixels or words out; what is there is not measured again."""
+    """From words to pixels or words; existing results are not measured again."""
     path = tmp_path / "tiny.py"
     path.write_text(TINY.format(path=str(CONFIGS / "lavida_o_tiny.py")))
     settings = config.read(path)

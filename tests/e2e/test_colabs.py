@@ -13,7 +13,7 @@ import pytest
 COLABS = pathlib.Path(__file__).parents[2] / "colabs"
 NAMES = sorted(path.stem for path in COLABS.glob("*.ipynb"))
 QUICK = ("how_it_works",)
-SECONDS = 300  # until a cell is given up
+SECONDS = 300  # time limit of a cell
 
 
 def cells(name, kind):
@@ -56,7 +56,7 @@ def test_only_colab_is_installed_on(name):
 
 
 def test_on_colab_all_that_the_package_needs_is_installed():
-    """All but jax, which Colab brings; without its dependencies the package itself."""
+    """All but jax, which Colab provides; the package itself is installed without dependencies."""
     project = tomllib.loads((COLABS.parent / "pyproject.toml").read_text())["project"]
     needed = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
     lines = re.findall(r"%pip install -q (?!--no-deps)(.*)", sources(NAMES[0])[0])
@@ -65,7 +65,7 @@ def test_on_colab_all_that_the_package_needs_is_installed():
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """Where one notebook finds what another has compiled."""
+    """A compilation cache that the notebooks share."""
     return tmp_path_factory.mktemp("programs")
 
 

@@ -26,7 +26,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
 FOLDER = pathlib.Path(__file__).parents[2] / "comfyui"
 PROMPT = "a red circle above a blue square"
-# What sockets of ComfyUI carry, and ours.
+# The socket types of ComfyUI, and ours.
 SOCKETS = {"IMAGE", "MASK", "STRING", "INT", "FLOAT", "SPARSE_LAVIDA_SERVER"}
 WIDGETS = {
     "STRING": {"multiline"},
@@ -37,7 +37,7 @@ WIDGETS = {
 
 @pytest.fixture(scope="module")
 def package():
-    """The package, under a name like the one that ComfyUI gives it: its whole path."""
+    """The package, imported under its whole path as in ComfyUI."""
     name = str(FOLDER).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, FOLDER / "__init__.py")
     module = importlib.util.module_from_spec(spec)
@@ -68,7 +68,7 @@ def address(pipe):
 
 @pytest.fixture(scope="module")
 def run(package, address):
-    """Runs a node with its inputs as ComfyUI does; its outputs."""
+    """Runs a node as ComfyUI does; returns its outputs."""
 
     def of(name, **inputs):
         node = package.NODE_CLASS_MAPPINGS[f"SparseLaViDa{name}"]
@@ -88,7 +88,7 @@ def run(package, address):
 
 @pytest.fixture(scope="module")
 def shown():
-    """Two images, as ComfyUI has them."""
+    """Two images in ComfyUI's format."""
     scenes = [tasks.sample("edit", 0, i).image for i in range(2)]
     return np.stack([world.render(scene) for scene in scenes]).astype(np.float32) / 255
 
@@ -97,7 +97,7 @@ def test_the_folder_says_what_comfyui_reads(package):
     nodes = package.NODE_CLASS_MAPPINGS
     assert set(nodes) == set(package.NODE_DISPLAY_NAME_MAPPINGS)
     for name, node in nodes.items():
-        assert name.startswith("SparseLaViDa")  # one namespace for the nodes of everybody
+        assert name.startswith("SparseLaViDa")  # all nodes share one namespace
         assert node.CATEGORY == "Sparse-LaViDa"
         assert set(node.RETURN_TYPES) <= SOCKETS
         assert len(node.RETURN_NAMES) == len(node.RETURN_TYPES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every shipped configuration builds, and its parts fit each other."""
+"""Every shipped configuration builds, and its parts fit together."""
 
 import ast
 import dataclasses
@@ -145,7 +145,7 @@ def test_the_parameters_have_shapes_and_an_optimizer(name):
 
 @each_denoiser
 def test_batches_come_out(name, monkeypatch):
-    """One of each group, with a stand-in for the image codec."""
+    """One batch of each group, with a stand-in for the image codec."""
     given = read(name)
     if given.data.source == "digits":
         pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
@@ -194,7 +194,7 @@ def test_the_assignment_of_the_paper_is_named(name):
 
 @each_prepared
 def test_a_run_that_was_begun_with_one_step_of_text_can_go_on(name, tmp_path):
-    """Its settings were written without those that are newer."""
+    """Its settings were saved before newer ones existed."""
     once = config.read(CONFIGS[name].with_name(f"{name}.py:one_step"))
     with runs.Run(tmp_path, once) as run:
         run.metrics_path.write_text("")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converting, verifying and exporting from the command line; a mistake is a sentence."""
+"""Converting, verifying and exporting from the command line; errors are one sentence."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_the_short_command_shows_how_it_is_used(capsys):
 
 @pytest.fixture
 def complaint(tmp_path, capsys):
-    """Runs words that must fail; returns the sentence. Nothing may be written or left behind."""
+    """Runs a command that must fail; returns its message. No files may be left behind."""
 
     def told(*words):
         before = sorted(tmp_path.rglob("*"))
@@ -155,7 +155,7 @@ def test_a_damaged_model_is_neither_verified_nor_exported(tmp_path, folder, comp
 
 
 def test_a_terminated_conversion_leaves_nothing(tmp_path, folder):
-    """The signal comes from within, at the first tensor: a moment that is sure to be there."""
+    """The process signals itself at the first tensor, so that the moment is certain."""
     program = (
         "import os, signal, sys\n"
         "from sparse_lavida_jax import main\n"

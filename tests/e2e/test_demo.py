@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a headless Chromium on loopback: draw, paint a mask, ask, and a broken upload."""
+"""The web page in headless Chromium: draw, paint a mask, ask, and upload a broken file."""
 
 import asyncio
 import concurrent.futures
@@ -29,9 +29,9 @@ from serving_on_loopback import served  # noqa: E402
 from sparse_lavida_jax.apps import batching, demo, server  # noqa: E402
 from sparse_lavida_jax.apps.serving import Service  # noqa: E402
 
-MILLISECONDS = 60_000  # until a test gives up; the first image is compiled
+MILLISECONDS = 60_000  # time limit; the first image includes compilation
 PASSED = "tokens through the network"
-# Root may run it; the canvas wants WebGL, which a machine without a GPU computes.
+# Allows running as root; the canvas needs WebGL, here without a GPU.
 ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 
 
@@ -76,7 +76,7 @@ def browser():
 def page(browser, address):
     found = browser.new_page(viewport={"width": 1200, "height": 1400})
     found.set_default_timeout(MILLISECONDS)
-    # Nothing is fetched from anywhere else.
+    # All other addresses are blocked.
     found.route("**/*", lambda route: route.continue_() if "127.0.0.1" in route.request.url
                 or route.request.url.startswith(("data:", "blob:")) else route.abort())  # fmt: skip
     found.goto(address)
@@ -235,7 +235,7 @@ def test_programs_that_send_a_broken_image_are_told(address, shown, broken):
 
 @pytest.fixture
 def stages():
-    """A service whose model takes a step when it is let."""
+    """A service whose model takes a step only when the test allows it."""
     made = Service(staged.Staged())
     yield made
     made.pipe.run_free()
@@ -263,12 +263,12 @@ def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
         values = []
         async for value in demo._run(stages, "generate", inputs):
             values.append(value)
-            # A step has begun, so what is shown after it is a preview.
+            # A step has started, so an image shown after it is a preview.
             if stages.pipe.at_step.acquire(blocking=False):
                 stages.pipe.go.release()
         return values
 
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the browser has a loop in this one
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
         *before, (image, note, _) = thread.submit(asyncio.run, seen()).result()
     decoded = [one.max() for one, *_ in before if isinstance(one, np.ndarray)]
     assert decoded and set(decoded) <= {1, 2} and decoded == sorted(decoded)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The day of a new device: every part in turn, what failed is told, what is done stays done."""
+"""The device-day script: runs every part, reports failures, and does not repeat finished parts."""
 
 import os
 import pathlib
@@ -21,14 +21,14 @@ def run(*words, **environment):
 
 
 def parts(results):
-    """What became of each part, in order."""
+    """The outcome of each part, in order."""
     lines = (results / "device_day" / "parts.tsv").read_text().splitlines()
     return {name: became for name, became, _ in (line.split("\t") for line in lines)}
 
 
 @pytest.fixture
 def python(tmp_path):
-    """Returns a function that makes an interpreter which only notes its calls, and does `then`."""
+    """Returns a function that makes a fake interpreter, which logs its calls and runs `then`."""
 
     def made(then="true"):
         program = tmp_path / "python"
@@ -75,7 +75,7 @@ def test_a_mistake_is_answered_with_what_it_takes(words):
 
 @pytest.mark.slow
 def test_a_dry_run_goes_through_every_part_and_ends_with_the_bars(tmp_path):
-    for _ in range(3):  # a slow machine does not end every part in its time, and goes on
+    for _ in range(3):  # on a slow machine parts may time out; the next run continues
         done = run("--dry-run", tmp_path, PYTHON=sys.executable)
         if done.returncode == 0:
             break

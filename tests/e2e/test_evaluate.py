@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every benchmark from its official files to what its scorer reads, on a tiny LaViDa-O."""
+"""Every benchmark from its official files to its scorer's input, on a tiny LaViDa-O."""
 
 import ast
 import dataclasses
@@ -25,7 +25,7 @@ SAMPLES = CHECKOUT / "tests" / "data" / "evals"
 EVALUATE = CHECKOUT / "configs" / "evaluate.py"
 NEEDS_PARQUET = {"mathvista", "mmmu"}
 
-# What lies in the export besides the images, and how many items a sample has.
+# Files in the export other than images, and the number of items in a sample.
 QUESTIONS = {
     "chartqa": (5, {"test_human.json", "test_augmented.json"}),
     "docvqa": (5, {"val_submission.json"}),
@@ -39,19 +39,19 @@ QUESTIONS = {
     "refcocog": (3, {"refcocog_val.json"}),
 }
 IMAGES = ("geneval", "dpg", "mjhq", "imgedit")
-# Of which a config is one of several.
+# Benchmarks that share a config.
 BENCHMARKS = {"refcoco_plus": "refcoco", "refcocog": "refcoco"}
 
 
 @pytest.fixture
 def _one_program(monkeypatch):
-    """All prompts have one padded length, so that they share a compiled program."""
+    """Gives all prompts one padded length, so that they share a compiled program."""
     monkeypatch.setattr(prompts, "PROMPT_BUCKET", 640)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A converted LaViDa-O with arbitrary weights that was trained sparsely since."""
+    """A converted LaViDa-O with arbitrary weights, marked as trained sparsely."""
     folder = tmp_path_factory.mktemp("lavida-o")
     sizes = dataclasses.replace(
         torch_folder.SETTINGS.model,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C ends a long command soon, with 130, and leaves nothing half-written.
+"""Ctrl-C ends a long command soon, with exit code 130, and leaves nothing half-written.
 
-KILLS says how often each is interrupted, at random times: 3 times, or 20 times in
+KILLS sets how often each is interrupted, at random times: 3 times, or 20 times in
 `.ci/run --full`.
 """
 
@@ -20,7 +20,7 @@ from sparse_lavida_jax.data import image_files
 
 KILLS = int(os.environ.get("KILLS", "3"))
 CHECKOUT = pathlib.Path(__file__).parents[2]
-SECONDS = 20  # the interrupt comes within so many, and the command ends within so many more
+SECONDS = 20  # until the interrupt at most, and again until the command has ended
 PROGRAM = (
     "import signal, sys\n"
     "from sparse_lavida_jax import cli\n"
@@ -32,7 +32,7 @@ PROGRAM = (
 
 
 def interrupted(words, after: float) -> tuple[int, str]:
-    """Runs a command, interrupts it after so many seconds; returns its exit code and errors."""
+    """Interrupts a command after `after` seconds; returns its exit code and errors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *map(str, words)],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)},

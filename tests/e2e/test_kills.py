@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training that is killed at any moment goes on from its last saved step, to the bit.
+"""A training killed at any moment continues from its last saved step, bit for bit.
 
-KILLS says how often it is killed: 3 times, or 20 times in `.ci/run --full`.
+KILLS sets how often it is killed: 3 times, or 20 times in `.ci/run --full`.
 """
 
 import os
@@ -22,9 +22,9 @@ EVERY_STEP = {"train_steps": STEPS, "log_every": 1, "checkpoint_seconds": 1e-9}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The words of a run that nothing happened to, and its folder.
+    """The command line of an undisturbed run, and its folder.
 
-    It keeps its compiled programs for those that are killed.
+    The killed runs reuse its compiled programs.
     """
     folder = tmp_path_factory.mktemp("whole")
     words = tiny_run.command(folder, tiny_run.settings(train=EVERY_STEP))
@@ -34,7 +34,7 @@ def whole(tmp_path_factory):
 
 
 def committed(run) -> int:
-    """The newest saved step; 0 where none is."""
+    """The newest saved step; 0 if there is none."""
     return max((int(p.name) for p in run.glob("state/*") if p.name.isdigit()), default=0)
 
 
@@ -42,7 +42,7 @@ def test_however_often_it_is_killed_it_ends_like_one_that_was_not(whole, tmp_pat
     words, expected = whole
     rng, run, killed, ended = random.Random(0), tmp_path / "run", 0, 0
     for attempt in range(KILLS):
-        if attempt % 3 == 0:  # a new run now and then: the last kills of one find little to do
+        if attempt % 3 == 0:  # sometimes a new run: late kills of one find little to do
             run = tmp_path / f"run{attempt}"
         before = committed(run)
         training = tiny_run.start(
@@ -55,7 +55,7 @@ def test_however_often_it_is_killed_it_ends_like_one_that_was_not(whole, tmp_pat
             training.kill()
             killed += training.process.exitcode == -9
         assert not training.steps or training.steps[0] == before
-        # Nothing is deleted before its successor is there.
+        # A state is deleted only after its successor is saved.
         assert committed(run) >= before
         if attempt % 3 == 2 or attempt == KILLS - 1:
             before = committed(run)

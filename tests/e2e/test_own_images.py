@@ -34,7 +34,7 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A folder of 30 images of shapes over nothing, one of them broken, and their captions."""
+    """A folder of 30 transparent images of shapes, one of them broken, and their captions."""
     folder = tmp_path_factory.mktemp("own") / "images"
     folder.mkdir()
     rows = []
@@ -66,7 +66,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert "step 6/6" in printed.err
     assert image_files.read(prepared / "reconstructions.png").shape[1] > 4 * 64
 
-    # Again: nothing is made twice.
+    # A second run does no work again.
     digest = vq.ImageEncoder(str(prepared)).digest
     assert front("prepare", images, prepared, *TOKENIZER) == 0
     printed = capsys.readouterr()
@@ -106,7 +106,7 @@ def test_three_commands_go_on_from_a_converted_model(images, tmp_path, capsys):
     assert front(*asked, "--out", out) == 0, capsys.readouterr().err
     assert image_files.read(out).shape == (32, 32, 3)
 
-    # And on from that run, with adapters.
+    # Continue from that run, with adapters.
     more = tmp_path / "more"
     words = ("train", f"--data={prepared}", f"--init-from={run}", f"--workdir={more}", *SHORT)
     assert front(*words, "--config.lora.rank=2") == 0

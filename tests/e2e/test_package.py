@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as it is installed: light to import, typed, whole in its wheel, citable."""
+"""The installed package: fast to import, typed, complete in its wheel, citable."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print([middle - begin, time.perf_counter() - middle, loaded])
 
 
 def run(*words, folder, **surroundings):
-    """Runs Python in another folder; what it prints. Nothing may be said on the error stream."""
+    """Runs Python in another folder; returns its output. It may print nothing to stderr."""
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, capture_output=True, text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **surroundings},

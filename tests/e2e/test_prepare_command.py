@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparing data from the command line: from images to batches, stopped and gone on."""
+"""Preparing data from the command line: from images to batches, stopped and resumed."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_the_tokenizer_of_a_model_folder_is_found(tmp_path):
 
 @pytest.fixture
 def complaint(capsys):
-    """Runs words that must fail; returns the sentence."""
+    """Runs a command that must fail; returns its message."""
 
     def told(*words):
         assert main.main(["main", "--mode=prepare", *map(str, words)]) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted model is trained on a prepared folder from the command line, or told why not."""
+"""A converted model is trained on a prepared folder from the command line, or refused."""
 
 import dataclasses
 import json
@@ -115,7 +115,7 @@ def test_a_tokenizer_of_another_model_is_told(given, tmp_path, capsys):
 
 
 def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
-    """Without a judge: a sheet, and no score."""
+    """There is no judge: the result is a sheet without a score."""
     asked = batches.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
     assert len(asked) == 4 and all(prompt.startswith("image ") for prompt in asked)
 

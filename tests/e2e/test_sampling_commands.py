@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trained model draws: the same from disk as in memory, the same for the same seed."""
+"""A trained model draws the same from disk as in memory, and the same for the same seed."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_the_command_line_evaluates(finished, tmp_path, capsys):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """How many requests and rows each prefill had, whole or gathered from parts."""
+    """The numbers of requests and rows of each prefill, whole or gathered from parts."""
     seen, prefill, gather = [], sample.prefill, sample.gather
 
     def counting(model, canvas, decoded_at, row_key, prompt, **more):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's own client draws, edits and asks on loopback; what is refused is a sentence."""
+"""OpenAI's own client draws, edits and asks on loopback; refusals are one sentence."""
 
 import base64
 import dataclasses
@@ -207,7 +207,7 @@ def _answers(address):
 
 @pytest.fixture
 def slow():
-    """A server whose model takes a step when it is let: its service and its client."""
+    """A server whose model steps only when the test allows it: its service and its client."""
     service = Service(staged.Staged(), Limits(waiting=1))
     with served(lambda *_: server.make_app(service)) as address:
         yield service, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
@@ -289,7 +289,7 @@ def test_a_client_that_leaves_frees_the_device_at_the_next_segment(slow):
     leaves.join(staged.PATIENCE)
     assert replies == {"leaves": "APITimeoutError"}
     time.sleep(4 * asking.POLL_SECONDS)
-    assert service.pipe.asked == ["leaves"]  # the segment is not broken off
+    assert service.pipe.asked == ["leaves"]  # a segment is not interrupted
     service.pipe.go.release()
     until(lambda: service.pipe.asked == ["leaves", "stays"])
     service.pipe.run_free()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What OpenAI's client sends is answered in OpenAI's shapes; what strangers send is refused."""
+"""Requests of OpenAI's client get answers in OpenAI's format; malformed requests are refused."""
 
 import base64
 import contextlib
@@ -34,7 +34,7 @@ KEY = "a key"
 
 
 class Asked(staged.Staged):
-    """A staged model that keeps what it is asked, and finds boxes."""
+    """A staged model that records its requests, and finds boxes."""
 
     def __init__(self):
         super().__init__(batch_size=4)
@@ -54,7 +54,7 @@ class Asked(staged.Staged):
 
 @contextlib.contextmanager
 def serving(limits=None, **rules):
-    """A server of a staged model: its service and its address."""
+    """A server with a staged model: its service and its address."""
     service = Service(Asked(), limits or Limits(upload=200_000, longest_wait=0.0))
     with served(lambda *_: server.make_app(service, **rules)) as address:
         yield service, address
@@ -63,7 +63,7 @@ def serving(limits=None, **rules):
 
 @pytest.fixture(scope="module")
 def free():
-    """A server whose model waits for nobody."""
+    """A server whose model steps without waiting."""
     with serving() as (service, address):
         service.pipe.run_free()
         yield service, address
@@ -122,7 +122,7 @@ def test_a_stream_shows_the_image_while_it_is_drawn(client, service):
     assert [event.type for event in events] == kinds
     assert [event.partial_image_index for event in events[:2]] == [0, 1]
     seen = [np.array(Image.open(io.BytesIO(base64.b64decode(e.b64_json)))) for e in events]
-    assert [image.max() for image in seen] == [1, 2, 9]  # cells that were decoded, and the image
+    assert [image.max() for image in seen] == [1, 2, 9]  # decoded cells, and the final image
     assert (events[-1].usage.input_tokens, events[-1].usage.output_tokens) == (2, 2)
     assert (events[-1].size, events[-1].output_format) == ("2x2", "png")
     (event,) = client.images.edit(image=("a.png", png()), prompt="b", stream=True)
@@ -373,7 +373,7 @@ def test_an_error_of_the_program_has_the_shape_too(client, service, monkeypatch)
 
 
 # ---------------------------------------------------------------------------------------------
-# Strangers.
+# Malformed requests.
 
 
 DATA = b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e"  # none
@@ -430,7 +430,7 @@ def test_images_are_read_beside_the_others_once_there_is_a_place():
             thread.start()
         assert reading.wait(staged.PATIENCE)
         assert httpx.get(f"{address}/health", timeout=5).status_code == 200
-        until(lambda: service._batcher._places == 2)  # one that is about to begin, one that waits
+        until(lambda: service._batcher._places == 2)  # one about to start, one waiting
         with pytest.raises(openai.RateLimitError, match="1 requests wait already"):
             client.images.generate(prompt="b")
         go.set()
@@ -438,7 +438,7 @@ def test_images_are_read_beside_the_others_once_there_is_a_place():
             thread.join(staged.PATIENCE)
         assert replies == [400, 400]
         service.pipe.run_free()
-        client.images.generate(prompt="b")  # the places were given back
+        client.images.generate(prompt="b")  # the places are free again
 
 
 def test_a_key_is_asked_for():
@@ -471,7 +471,7 @@ def test_a_body_that_never_comes_is_not_waited_for():
 
 
 def said_to(address, *lines):
-    """What a server answers to a head and no body, until it closes the connection."""
+    """Returns a server's answer to headers without a body, until it closes the connection."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=staged.PATIENCE) as door:
         door.sendall(b"".join(lines) + b"\r\nHost: a\r\nConnection: close\r\n\r\n")

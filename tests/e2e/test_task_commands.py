@@ -23,7 +23,7 @@ ALL_TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model folder that says it was trained on every task."""
+    """A model folder marked as trained on every task."""
     return stand_ins.model_of_every_task(tmp_path_factory.mktemp("tasks") / "model")
 
 
@@ -55,7 +55,7 @@ def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
     first = image_files.read(out)
     assert first.shape == (96, 96, 3)
     with Image.open(steps) as animation:
-        assert animation.n_frames == 1 + 4  # nothing, and what each step adds
+        assert animation.n_frames == 1 + 4  # an empty image, and one per step
     record = image_files.read_record(out)
     assert (record["prompt"], record["seed"], record["task"]) == (PROMPT, 3, "generate")
     again = tmp_path / "again.png"
@@ -228,7 +228,7 @@ def test_a_grid_is_one_image(run, tmp_path):
 
 @pytest.fixture
 def complaint(model, tmp_path, capsys):
-    """Runs words that must fail; returns the sentence. Nothing may be written or left behind."""
+    """Runs a command that must fail; returns its message. No files may be left behind."""
 
     def told(*words, code=2, of=model):
         before = sorted(tmp_path.rglob("*"))

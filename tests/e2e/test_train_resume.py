@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run leaves all it promises, and one that was stopped or killed ends like one that was not."""
+"""A run leaves all promised files, and a stopped or killed run ends like an undisturbed one."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from sparse_lavida_jax.training import metrics
 
 
 def logged(folder):
-    """The lines of a run without what a clock measured."""
+    """The metrics of a run without measured times."""
     return [
         {name: value for name, value in line.items() if name not in metrics.TIMED}
         for line in metrics.read_metrics(folder / "metrics.jsonl")
@@ -45,7 +45,7 @@ def test_a_run_leaves_a_model_a_report_metrics_and_images(finished, capsys):
 
 @pytest.fixture
 def interfere(monkeypatch):
-    """Does something before a step, until told otherwise; the report is left out."""
+    """Does something before each step until it is changed; no report is written."""
 
     def before(step, action):
         real = train.train_step

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes train what one process with two devices trains, and stop together.
+"""Two processes train the same as one process with two devices, and stop together.
 
-Two processes always meet here and compare their settings. The training compiles three programs,
-most of a minute on two cores: FULL_TRAINING=1 runs it, as `.ci/run --full` does.
+That two processes connect and compare their settings is always tested. The training compiles three
+programs, most of a minute on two cores: FULL_TRAINING=1 runs it, as `.ci/run --full` does.
 """
 
 import os
@@ -31,7 +31,7 @@ def together(words, folder, run, count=2, **more):
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
-    """The words that train over `fsdp`, and over `data`."""
+    """Command lines that train over `fsdp`, and over `data`."""
     folders = [tmp_path_factory.mktemp("over") for _ in MESHES]
     return [
         tiny_run.command(folder, tiny_run.settings(train={**GIVEN, "mesh": mesh}))
@@ -54,7 +54,7 @@ def assert_same_losses(found, expected, tolerance):
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for name in ("loss", "gradient_norm", "image_nll", "loss_fraction", "learning_rate"):
         ours, theirs = ([line[name] for line in some] for some in (found, expected))
-        # Logged of the rows that the first process makes, not of all.
+        # Logged only for the rows of the first process.
         rtol = 0.5 if name == "loss_fraction" else tolerance
         np.testing.assert_allclose(ours, theirs, rtol=rtol)
 
@@ -74,7 +74,7 @@ def test_two_processes_train_and_stop_together_and_one_goes_on(commands, alone, 
     assert 4 <= saved < STEPS
     assert all(f"SIGTERM after step {saved}, everything is saved" in text() for text in said)
     assert_same_losses(tiny_run.lines(run), alone[:saved], 1e-6)
-    # Over another mesh, of one process: what two have saved is read by one.
+    # On another mesh, one process reads the state that two have saved.
     on = tiny_run.start([*commands[1], f"--workdir={run}"], tmp_path / "on.txt", devices=2)
     assert on.code() == 0, on.said.read_text()
     assert on.steps == [*range(saved, STEPS)]

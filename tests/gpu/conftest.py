@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that need a GPU: run them by themselves, `pytest tests/gpu`."""
+"""Tests that need a GPU: run them separately with `pytest tests/gpu`."""
 
 import jax
 import pytest
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> jax.Device:
-    """The first GPU; without one, or next to other tests (which stay on the CPU), a skip."""
+    """The first GPU; skips without one, or together with other tests, which use the CPU."""
     try:
         return jax.devices("gpu")[0]
     except RuntimeError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on this GPU, kernel and blocks, against the dense reference, forward and gradients."""
+"""Kernel and blockwise attention on this GPU against the reference: outputs and gradients."""
 
 import functools
 
@@ -13,7 +13,7 @@ from kernel_cases import TAGS, as_arrays
 from sparse_lavida_jax.kernels import attention, shapes
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE
 
-HEADS, TOKENS = 4, 16  # how often every token of a case stands
+HEADS, TOKENS = 4, 16  # repetitions of every token of a case
 TOLERANCE = 2e-2  # of bfloat16
 LAYERS, LAYER = 3, 2
 
@@ -69,7 +69,7 @@ def test_output_and_gradients_are_those_of_the_reference(implementation, name, h
 def test_a_layer_of_a_stacked_cache_is_attended_to_as_by_the_reference(
     implementation, name, head_dim
 ):
-    """Two rows of a step of the sampler, and a whole row."""
+    """Two rows of a sampler step, and a whole row."""
     frozen = shapes.tags(name)
     tags = [
         np.stack([tag] * 2) for tag in (frozen.query_block, frozen.query_horizon, frozen.key_block)

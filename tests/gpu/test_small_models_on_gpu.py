@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds on the CPU holds on a GPU: sampler == training, GPU == CPU, the same bits twice."""
+"""On a GPU too: sampler == training, GPU == CPU, and repeated runs give the same bits."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from flax import nnx
 from sparse_lavida_jax import sample, train
 from sparse_lavida_jax.models.denoiser import Denoiser
 
-TOLERANCE = 1e-4  # float32 with full matrix products; sums run in another order than on a CPU
+TOLERANCE = 1e-4  # float32 with full matrix products; the order of sums differs from a CPU
 
 
 @pytest.fixture(autouse=True)

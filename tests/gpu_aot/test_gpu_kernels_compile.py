@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention compiled to machine code for GPUs that are only described: no registers spill.
+"""Attention compiled to machine code for GPUs that are not present: no registers spill.
 
-In a process of its own, because the CUDA plugin is loaded when jax starts.
+This runs in a separate process, because the CUDA plugin is loaded when jax starts.
 """
 
 import importlib.util
@@ -161,7 +161,7 @@ SEGMENT = DEVICE + textwrap.dedent("""
 
 
 def run(source, *words):
-    """Runs a program in a process that starts with the plugin; returns what it printed."""
+    """Runs a program in a process with the plugin; returns its output."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
@@ -183,9 +183,9 @@ def run(source, *words):
 def test_forward_and_backward_compile_for_hopper_and_spill_nothing(
     head_dim, kv_heads, num_tags, compiled
 ):
-    """With the tiles of the rule, and with all that may be measured in their place.
+    """With the tiles of the rule, and with all candidates for tuning.
 
-    Five tags: with segments, as packed rows have them.
+    Five tags include segments, as in packed rows.
 
     Args:
         compiled: choices for all three kernels.
@@ -206,7 +206,7 @@ def test_blocks_compile_with_and_without_a_kernel_and_memory_is_linear(device):
     told, _ = run(described + BLOCKS)
     short, long = (int(line.split()[1]) for line in told.splitlines() if line[:6] == "bytes:")
     assert long < 2.1 * short
-    assert long < 32 * 8192**2  # a byte for every pair; four and more is what the reference holds
+    assert long < 32 * 8192**2  # a byte per pair; the reference needs at least four
 
 
 @pytest.mark.parametrize(
@@ -214,19 +214,19 @@ def test_blocks_compile_with_and_without_a_kernel_and_memory_is_linear(device):
     [("image", "pallas_gpu"), ("text", "pallas_gpu"), ("image", "blockwise")],
 )
 def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind, implementation):
-    """The segment program of `sample.py` at the release's widths, kernels and all."""
+    """The segment program of `sample.py` at the release's widths, including kernels."""
     told, _ = run(SEGMENT, kind, implementation)
     assert "copied:" not in told, told
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_layers_of_their_own_are_read_where_they_lie(kind):
-    """Nothing outside a product makes an array of the shape of a matrix, in any loop."""
+    """Inside loops only products make arrays with the shape of a matrix."""
     told, _ = run(WEIGHTS, kind, "by_layer")
     assert "made:" not in told and "copied:" not in told, told
 
 
 def test_layers_of_a_stack_are_copied_out_of_it():
-    """Which is why there are fused parameters; and that the look-out sees it."""
+    """This is why there are fused parameters, and it shows that the check detects copies."""
     told, _ = run(WEIGHTS, "image", "stored")
     assert "made:" in told, told

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded cases by name; a test whose case is absent is skipped and says why."""
+"""Recorded cases by name; a test is skipped with a reason if its case is absent."""
 
 import golden
 import jax

@@ -30,12 +30,12 @@ CHECKOUT = pathlib.Path(__file__).parents[2]
 
 
 def folder() -> pathlib.Path:
-    """Where the cases are, whether or not there are any."""
+    """The folder of the cases, whether or not it exists."""
     return pathlib.Path(os.environ.get("GOLDEN_DIR", CHECKOUT.parent / "shared" / "golden"))
 
 
 def why_absent(name: str = "") -> str:
-    """Why a case cannot be read; empty where it can."""
+    """Why a case cannot be read; empty if it can."""
     if not (folder() / name).is_dir():
         return f"no recorded case {name} in {folder()}: set GOLDEN_DIR to the folder that holds it"
     return ""
@@ -45,8 +45,8 @@ class Case:
     """One recorded case.
 
     Attributes:
-        name: its folder's.
-        config: everything its `config.json` holds.
+        name: of its folder.
+        config: the contents of its `config.json`.
     """
 
     def __init__(self, name: str):
@@ -69,14 +69,14 @@ class Case:
 
     @functools.cached_property
     def settings(self) -> config.Config:
-        """Our settings; of a case that holds only a tokenizer, those of the tokenizer alone."""
+        """Our settings; if a case has only a tokenizer, just those of the tokenizer."""
         if "d_model" in self.config:
             return settings.settings_from(self.config)
         return config.Config(vq=settings.vq_settings(self.config["vq_config"]))
 
     @functools.cached_property
     def converted(self) -> pathlib.Path:
-        """The case as a model folder, by the converter that people use."""
+        """The case as a model folder, from the public converter."""
         scratch = pathlib.Path(_scratch().name) / self.name
         from_torch.convert(
             self.as_released(scratch / "released"), scratch / "model", understanding_only=True
@@ -84,11 +84,11 @@ class Case:
         return scratch / "model"
 
     def as_released(self, target: pathlib.Path) -> pathlib.Path:
-        """Arranges the case in `target` as a released folder is."""
+        """Arranges the case in `target` like a released folder."""
         target.mkdir(parents=True)
         (target / "config.json").symlink_to(self.folder / "config.json")
         (target / "model.safetensors").symlink_to(self.folder / "weights.safetensors")
-        chat_tokenizer.made_tokenizer(target)  # not theirs: cases hold ids, no words
+        chat_tokenizer.made_tokenizer(target)  # not the released one: cases have ids, not words
         return target
 
     @functools.cached_property
@@ -113,7 +113,7 @@ class Case:
         return self._vq
 
     def tower(self) -> Tower:
-        """The vision tower in float32, of a case that holds nothing else."""
+        """The vision tower in float32, from a case with nothing else."""
         made = settings.vision_settings(self.config)
         prefix = self.config["siglip_config"]["weights_prefix"]
         table = names.table(config.Config(model=config.Model(vision=made)))
@@ -124,7 +124,7 @@ class Case:
         return arrays.module_of(jax.eval_shape(lambda: Tower(made, side, rngs=nnx.Rngs(0))), found)
 
     def _ours(self, wanted: list[names.Name], known: str, given: str) -> dict[str, np.ndarray]:
-        """Returns recorded weights by our names; their own begin with `given`, not `known`."""
+        """Returns recorded weights by our names; theirs start with `given`, not `known`."""
         return {
             name.ours: names.to_ours(name, self.weights[given + name.official.removeprefix(known)])
             for name in wanted
@@ -137,12 +137,12 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 
 def cases_with_a_model() -> list[str]:
-    """Names of all cases that hold a whole model; none where the folder is absent."""
+    """Names of all cases with a whole model; none if the folder is absent."""
     configs = sorted(folder().glob("*/config.json"))
     return [path.parent.name for path in configs if "d_model" in json.loads(path.read_text())]
 
 
 @functools.cache
 def case(name: str) -> Case:
-    """Reads a case once."""
+    """Reads a case; the result is cached."""
     return Case(name)

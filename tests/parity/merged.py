@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the released code's one sequence with a boolean mask and our two streams.
+"""Converts between the released code's one sequence with a boolean mask and our two streams.
 
 The recorded tensors are merged: [b L e], generation tokens zero-padded to the understanding width.
 Full attention throughout: every token is in block 0, padding of the release included.
@@ -66,7 +66,7 @@ def widths(settings):
 
 @jax.jit
 def after_layers(model, x, tags):
-    """Returns the residual streams after every layer, both of them all the way."""
+    """Returns both residual streams after every layer."""
     settings, after = model.settings, []
     for depth in range(1, settings.num_layers + 1):
         joint = min(depth, settings.num_joint_layers)
@@ -95,7 +95,7 @@ def text_stream(ids, feature=None, at=None):
 
 
 def image_stream(codes, grid, side, at):
-    """A generation stream of codes [b n] on a grid (rows, columns), `side` codes a cell a side."""
+    """A generation stream of codes [b n] on a grid (rows, columns); cells have `side` x `side`."""
     rows, columns = grid
     grids = np.asarray(codes, np.int32).reshape(-1, rows, columns)
     cells = cells_from_codes(grids, side)

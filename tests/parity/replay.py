@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the released samplers in our words: settings, requests, draws, steps one by one."""
+"""Replays runs of the released samplers: settings, requests, draws, steps one by one."""
 
 import dataclasses
 import functools
@@ -40,9 +40,9 @@ def parts_of(ids, cutoff, names, *, vision=None, source=None):
 
     Args:
         ids: of the spliced sequence [L].
-        cutoff: guidance drops what stands before it.
+        cutoff: guidance drops everything before it.
         names: the case's special ids.
-        vision: the features of the images it shows, one after another.
+        vision: the features of its images, one after another.
         source: the cells of its source image.
     """
 
@@ -98,7 +98,7 @@ def text_sampling(variant):
 
 
 def text_draws(variant, inputs):
-    """Returns the recorded noise of a text run, None where it has none."""
+    """Returns the recorded noise of a text run, None if it has none."""
     if not variant.get("rand"):
         return None
     length = variant["max_new_tokens"]
@@ -107,7 +107,7 @@ def text_draws(variant, inputs):
 
 
 def text_request(ids, length, mask_id, draft=()):
-    """Returns a request whose first tokens are a draft, as far as they are no masks."""
+    """Returns a request whose first tokens are given by a draft, except for its masks."""
     tokens = np.full((length, 1), mask_id, np.int32)
     tokens[: len(draft), 0] = draft
     parts = (sequence.Text(np.asarray(ids)), sequence.Response(length))
@@ -154,7 +154,7 @@ def cells_of(codes, grid, side):
 
 
 def image_draws(variant, recorded, grid, side):
-    """Returns what an image's run drew, None where that was nothing."""
+    """Returns the recorded draws of an image's run, None if there are none."""
     given = {}
     for ours, theirs in (("tokens", "sampled_codes"), ("sure", "confidence_gumbel")):
         if variant.get(theirs):
@@ -174,7 +174,7 @@ def one_by_one(segments: list[plans.Segment]) -> list[plans.Segment]:
 
 
 def history(model, request, segments, settings, draws=None):
-    """Returns the canvas after each step [k l g], the last one, and how many passes there were."""
+    """Returns the canvas after each step [k l g], the final one, and the number of passes."""
     shown, passes = [], 0
 
     def show(now):
@@ -204,11 +204,11 @@ def image_plan(sampling, settings, model, request):
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """What one forward pass took and gave, one entry a guidance row.
+    """Inputs and outputs of one forward pass, one entry per guidance row.
 
     Attributes:
         logits: of every code in raster order, not guided [r n v].
-        embeds: the rows as the released code has them, merged [r L e].
+        embeds: the rows merged as in the released code [r L e].
         modality: which of their tokens are in the generation branch [r L].
     """
 
@@ -235,7 +235,7 @@ def one_pass(given, request, segment, settings, codes) -> Pass:
 
 @functools.partial(tiny.quick_jit, static_argnames=("settings",))
 def _pass_all(model, block, cells, rows, prompt, *, settings):
-    """Passes all cells [1 l g]: logits of every row, not guided, and both streams, embedded."""
+    """Passes all cells [1 l g]; returns unguided logits of every row, and both embedded streams."""
     call, seen = Denoiser.__call__, []
     masked = (cells == model.settings.image_mask_id).any(axis=-1)
     state = state_of.SamplerState(
@@ -277,7 +277,7 @@ def _pass_all(model, block, cells, rows, prompt, *, settings):
 
 
 def merged_rows(streams, length, width):
-    """Puts both streams of a pass back into the released code's one sequence."""
+    """Merges both streams of a pass into the released code's one sequence."""
     rows = streams[0][0].index.shape[0]
     embeds = np.zeros((rows, length, width), np.float32)
     modality = np.zeros((rows, length), bool)
@@ -297,7 +297,7 @@ def merged_rows(streams, length, width):
 
 
 def assert_image(given, request, cells, expected):
-    """Compares the decoded image of cells [l g], give or take one."""
+    """Compares the decoded image of cells [l g], up to one grey level."""
     side = given.settings.model.codes_side
     codes = np.asarray(sequence.codes_from_cells(cells[None], request.grid[0], side))
     image = vq.decode_codes(given.vq(), codes)[0].astype(int)

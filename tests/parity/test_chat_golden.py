@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts have the recorded tokens (cases C, D, F3), as far as words can be told apart.
+"""Prompts have the recorded tokens (cases C, D, F3), as far as words can be distinguished.
 
-The recorded ones are of a stand-in tokenizer that hashes words. Ours here gives every word an id
-of its own: two prompts agree if each word has one recorded id wherever it stands.
+The recorded tokens are from a stand-in tokenizer that hashes words. Ours here gives every word its
+own id: two prompts agree if each word has the same recorded id everywhere.
 """
 
 import re
@@ -23,7 +23,7 @@ CONTROL = {
 class Words(chat.ChatTokenizer):
     """Control tokens with their recorded ids; words, marks and line breaks with new ones.
 
-    A space is no token, except for one with nothing but a control token after it.
+    A space is not a token, unless only a control token follows it.
     """
 
     def __init__(self, case):
@@ -40,7 +40,7 @@ class Words(chat.ChatTokenizer):
 
 
 def check(case, tokenizer, parts, ids, response):
-    """Compares parts with recorded ids; `response` is the token that stands for the response."""
+    """Compares parts with recorded ids; `response` is the placeholder token of the response."""
     spelled = []
     for part in parts:
         if isinstance(part, Text):

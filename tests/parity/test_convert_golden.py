@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded weights become a model folder and come back, every bit of every tensor.
+"""Recorded weights are converted to a model folder and back without changing a bit.
 
-That they are the right parameters, the other tests of this folder show by what comes out.
+That they become the right parameters is shown by the outputs in the other tests of this folder.
 """
 
 import golden
@@ -15,7 +15,7 @@ from sparse_lavida_jax.convert import from_torch, names, to_torch
 
 
 def kinds():
-    """One case of every set of tensors, or a reason why there is none."""
+    """One case for every set of tensors, or the reason why there is none."""
     if reason := golden.why_absent():
         return [pytest.param("", marks=pytest.mark.skip(reason=reason))]
     seen = {}
@@ -54,7 +54,7 @@ def test_every_bit_comes_back(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", golden.cases_with_a_model() or kinds())
 def test_every_recorded_tensor_has_a_name(name):
-    """Strictly: none is left over, and none is missing but our own registers."""
+    """Strictly: none is left over, and only our own registers are missing."""
     recorded = golden.case(name)
     table = {entry.official: entry for entry in names.table(recorded.settings)}
     stored = tensors.list_tensors(recorded.folder / "weights.safetensors")

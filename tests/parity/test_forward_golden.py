@@ -43,7 +43,7 @@ def assert_layers(model, x, found, length, recorded, prefix=""):
 
 
 # ---------------------------------------------------------------------------------------------
-# A: text alone.
+# A: only text.
 
 
 def test_text_layers_and_logits(case):
@@ -73,7 +73,7 @@ def test_a_cached_prefix_that_does_not_see_the_rest(case):
 
 
 def with_cached_prefix(model, ids, n):
-    """Logits of the tokens after the first n, which are cached and see only themselves."""
+    """Logits of the tokens after the first n; these are cached and see only each other."""
     batch, length = ids.shape
     cache = model.empty_cache(batch, length, 0, "understanding")
     _, cache = run(
@@ -92,7 +92,7 @@ def with_cached_prefix(model, ids, n):
 
 
 def test_a_block_of_a_cached_sequence_is_replaced(case):
-    """Fast-dLLM's dual cache: the block's old slots are hidden, its new tokens go after them."""
+    """Fast-dLLM's dual cache: the block's old slots are hidden, its new tokens are appended."""
     given = case("A_text")
     model = given.model()
     setting = given.config["variants"]["dual_cache"]
@@ -217,7 +217,7 @@ def test_text_alone_in_a_model_of_both_branches(case):
 
 
 def views_of(pixel_values):
-    """[n 3 s s] of the release as the bytes that our tower takes, [n s s 3]."""
+    """Converts the release's [n 3 s s] to bytes for our tower, [n s s 3]."""
     pixels = np.asarray(pixel_values).transpose(0, 2, 3, 1) * 0.5 + 0.5
     bytes_ = np.rint(pixels * 255)
     np.testing.assert_allclose(bytes_ / 255, pixels, atol=1e-5)
@@ -234,7 +234,7 @@ def test_images_become_features(case):
 
 
 def understanding_of(given, expanded, pictures):
-    """The spliced stream and its features: images are (views, index of each feature)."""
+    """Returns the spliced stream and its features; images are (views, index of each feature)."""
     model = given.model()
     views = np.concatenate([views for views, _ in pictures])
     features = model.see(views[None])
@@ -250,7 +250,7 @@ def understanding_of(given, expanded, pictures):
 
 
 def shown(given, variant):
-    """The images that a variant shows: (views, which feature each token is)."""
+    """The images of a variant: (views, feature index of each token)."""
     setting = given.config["variants"][variant]
     views = {
         name: given.outputs[name.partition("[")[0]] for name in setting["images"]
@@ -302,6 +302,6 @@ def test_boxes_are_read_off_the_masks_in_one_pass(case):
 
 
 def spliced(ids, given, tokens):
-    """Ids with every image's place (-200) widened to its tokens."""
+    """Ids with every image placeholder (-200) expanded to its tokens."""
     place, widths = given.config["golden_ids"]["IMAGE_INDEX"], iter(map(len, tokens))
     return np.array([[i for j in ids[0] for i in [j] * (next(widths) if j == place else 1)]])

@@ -81,7 +81,7 @@ def test_the_embedded_rows_are_the_recorded_ones(given):
 
 
 def test_the_fixed_order_is_the_recorded_one(given):
-    """The steps of the plan take the recorded order apart, code by code."""
+    """The steps of the plan split the recorded order code by code."""
     order = given.inputs["unmask_order_seed42"]
     counts = given.inputs["num_transfer_tokens"]
     fixed = [
@@ -120,7 +120,7 @@ def test_temperatures_of_the_plan_fall_as_the_variant_says(given, name):
 
 
 def test_a_recorded_image_need_not_be_a_square():
-    """What stands between a recording and the sampler takes the grid as it is: 2 x 3 cells."""
+    """The replay functions accept any grid: here 2 x 3 cells."""
     model = tiny.model_settings(codes_per_token=4)
     request = replay.image_request((sequence.Response(6),), model, (4, 6))
     assert (request.grid, request.response.shape) == ((2, 3), (6, 4))

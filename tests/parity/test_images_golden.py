@@ -14,7 +14,7 @@ TOLERANCE = 1e-5 if PIL.__version__.startswith("13.") else 4 / 255
 
 
 def normalised(views, case):
-    """What the vision tower does with bytes, channels first."""
+    """Normalises bytes like the vision tower, channels first."""
     recorded = case.config["siglip_config"]["image_processor"]
     mean, deviation = (np.float32(recorded[name]) for name in ("image_mean", "image_std"))
     return ((views.astype(np.float32) / 255 - mean) / deviation).transpose(0, 3, 1, 2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our training sequences consist of the same parts in the same order as recorded rows (E1-E4).
 
-Their words are of a stand-in tokenizer; what is seen, given, drawn and learned is not.
+The recorded words are from a stand-in tokenizer; images, given, drawn and learned parts are not.
 """
 
 import itertools
@@ -38,7 +38,7 @@ def mixer(tmp_path_factory):
 
 
 def outline(parts, blank=()):
-    """What the parts are, runs as one; what is empty, padding or `blank` left out."""
+    """The kinds of the parts, with runs merged, without empty parts, padding and `blank`."""
     kinds = (
         type(part).__name__
         for part in parts
@@ -54,7 +54,7 @@ def recorded(name, row):
     sources = iter(test_training_golden.encoded(given, "images_gen_enc"))
     for number in range(row + 1):
         parts, _ = test_training_golden.parts_of(given, variant, number, sources)
-    # Infill tokens, which are kept as they are, occur in no released mixture.
+    # Infill tokens, which are kept unchanged, occur in no released mixture.
     return outline(part for part in parts if not getattr(part, "keep", False))
 
 
@@ -72,5 +72,5 @@ def test_a_row_has_the_recorded_parts(case, mixer, name, row, kind):
     case(name)
     made = mixer.sequence(ROWS[kind], np.random.default_rng(0))
     assert any(isinstance(part, Response) for part in made.parts)
-    # A space alone is no token of the stand-in tokenizer.
+    # A single space is not a token of the stand-in tokenizer.
     assert outline(made.parts, mixer.tokenizer.encode(" ")) == recorded(name, row)

@@ -38,9 +38,9 @@ def schedules(parts, *, even):
 
 
 def test_schedules_reveal_as_many_tokens_a_step_as_recorded(parts):
-    """`None`, an even split that may hold empty steps, is the rule of text blocks."""
+    """`None`, an even split that may have empty steps, is the rule for text blocks."""
     for given in schedules(parts, even=False):
-        name = given["schedule"].rstrip("?")  # an unknown name is the identity there
+        name = given["schedule"].rstrip("?")  # there an unknown name means the identity
         name = name if name in orders.SCHEDULES else "linear"
         shift = (given["schedule_kwargs"] or {}).get("shift", 1.0)
         per_step = orders.counts(name, given["steps"], given["n"], float(shift))

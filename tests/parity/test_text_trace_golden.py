@@ -44,7 +44,7 @@ def test_text_is_decoded_as_recorded(case, name):
 
 
 def test_whole_segments_take_the_same_steps(case):
-    """Loops that end early, where the factor rule commits more than one token a pass."""
+    """Loops end early if the factor rule commits more than one token per pass."""
     given = case(NAME)
     for name, variant in given.config["variants"].items():
         if variant["use_fast_dlm"]:
@@ -78,12 +78,11 @@ IMAGES = "C_und"
 
 
 def seen_request(given, variant, ids, response):
-    """Returns a request that shows one image.
+    """Returns a request with one image.
 
     Args:
         ids: the prompt, one id for the image.
-        response: places of `ids` that are decoded, the last of them; after `ids` if there are
-            more.
+        response: positions that are decoded: the last ones of `ids`, or further ones after it.
     """
     made, place = given.settings.model, given.config["golden_ids"]["IMAGE_INDEX"]
     (name,), (size,) = variant["images"], variant["image_sizes_wh"]
@@ -140,7 +139,7 @@ def test_a_box_is_decoded_in_one_step_as_recorded(case):
 
 
 def test_a_box_decoded_in_two_steps_keeps_what_the_first_committed(case):
-    """The release returns what the last step would have drawn everywhere."""
+    """The release instead returns what the last step would have drawn everywhere."""
     shown, last, expected = boxes(case, 2)
     mask_id = case(IMAGES).settings.model.text_mask_id
     first = shown[0] != mask_id

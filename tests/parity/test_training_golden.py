@@ -42,7 +42,7 @@ VALUES = 1e-4  # embeddings, hidden states, logits, losses (golden README)
 PROBABILITIES = 1e-5
 GRADIENT = (1e-3, 1e-5)  # relative to the norm, absolute
 IGNORED = -100
-FROZEN = "model.vision_tower."  # there, not here (behaviour 28)
+FROZEN = "model.vision_tower."  # frozen there, not here (behaviour 28)
 TRAINING_CASES = (
     "E1_train_mixed",
     "E2_train_complementary",
@@ -57,8 +57,8 @@ class Pass:
     """A recorded training pass, run by our code.
 
     Attributes:
-        batch: what our corruption made of the recorded sequences and random numbers.
-        places: positions in the merged sequence of the tokens of both streams, padding -1.
+        batch: our corruption of the recorded sequences, with the recorded random numbers.
+        places: positions in the merged sequence of the tokens of both streams, -1 for padding.
         length: of the merged sequence.
         codes: of the images to draw, [n h w].
         imaged: rows of the batch with an image to draw.
@@ -73,7 +73,7 @@ class Pass:
     imaged: list[int]
 
     def merge(self, values: dict, fill) -> np.ndarray:
-        """Puts values [b s] of streams where their tokens stand, [b length]."""
+        """Puts values [b s] of streams at the merged positions of their tokens, [b length]."""
         rows = len(next(iter(self.places.values())))
         whole = np.full((rows, self.length), fill)
         for stream, value in values.items():
@@ -186,8 +186,8 @@ def settings_of(given: golden.Case, variant: dict) -> config.Config:
 
 
 def as_uniform(policy: str, drawn: float) -> float:
-    """Returns the uniform number from which our policies make the t of a recorded draw."""
-    if policy == "logit_normal":  # recorded before the sigmoid, of whatever mean and deviation
+    """Returns the uniform number from which our policies compute the t of a recorded draw."""
+    if policy == "logit_normal":  # recorded before the sigmoid, with any mean and deviation
         return 0.5 * (1 + math.erf(float(drawn) / math.sqrt(2)))
     return float(drawn)
 
@@ -211,7 +211,7 @@ def parts_of(given: golden.Case, variant: dict, row: int, sources):
     special = given.config["golden_ids"]
     drawn, source, shown = (special[key] for key in ("IMAGE_GEN_INDEX", "RES6", "IMAGE_INDEX"))
     ids, labels = (given.inputs[key][row] for key in ("input_ids", "labels"))
-    # The released collator: end-of-text is predicted wherever it stands.
+    # As in the released collator, end-of-text is predicted everywhere.
     labels = np.where(ids == special["EOS"], ids, labels)
 
     def kind(slot):
@@ -241,7 +241,7 @@ def parts_of(given: golden.Case, variant: dict, row: int, sources):
 
 
 def seen(given: golden.Case, row: int, num_views: int) -> VisionTokens:
-    """Returns what stands for the recorded image of a row."""
+    """Returns the part that represents the recorded image of a row."""
     vision = given.settings.model.vision
     size = tuple(given.inputs["image_sizes_wh"][row].tolist())
     index = images.token_index(size, vision, whole=num_views == 1)
@@ -249,7 +249,7 @@ def seen(given: golden.Case, row: int, num_views: int) -> VisionTokens:
 
 
 # ---------------------------------------------------------------------------------------------
-# What enters the model.
+# Inputs of the model.
 
 
 def test_the_masked_positions_are_the_recorded_ones(run):
@@ -296,7 +296,7 @@ def test_the_probability_of_a_mask_is_the_recorded_one(run):
 
 
 def test_every_time_policy_masks_what_is_recorded(case):
-    """Case F1, by policy."""
+    """Case F1, for each policy."""
     given = case("F1_sampler_parts")
     wanted = [one for one in given.config["settings"] if one["function"] == "forward_process"]
     assert wanted
@@ -319,12 +319,12 @@ def test_every_time_policy_masks_what_is_recorded(case):
 
 
 # ---------------------------------------------------------------------------------------------
-# What the model makes of it.
+# Outputs of the model.
 
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """Embeddings and final hidden states by stream, likeliest codes, losses, gradients by leaf."""
+    """Embeddings and final hidden states by stream, most probable codes, losses, gradients."""
 
     x: dict
     hidden: dict
@@ -355,7 +355,7 @@ def computed(name: str) -> Computed:
 
 
 def merged_streams(run: Pass, streams: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the streams as one sequence [b length e], and the positions that they hold."""
+    """Returns the streams as one sequence [b length e], and which positions are filled."""
     places = {stream: run.places[stream] for stream in streams}
     whole = merged.merge(streams, places, run.length, run.given.settings.model.width)
     return whole, run.merge({stream: at >= 0 for stream, at in places.items()}, False)
@@ -368,7 +368,7 @@ def test_the_embeddings_are_the_recorded_ones(run):
 
 
 def test_the_hidden_states_and_text_logits_are_the_recorded_ones(run):
-    """Without a loss on text only those of images (behaviour 12)."""
+    """Without a loss on text, only those of images (behaviour 12)."""
     recorded = run.given.outputs
     whole, held = merged_streams(run, computed(run.given.name).hidden)
     expected = recorded["final_hidden_ln_f"]
@@ -391,7 +391,7 @@ def test_the_likeliest_codes_are_the_recorded_ones(run):
 def test_the_losses_are_the_recorded_ones(run):
     recorded, ours = run.given.outputs, computed(run.given.name)
     np.testing.assert_allclose(ours.loss, recorded["loss"], rtol=0, atol=VALUES)
-    # Of text no weight is other than 1, so its share of the loss is what is logged.
+    # All weights of text are 1, so its share of the loss is the logged value.
     of_text = float(ours.logged.get("text_nll", 0.0))
     for key, value in (("und_loss", of_text), ("gen_loss", ours.loss - of_text)):
         if key in recorded:
@@ -399,7 +399,7 @@ def test_the_losses_are_the_recorded_ones(run):
 
 
 def test_the_gradients_are_the_recorded_ones(run):
-    """A parameter without a recorded gradient has none, unless it was frozen there."""
+    """A parameter without a recorded gradient has none here, unless it was frozen there."""
     recorded, ours = run.given.outputs, computed(run.given.name).gradient
     table = [
         entry

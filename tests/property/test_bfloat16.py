@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled model in bfloat16 predicts what it does in float32."""
+"""The bundled model predicts the same in bfloat16 as in float32."""
 
 import dataclasses
 import tomllib
@@ -18,7 +18,7 @@ from sparse_lavida_jax.sampling import presets
 
 WORDS = ("a red circle above a blue square", "a green star", "two yellow rings")
 BARS = tomllib.loads(table.BARS.read_text())["bfloat16"]
-SHARES = (0.0, 0.5)  # of the cells that are known
+SHARES = (0.0, 0.5)  # of known cells
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ _step_logits = tiny.quick_jit(sample.step_logits, static_argnums=4)
 
 
 def logits(model, requests, settings, plan):
-    """Returns the logits of the first step; with one step, of all cells that are not known."""
+    """Returns the logits of the first step; if it is the only one, of all unknown cells."""
     with traces._patched(prefill=traces._prefill):
         begun = sample.begin(model, requests, plan, settings=settings)
     names = (field.name for field in dataclasses.fields(sample.StepTokens))
@@ -42,14 +42,14 @@ def logits(model, requests, settings, plan):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("residual", "most"),
-    # Measured on a processor: 0.097 and 0.041, all 162 modes the same.
+    # Measured on a CPU: 0.097 and 0.041, with all 162 modes unchanged.
     [("compute", 0.15), ("float32", BARS["largest_difference"])],
 )
 def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, most):
     """99 % of the modes stay, and repetition gives the same bits.
 
-    The bar of 0.06 for the largest difference of a logit is held where the residual stream and the
-    image head are in float32, and missed where they are not.
+    The bar of 0.06 for the largest difference of a logit is met if the residual stream and the
+    image head are in float32, and missed otherwise.
     """
     model = pipe.settings.model
     in_half = jax.tree.map(lambda leaf: leaf, pipe.model)
@@ -80,7 +80,7 @@ def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, most):
         furthest = max(furthest, float(np.abs(moved - plain).max()))
         agree += int((moved.argmax(-1) == plain.argmax(-1)).sum())
         total += plain[..., 0].size
-        if share == 0:  # what the model would put where, for the next round to know a part of
+        if share == 0:  # the model's modes; part of them are the known cells of the next round
             rows, columns = np.nonzero(at >= 0)
             cells[rows, at[rows, columns]] = plain.argmax(-1)
     print(f"largest difference {furthest:.4f}, modes {agree} of {total}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that anything may have happened to: what cannot be read is told in a sentence.
+"""Arbitrarily damaged files: what cannot be read is reported in one sentence.
 
-SLOW_TESTS=1, as `.ci/run --full` sets it, tries 40 times as many.
+SLOW_TESTS=1, as set by `.ci/run --full`, tries 40 times as many.
 """
 
 import copy
@@ -45,7 +45,7 @@ ANYTHING = st.recursive(
 
 @st.composite
 def changed(draw, value):
-    """Returns what JSON may hold, another thing in one or two places."""
+    """Returns a JSON value with other contents in one or two places."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 2))):
         place = value
@@ -67,7 +67,7 @@ def changed(draw, value):
 
 @st.composite
 def spoilt(draw, content):
-    """Returns bytes of which some are others, too many, or not there."""
+    """Returns bytes with some changed, added or removed."""
     at = draw(st.integers(0, len(content) - 1))
     match draw(st.sampled_from(["flip", "cut", "insert", "fill"])):
         case "flip":
@@ -123,7 +123,7 @@ def test_json(text):
 
 
 # ---------------------------------------------------------------------------------------------
-# Images, and what they say of how they were drawn.
+# Images, and their records of how they were drawn.
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def test_records(record):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A model folder that no test may change."""
+    """A model folder that tests must not change."""
     scratch = tmp_path_factory.mktemp("whole")
     (scratch / "text.json").write_text("{}")
     made = config.Config(model=tiny.model_settings())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of every range: each edge is sampled, and predicts what training computes, 2e-5."""
+"""The limits of every range: sampling at each predicts what training computes, to 2e-5."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ import tiny
 import traces
 
 TOLERANCE = 2e-5
-FULL_BUCKET = 13  # words, with which a prompt is 16 tokens long
+FULL_BUCKET = 13  # words that make a prompt 16 tokens long
 WORDS = (0, 1, FULL_BUCKET)  # an empty prompt, one of one word, one without padding
 MODEL = tiny.model_settings(num_registers=2)
 
-# Steps, registers of the model, and the share of the cells that is given in each row.
+# Steps, registers of the model, and the share of given cells in each row.
 EDGES = {
     "one step": (1, 2, (0.0, 0.0, 0.0)),
     "as many steps as cells": (9, 2, (0.0, 0.0, 0.0)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rival masked blocks, and what is cached and what is not, exchange nothing: exactly zero."""
+"""Gradients are exactly zero between rival masked blocks, and from cached to later tokens."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ KINDS = ("image", "text")
 
 
 def corrupted_rows(kind):
-    """Two rows of different length with all clean and all masked blocks, and a source image."""
+    """Two rows of different length with all clean and masked blocks, and a source image."""
     model = tiny.denoiser(tiny.model_settings())
     requests = [
         tiny.request(kind, model.settings, i, words=n, source=True) for i, n in enumerate((3, 6))
@@ -42,7 +42,7 @@ def corrupted_rows(kind):
 
 
 def batch_of(model, requests, blocks, kind, shape=None):
-    """Returns a training batch, its shape, and where the responses start."""
+    """Returns a training batch, its shape, and the start of each response."""
     prompts = [tiny.lay_out(asked, model.settings) for asked in requests]
     rows = [
         diffusion.corrupt(prompt, asked.response, kind, cut, model.settings)
@@ -98,7 +98,7 @@ def test_gradients_flow_where_the_rule_lets_them_and_nowhere_else(kind):
             block = getattr(batch, stream).layout.block
             flows = (block <= min(i, NUM_CLEAN)) | (block == i)
             flows &= (own == i).any(axis=1)[:, None]
-            # A split layer is the last; prompt embeddings of both streams meet before it.
+            # The last layer is a split one; prompt embeddings of both streams interact before it.
             np.testing.assert_array_equal(np.asarray(gradient[i]) > 0, flows, err_msg=stream)
             assert not gradient[i][block == PAD_BLOCK].any()
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jitted sampler against the paper: the logits and the choice of every step.
 
-`dense_pass` computes each step again, in float64, over the un-truncated sequence, from what the
-steps before it committed. It shares no cache, truncation, layout, plan or kernel with the sampler.
-Draws are made with recorded Gumbel noise, so that what a step commits can be computed too. Faults
-that are planted in the sampler show that the comparison sees them.
+`dense_pass` recomputes each step in float64, over the un-truncated sequence, from what the
+previous steps committed. It shares no cache, truncation, layout, plan or kernel with the sampler.
+Draws use recorded Gumbel noise, so that what a step commits can be computed too. Faults planted in
+the sampler show that the comparison detects them.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from sparse_lavida_jax.sampling import presets, prompts, state
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5  # float32 against float64; measured: 7e-6 at most
-FAULT = 0.1  # what a planted fault moves logits by at least; measured: 0.3
+FAULT = 0.1  # the least change of logits by a planted fault; measured: 0.3
 TEMPERATURE = 0.8
-SURELY = 1e4  # noise that decides a draw, whatever the logits
+SURELY = 1e4  # noise that decides a draw regardless of the logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Case:
     """A batch to sample.
 
     Attributes:
-        requests: of one kind; a scale of guidance of their own goes before that of `sampling`.
-        ends: position of the end-of-text that each text is made to draw; by default none does.
+        requests: of one kind; their own guidance scales override that of `sampling`.
+        ends: position of the end-of-text that each text is forced to draw; by default none is.
     """
 
     requests: tuple[Example, ...]
@@ -59,7 +59,7 @@ class Case:
 
 
 def images(settings: config.Model, *rows: dict, **sampling) -> Case:
-    """Returns requests for images; of 9 cells, five steps decode 2, 2, 2, 2 and 1."""
+    """Returns requests for images; five steps decode 2, 2, 2, 2 and 1 of 9 cells."""
     asked = [tiny.request("image", settings, i, **row) for i, row in enumerate(rows)]
     defaults = {
         "num_steps": 5, "schedule": "linear", "order_seed": -1, "temperature": TEMPERATURE,
@@ -69,7 +69,7 @@ def images(settings: config.Model, *rows: dict, **sampling) -> Case:
 
 
 def draw(model: dict | None = None, **sampling) -> Case:
-    """Images from prompts of different length, one with a scale of guidance of its own."""
+    """Images from prompts of different length, one with its own guidance scale."""
     rows = {"words": 3}, {"words": 12}, {"words": 5}
     case = images(tiny.model_settings(**(model or {})), *rows, **sampling)
     first, *others = case.requests
@@ -77,7 +77,7 @@ def draw(model: dict | None = None, **sampling) -> Case:
 
 
 def edit(**changes) -> Case:
-    """Edits, of which one has known cells, next to a row that has no image to look at."""
+    """Edits, one of them with known cells, in a batch with a row without input image."""
     rows = (
         {"words": 2, "vision": True, "source": True, "given": 0.4},
         {"words": 6},
@@ -93,7 +93,7 @@ def inpaint() -> Case:
 
 
 def answer(order: str = "left_to_right", ends: tuple[int, ...] = (), **changes) -> Case:
-    """Three text blocks about an image, and three of which one and more is given unless they end.
+    """Two texts of three text blocks: about an image, and with a block and more given or `ends`.
 
     Each text block is decoded in two steps.
     """
@@ -135,12 +135,12 @@ SLOW_CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a step knew, what it predicted, and what there was after it.
+    """Inputs, predictions and result of a step.
 
     Attributes:
         before, after: the responses [b l g].
         logits: guided [b l g v], NaN where it predicted nothing.
-        noise: what it drew with [b l g v].
+        noise: used for its draws [b l g v].
     """
 
     before: np.ndarray
@@ -154,7 +154,7 @@ class Step:
         return (self.before != self.after).any(axis=-1)
 
 
-TOLD = []  # by the steps of the run in progress
+TOLD = []  # filled by the steps of the current run
 _step_logits = sample.step_logits
 
 
@@ -166,7 +166,7 @@ def _telling(model, state, now, *rest):
 
 
 def watched_segment():
-    """Returns `sample.run_segment`, compiled apart from all others, with steps that tell."""
+    """Returns a separately compiled `sample.run_segment` whose steps are recorded."""
     plain = functools.partial(sample.run_segment.__wrapped__)
     return tiny.quick_jit(plain, static_argnames=("settings",))
 
@@ -210,7 +210,7 @@ def run(case: Case, segment=WATCHED_SEGMENT) -> tuple[list[Step], np.ndarray]:
 
 
 def noise_of(case: Case, num_steps: int) -> np.ndarray:
-    """Returns Gumbel noise [k b l g v] with which texts end where they are made to."""
+    """Returns Gumbel noise [k b l g v] that makes texts end where they should."""
     classes = case.model.vocab_size if case.kind == "text" else case.model.codebook_size
     shape = (num_steps, *case.given.shape, case.requests[0].response.shape[1], classes)
     noise = np.random.default_rng(0).gumbel(size=shape).astype(np.float32)
@@ -227,7 +227,7 @@ def noise_of(case: Case, num_steps: int) -> np.ndarray:
 
 
 def compare(case: Case, steps: list[Step]) -> tuple[float, int]:
-    """Returns the largest difference of logits, and how many choices of rows are others."""
+    """Returns the largest difference of logits, and in how many rows the choices differ."""
     model = dense_pass.in_float64(tiny.denoiser(case.model))
     differences, other_choices = [], 0
     for number, step in enumerate(steps):
@@ -252,11 +252,11 @@ def compare(case: Case, steps: list[Step]) -> tuple[float, int]:
 
 
 def blocks_at(case: Case, steps: list[Step], number: int) -> np.ndarray:
-    """Returns A[i] of every response token [b l] when a step begins.
+    """Returns A[i] of every response token [b l] at the start of a step.
 
-    A clean token has the number of the step that decoded it. The masked ones: of an image, the
-    steps that are to decode them; of a text, one block for all of the current text block, and one
-    for each that comes after it.
+    A clean token has the number of the step that decoded it. Masked tokens of an image have that of
+    the step that will decode them; in a text, those of the current text block share one block, and
+    so do those of each later one.
     """
     by_step = np.stack([step.decoded for step in steps]).argmax(axis=0) + FIRST
     if case.kind == "image":
@@ -270,7 +270,7 @@ def blocks_at(case: Case, steps: list[Step], number: int) -> np.ndarray:
 
 
 def text_blocks(case: Case) -> list[int]:
-    """Returns the text blocks in the order that was asked for."""
+    """Returns the text blocks in the requested order."""
     order, number = case.sampling.text_block_order, tiny.TEXT_LEN // tiny.TEXT_BLOCK_LEN
     named = {"left_to_right": range(number), "right_to_left": reversed(range(number))}
     return list(named[order] if order in named else map(int, order.split(",")))
@@ -279,11 +279,11 @@ def text_blocks(case: Case) -> list[int]:
 def choice(case: Case, step: Step, row: int, logits, now) -> np.ndarray:
     """Returns the response [l g] of a row after a step, from the logits of the step.
 
-    An image step keeps all it draws; a text step what it drew with most confidence, of as many
-    tokens as it decoded (Sec. 3.2).
+    An image step keeps everything that it draws; a text step keeps its most confident draws, as
+    many as the sampler decoded (Sec. 3.2).
     """
     if case.kind == "text":
-        logits[..., case.model.text_mask_id] = -np.inf  # is not drawn
+        logits[..., case.model.text_mask_id] = -np.inf  # never drawn
     drawn = (logits / TEMPERATURE + step.noise[row]).argmax(axis=-1)
     keep = np.flatnonzero(now)
     if case.kind == "text":
@@ -320,11 +320,11 @@ def test_every_step_is_the_papers(name):
 
 
 # ---------------------------------------------------------------------------------------------
-# Planted faults: each patches one thing. Those in what is compiled need a program of their own.
+# Planted faults: each patches one thing. Faults in compiled code need a program of their own.
 
 
 def tags_of_steps(change):
-    """Patches `make_layout` where a step tags its tokens: `change(layout, block, last_clean)`."""
+    """Patches the tags that `make_layout` gives a step: `change(layout, block, last_clean)`."""
 
     def changed(position, block, last_clean):
         return change(functools.partial(make_layout, position), block, last_clean)
@@ -374,7 +374,7 @@ def newest_not_cached():
 
 
 def newest_cached_in_the_wrong_block():
-    """That of the step that stores them, and not of the one that decoded them."""
+    """In that of the step that stores them, not of the step that decoded them."""
     step_hidden = sample.step_hidden
 
     def changed(model, state, now, *rest):

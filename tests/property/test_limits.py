@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the method becomes at its limits: full attention, one step, every ablation switch."""
+"""Limiting cases of the method: full attention, one step, every ablation switch."""
 
 import functools
 import unittest.mock
@@ -24,7 +24,7 @@ TOLERANCE = 2e-5
 
 
 def full_attention_batch(model) -> diffusion.Corrupted:
-    """Two rows of prompt, source cells and image, masked here and there, without padding."""
+    """Two rows of prompt, source cells and image with scattered masks, without padding."""
     settings = model.settings
     rng = np.random.default_rng(7)
     rows = []
@@ -41,7 +41,7 @@ def full_attention_batch(model) -> diffusion.Corrupted:
 
 
 def attention_without_rule(q, k, v, *tags, num_heads, layer):
-    """Softmax attention of everybody to everybody."""
+    """Softmax attention of all tokens to all tokens."""
     assert layer is None
     q, k, v = (x.reshape(*x.shape[:2], num_heads, -1) for x in (q, k, v))
     logits = jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
@@ -63,7 +63,7 @@ def test_block_zero_everywhere_is_attention_without_a_mask_bit_for_bit():
 
 
 def test_without_blocks_turns_any_training_pass_into_full_attention():
-    """Step-causal tags, replaced by block 0: every token attends to all that is not padding."""
+    """With block 0 in place of step-causal tags, every token attends to all but padding."""
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4))
     settings = model.settings
     rng = np.random.default_rng(1)
@@ -119,7 +119,7 @@ def test_dense_sampler_is_the_training_pass_with_full_attention(kind):
 
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_one_step_is_the_training_pass_with_one_masked_block(kind):
-    """C = B: the plan's only step against the blocks that training cuts from the same plan."""
+    """C = B: compares the plan's only step with the blocks that training makes from that plan."""
     model = tiny.denoiser(tiny.model_settings())
     requests = [tiny.request(kind, model.settings, i, words=n) for i, n in enumerate((3, 7))]
     settings = traces.settings_of("sparse", kind, model.settings)
@@ -139,7 +139,7 @@ def test_one_step_is_the_training_pass_with_one_masked_block(kind):
 
 
 def whole_response(asked, kind, settings: config.Model) -> diffusion.Blocks:
-    """Returns what training cuts from a plan of one step: one masked block."""
+    """Returns the blocks that training makes from a plan of one step: one masked block."""
     rng, one_block = np.random.default_rng(0), config.Diffusion(num_masked_blocks=1)
     if kind == "text":
         length = tiny.TEXT_LEN
@@ -198,7 +198,7 @@ def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(kind)
     for moment, logits in zip(steps, trained, strict=True):
         np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
     *_, truncated, _ = ablation(kind, "t")
-    # In the first step nothing is decoded yet, so the other masks are all that differs.
+    # In the first step nothing is decoded yet, so only the other masks differ.
     assert np.abs(steps[0].logits - truncated[0].logits).max() > 1e-2
 
 
@@ -234,7 +234,7 @@ def test_steps_of_a_plan_that_share_a_row_are_what_each_is_alone(given, merge):
 
 
 def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
-    """Tokens that are clean for one step and masked for another do not meet."""
+    """Tokens that are clean for one step and masked for another do not interact."""
     model, kind = tiny.denoiser(tiny.model_settings()), asked.kind
     rows = [together, *(alone(together, number) for number in together.masked_blocks)]
     prompt = tiny.lay_out(asked, model.settings)
@@ -247,7 +247,7 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
     for row, number in enumerate(together.masked_blocks, 1):
         ours = np.flatnonzero(layouts.block[0] == number)
         apart = np.flatnonzero(layouts.block[row] == rows[row].masked_blocks[0])
-        # Both in the order in which the response and the registers have them.
+        # Both in the order of the response and the registers.
         ours, apart = (
             at[np.argsort(layouts.position[i, at])] for i, at in ((0, ours), (row, apart))
         )
@@ -257,7 +257,7 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
 
 
 def alone(together: diffusion.Blocks, number: int) -> diffusion.Blocks:
-    """Returns one masked block with what it sees, the rest left out."""
+    """Returns one masked block and what it sees, without the rest."""
     token, last = together.token, together.sees[number]
     length = len(together.block) - len(together.copies)
     block = np.full(length, diffusion.ABSENT, np.int32)

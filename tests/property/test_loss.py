@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss is what it says, by enumeration: six tokens, a table in place of the model.
+"""The loss equals its definition, by enumeration: six tokens, a table in place of the model.
 
-A table gives every (token, what is known, what is asked) its own negative log likelihood, so two
-losses that agree on it agree on every model. Random numbers are replaced by all their cases.
+The table gives every (token, known tokens, predicted tokens) its own negative log likelihood, so
+two losses that agree on it agree on every model. Random numbers are replaced by all their cases.
 """
 
 import collections
@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 
 
 class Scripted(np.random.Generator):
-    """A generator whose draws are written down beforehand."""
+    """A generator with predetermined draws."""
 
     def __init__(self, uniforms=(), permutations=()):
         super().__init__(np.random.PCG64(0))
@@ -39,7 +39,7 @@ class Scripted(np.random.Generator):
 
 
 def likelihood_table():
-    """Returns a table [key] that has an arbitrary number for whatever key it is asked for."""
+    """Returns a table [key] with an arbitrary number for every key."""
     rng = np.random.default_rng(0)
     return collections.defaultdict(lambda: rng.random())
 
@@ -64,13 +64,13 @@ def training_loss(table, blocks: diffusion.Blocks, key) -> float:
 
 
 def with_history(i, known, asked):
-    """All that a step-causal model sees: who is known, in which order of steps, who is asked."""
+    """All that a step-causal model sees: known tokens with their steps, and predicted tokens."""
     steps = sorted(set(known.values()))
     return i, frozenset((j, steps.index(at)) for j, at in known.items()), asked
 
 
 def with_known(i, known, asked):
-    """All that Eq. 1 conditions on: who is known."""
+    """All that Eq. 1 conditions on: the known tokens."""
     del asked
     return i, frozenset(known)
 
@@ -128,7 +128,7 @@ def sampled_image(table, cells, schedule, num_steps, given, merge=0) -> float:
 
 @pytest.mark.parametrize(("num_masked_blocks", "merge"), [(1, 0.75), (4, 0.25)])
 def test_image_loss_of_random_orders_one_token_a_step_is_equation_1(num_masked_blocks, merge):
-    """For any number of rival blocks, and also where steps are merged."""
+    """For any number of rival blocks, also with merged steps."""
     table = likelihood_table()
     losses = [
         training_loss(
@@ -177,7 +177,7 @@ def settings(**changes) -> config.Diffusion:
 def test_one_row_of_a_plan_is_the_negative_log_likelihood_of_the_sampler(
     schedule, num_steps, given, merge
 ):
-    """Row by row, not in the mean: for every order, also where steps are merged."""
+    """Row by row, not only on average: for every order, also with merged steps."""
     table = likelihood_table()
     for cells in map(np.array, itertools.permutations(range(LENGTH))):
         order = cells[~given[cells]]
@@ -186,7 +186,7 @@ def test_one_row_of_a_plan_is_the_negative_log_likelihood_of_the_sampler(
         loss = training_loss(table, blocks, with_history)
         sampler = sampled_image(table, cells, schedule, num_steps, given, merge)
         assert loss == pytest.approx(sampler / len(order), abs=TOLERANCE)
-        # Every cell is predicted once, and stands once more, except for those of the last step.
+        # Every cell is predicted once, and is clean once, except for those of the last step.
         assert sorted(blocks.token[blocks.masked]) == sorted(order)
         assert set(blocks.weight[blocks.masked]) == {1.0}
         last = orders.merged(sizes, merge)[-1]
@@ -209,7 +209,7 @@ def test_rows_of_plans_of_random_orders_one_cell_a_step_are_equation_1():
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("given", [NONE_GIVEN, np.isin(np.arange(LENGTH), [1, 2, 4])])
 def test_text_rows_of_a_plan_are_the_negative_log_likelihood_of_the_sampler(given, steps):
-    """Nothing is drawn but which tokens a step commits: a random order in both."""
+    """Only the tokens that a step commits are drawn: a random order in both."""
     table = likelihood_table()
     sampler, losses = [], []
     for ranked, permutations in orders_of_text(given):
@@ -243,15 +243,15 @@ def orders_of_text(given):
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("given", [NONE_GIVEN, np.isin(np.arange(LENGTH), [1, 2, 4])])
 def test_text_loss_is_the_negative_log_likelihood_of_the_sampler(given, steps, masked_blocks):
-    """Two text blocks of three; which tokens a step commits is a random order in both."""
+    """Two text blocks of three tokens; steps commit tokens in a random order in both."""
     table = likelihood_table()
     block_len = 3
     sampler, losses = [], []
     for ranked, permutations in orders_of_text(given):
         sampler.append(sampled_text(table, ranked, block_len, steps, given))
         for u in each_token_once(sum(map(len, ranked))):
-            # What follows chooses inside the text blocks: one case for each of their tokens. The
-            # same numbers in all of them change no mean of a sum.
+            # Later draws choose within the text blocks: one case for each of their tokens. Using
+            # the same numbers in all blocks does not change the mean of a sum.
             for inner in each_token_once(math.lcm(*map(len, ranked))):
                 blocks = diffusion.text_schedule_blocks(
                     Scripted([u, inner, inner], permutations),
@@ -330,7 +330,7 @@ def test_uniform_loss_is_equation_1(policy, nodes):
 
 @pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
 def test_density_of_time_is_the_derivative_of_its_draw(policy):
-    """p(t) = |du/dt|, by central differences; and t falls in [0, 1]."""
+    """p(t) = |du/dt|, by central differences; and t is in [0, 1]."""
     for u in np.linspace(0.005, 0.995, 199):
         t, density = diffusion.time_from_uniform(policy, u)
         step = 1e-6
@@ -341,7 +341,7 @@ def test_density_of_time_is_the_derivative_of_its_draw(policy):
 
 @pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
 def test_every_time_is_drawn_once(policy):
-    """T is monotone in u, so the density has one term; it starts and ends where it should."""
+    """Time is monotone in u, so the density has one term; it has the right endpoints."""
     times = [diffusion.time_from_uniform(policy, u)[0] for u in np.linspace(0, 1, 1001)]
     falling = np.diff(times) * (1 if times[-1] > times[0] else -1)
     assert (falling >= 0).all()

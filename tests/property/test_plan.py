@@ -54,7 +54,7 @@ def image_plans(draw):
 
 @hypothesis.given(image_plans(), st.sampled_from(["newest", "all"]), st.booleans())
 def test_segments_tell_the_story_of_the_plan(plan_and_given, passes_clean, passes_rest):
-    """Steps one by one, with sets: what is clean, decoded and left after each of them."""
+    """Checks with sets what is clean, decoded and left after each step."""
     plan, given = plan_and_given
     parts = plans.segments(plan, passes_clean=passes_clean, passes_rest=passes_rest)
     assert len(parts) <= 7
@@ -106,7 +106,7 @@ def test_text_plans_commit_every_masked_token(
         length, block_len, steps, given, passes_clean=passes_clean, passes_rest=passes_rest
     )
     blocks = [block for part in parts for block in part.block]
-    # Numbered on over text blocks, whatever is given; a text block may need fewer steps.
+    # Numbers continue over text blocks, whatever is given; a text block may need fewer steps.
     assert blocks == sorted(set(blocks))
     assert all(2 <= block < 2 + num_blocks * steps for block in blocks)
     for row in range(2):

@@ -23,7 +23,7 @@ def assignments(length: int) -> np.ndarray:
 
 
 def sees(block: np.ndarray, num_clean: int) -> np.ndarray:
-    """Returns what our rule lets each token of each assignment see [a s s]; padding nothing."""
+    """Returns what each token of each assignment sees by our rule [a s s]; padding sees nothing."""
     tags = layout.make_layout(np.zeros_like(block), block, num_clean)
     mask = visible(
         jnp.asarray(tags.block)[:, :, None],
@@ -34,10 +34,10 @@ def sees(block: np.ndarray, num_clean: int) -> np.ndarray:
 
 
 def network(mask: np.ndarray) -> np.ndarray:
-    """Returns what some deep network computes [a s] in exact arithmetic: rounds of x <- f(seen).
+    """Returns the result [a s] of a deep network in exact arithmetic: rounds of x <- f(seen).
 
     Two tokens that receive different multisets of messages in any round get different results,
-    except for coincidences modulo a prime.
+    barring coincidences modulo a prime.
     """
     x = np.broadcast_to(np.arange(2, 2 + mask.shape[-1]), mask.shape[:2]).astype(np.int64)
     for step in range(ROUNDS):
@@ -57,7 +57,7 @@ def test_rule_is_algorithm_1(length):
 
 @pytest.mark.parametrize("lengths", [(1, 3), (2, 2), (3, 2), (2, 4)])
 def test_examples_of_a_row_see_what_each_would_alone(lengths):
-    """All pairs of assignments in one row, mixed: so both lemmas hold for each of a packed row."""
+    """All pairs of assignments, mixed in one row: so both lemmas hold for packed rows."""
     first, second = map(assignments, lengths)
     pairs = [np.repeat(first, len(second), axis=0), np.tile(second, (len(first), 1))]
     mixed = np.random.default_rng(0).permutation(sum(lengths))
@@ -84,7 +84,7 @@ def test_examples_of_a_row_see_what_each_would_alone(lengths):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_truncation_lemma(length):
-    """A masked block and all clean ones are closed; without its rivals it computes the same."""
+    """A masked block and all clean ones form a closed set; removing rivals changes nothing."""
     block = assignments(length)
     for num_clean in range(LAST_BLOCK):
         whole = sees(block, num_clean)
@@ -98,7 +98,7 @@ def test_truncation_lemma(length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_caching_lemma(length):
-    """Tokens up to block j compute in step j+1, with nothing after them, what they always will."""
+    """Tokens up to block j compute in step j+1, with nothing later present, their final values."""
     block = assignments(length)
     for last in range(LAST_BLOCK + 1):
         held = block <= last
@@ -110,7 +110,7 @@ def test_caching_lemma(length):
 
 
 def test_a_masked_block_depends_on_every_clean_token_and_on_itself():
-    """The lemmas would hold for a rule under which nobody sees anything."""
+    """Otherwise the lemmas would also hold for a rule under which no token sees another."""
     block = np.array([[0, 1, 2, 3, 3, 4]])
     mask = sees(block, 2)[0]
     np.testing.assert_array_equal(mask[3], [True, True, True, True, True, False])

@@ -25,7 +25,7 @@ def draw(settings):
 
 
 def edit(settings):
-    """Edits with some target cells known, next to a row that has no image to look at."""
+    """Edits with some known target cells, in a batch with a row without input image."""
     return [
         tiny.request("image", settings, 0, words=2, vision=True, source=True, given=0.4),
         tiny.request("image", settings, 1, words=6),
@@ -34,7 +34,7 @@ def edit(settings):
 
 
 def answer(settings):
-    """Answers about an image that is seen by the tower and as source cells."""
+    """Answers about an image, given as vision features and as source cells."""
     return [
         tiny.request("text", settings, i, words=n, vision=True, source=True)
         for i, n in enumerate((1, 9))
@@ -62,7 +62,7 @@ CASES = {
 
 @pytest.mark.parametrize(("passes", "preset"), [(2, "sparse"), (4, "sparse"), (2, "t")])
 def test_so_are_those_of_passes_over_codes_inside_a_step(passes, preset):
-    """What the first passes decode is in the input of the others, in the block of the step."""
+    """Later passes see what earlier ones decoded, in the block of the step."""
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4, num_registers=2))
     requests = draw(model.settings)
     settings = traces.settings_of(preset, "image", model.settings, guidance=0.7)
@@ -105,7 +105,7 @@ def test_sampler_logits_are_training_logits_at_every_step(case):
 
 
 def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
-    """Edits with cells given and without, from rows as `diffusion.blocks="plan"` makes them."""
+    """Edits with and without given cells, from rows as made by `diffusion.blocks="plan"`."""
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4))
     requests = [
         tiny.request("image", model.settings, i, words=3 + i, source=True, given=share)
@@ -147,7 +147,7 @@ def settings_for(model: config.Model, longest: int) -> config.Config:
 
 
 def shortened(asked: Example, length: int) -> Example:
-    """Returns a text request, with nothing after its response, that is answered in fewer tokens."""
+    """Returns a text request with a shorter response, and nothing after it."""
     start = next(i for i, part in enumerate(asked.parts) if isinstance(part, Response))
     return dataclasses.replace(
         asked,
@@ -159,13 +159,13 @@ def shortened(asked: Example, length: int) -> Example:
 
 
 def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_them():
-    """Answers were up to 256 tokens long, and 1,024 are sampled, with registers after those."""
+    """Training answers had up to 256 tokens; 1,024 are sampled, with the registers after them."""
     model, block = tiny.denoiser(tiny.model_settings(num_registers=4)), tiny.TEXT_BLOCK_LEN
     asked = shortened(tiny.request("text", model.settings, 0, words=5), tiny.TEXT_LEN)
     settings = traces.settings_of("sparse", "text", model.settings)
     steps, _ = traces.moments(model, [asked], traces.plan([asked], settings, 3), settings)
     (length,) = prompts.prepare([asked], model.settings, settings).length.tolist()
-    short = shortened(asked, block)  # what is trained ends in the first text block
+    short = shortened(asked, block)  # the training response ends in the first text block
     settings_ = settings_for(model.settings, tiny.TEXT_LEN)
     drawn = {
         tiny.registers_from(make_row(short, settings_, np.random.default_rng(i)), model.settings)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With the shipped image tokenizers, the codes of a cell tell what stands in it and nothing else.
+"""With the shipped image tokenizers, the codes of a cell depend only on its content.
 
-The data pipeline looks codes up in a table of appearances; these tests are what allows it.
+The data pipeline looks up codes in a table of appearances; these tests justify that.
 """
 
 import dataclasses

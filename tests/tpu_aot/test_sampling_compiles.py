@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling an image of 1024 pixels at full size, all 32 layers, on chips that are not there.
+"""Sampling an image of 1024 pixels at full size, all 32 layers, compiled for absent chips.
 
-The real functions at the size of `configs/lavida_o.py`, heads over the chips. A minute a target;
-eight images in a batch with SLOW_TESTS=1 alone, as `.ci/run --full` has it.
+The real functions at the size of `configs/lavida_o.py`, with heads split over the chips. Each
+target takes a minute; batches of eight images run only with SLOW_TESTS=1, as in `.ci/run --full`.
 """
 
 import importlib.util
@@ -40,13 +40,13 @@ def test_they_fit_with_room_to_spare_and_nothing_large_is_held_by_every_chip(pro
     for program in programs:
         assert program.memory()["total"] <= aot.MARGIN * program.chip.memory, program.memory()
         assert program.whole(LARGE) == []
-    # The caches of all layers go in and come out as one.
+    # The caches of all layers are one input and one output.
     _, segment = programs
     assert segment.memory()["results"] < 2**20
 
 
 def test_no_loop_copies_the_cache_or_a_layer_of_it(programs):
-    """And every write into it is found, so that there was something to see."""
+    """Writes into the cache are found too, which shows that the check works."""
     _, segment = programs
     shapes = segment_programs.shapes_of(segment.inputs[1].cache)
     assert segment_programs.in_place(segment.text, shapes)
@@ -60,12 +60,12 @@ def test_a_step_sends_what_its_tokens_are_and_no_keys_of_the_prompt(programs):
     cache = segment.inputs[1].cache
     kept = cache.joint[0].size + cache.split[0].size
     steps = len(segment.inputs[2].block)
-    # Keys and values of the cache in bfloat16 are four times as many bytes.
+    # Keys and values of the cache in bfloat16 have four times as many bytes.
     assert sum(sent.values()) / steps < kept
 
 
 def test_a_time_is_projected_and_none_is_measured(programs):
-    """From the compiler's own cycles: without them there would be no projection."""
+    """The projection uses the compiler's cycle estimates, and does not exist without them."""
     for program in programs:
         told = program.projected()
         assert 0 < told["compute_s"] < told["overlapped_s"] <= told["apart_s"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU kernels compiled for TPUs that are only described: no hardware, `libtpu` alone."""
+"""The TPU kernels compiled for absent TPUs: no hardware, only `libtpu`."""
 
 import importlib.util
 import os
@@ -22,11 +22,11 @@ HEADS, HEAD_DIM = 32, 128
 
 
 def described(topology: str):
-    """A sharding on one chip of a TPU that is not there."""
+    """A sharding on one chip of a described TPU."""
     from jax.experimental import topologies
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock file stops a second one
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks the network for what is not there
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second one is locked out
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # skips a network query that would fail
     chips = topologies.get_topology_desc(topology, "tpu").devices
     mesh = jax.sharding.Mesh(np.array(chips[:1]), ("one",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -64,7 +64,7 @@ def test_forward_and_backward_fit_at_the_shipped_tiles(topology):
 
 @pytest.mark.parametrize("name", ["t2i_1536", "edit_3456", "packed_8192"])
 def test_frozen_rows_fit_a_v5e_at_the_shipped_tiles(name):
-    """No tile of less than 512 tokens, rows that no tile divides included."""
+    """No tile has less than 512 tokens, also for rows that no tile divides."""
     tags = shapes.tags(name)
     length, segments = len(tags.key_block), tags.key_segment is not None
     sizes = attention.devices.tile_sizes(length, length)
@@ -73,7 +73,7 @@ def test_frozen_rows_fit_a_v5e_at_the_shipped_tiles(name):
 
 
 def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
-    """No copy, and no slice, of the keys of a layer: the kernel is given the stacked cache."""
+    """The keys of a layer are neither copied nor sliced: the kernel gets the stacked cache."""
     layers, slots, queries, sharding = 4, 1536, 256, described("v5p:2x2x1")
     shape = Shape(
         HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, attention.devices.tile_sizes(queries, slots)
@@ -96,7 +96,7 @@ def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
 
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
-    """The segment program of `sample.py` at the release's widths, kernels and all."""
+    """The segment program of `sample.py` at the release's widths, including kernels."""
     sharding = described("v5p:2x2x1")
     model = segment_programs.settings(attention_implementation="pallas_tpu")
     program = segment_programs.compiled(kind, model, sharding, "tpu")

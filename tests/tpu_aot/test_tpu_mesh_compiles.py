@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and a model over 64 described chips: what each holds, and what they send each other."""
+"""Attention and a model over 64 described chips: memory per chip, and communication."""
 
 import importlib.util
 import os
@@ -29,11 +29,11 @@ GATHERED = f"bf16[1,{LENGTH},{OWN_WIDTH}]"  # keys of its rows and heads
 
 
 def chips(*axes):
-    """A mesh of 4 x 4 x 4 chips that are not there."""
+    """A mesh of 4 x 4 x 4 described chips."""
     from jax.experimental import topologies
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock file stops a second one
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks the network for what is not there
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second one is locked out
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # skips a network query that would fail
     described = topologies.get_topology_desc("v5p:4x4x4", "tpu").devices
     return Mesh(np.array(described).reshape(4, 4, 4), axes)
 
@@ -44,7 +44,7 @@ def compiled(mesh, run, *given, **options):
 
 
 def sent(hlo: str, *kinds: str) -> str:
-    """Returns the results of the collectives of these kinds, one program line a line."""
+    """Returns the results of the collectives of these kinds, one per line."""
     names = "|".join(kinds)
     return "\n".join(re.findall(rf"= (.+?) (?:{names})(?:-start)?\(", hlo))
 
@@ -108,7 +108,7 @@ def test_a_decode_step_moves_no_cache_between_chips():
 
 
 def test_a_forward_and_backward_pass_of_the_full_widths_fits():
-    """A joint and a split layer of the release: 1,024 words and 3,072 cells a row."""
+    """A joint and a split layer of the release: 1,024 words and 3,072 cells per row."""
     mesh = chips("fsdp", "sequence", "tensor")
     settings = config.Model(
         vocab_size=4096, width=4096, mlp_hidden=12288, num_heads=HEADS, head_dim=HEAD_DIM,
@@ -141,7 +141,7 @@ def test_a_forward_and_backward_pass_of_the_full_widths_fits():
     )  # fmt: skip
     hlo, tokens = program.as_text(), 1024 + 3072
     gathered = sent(hlo, "all-gather")
-    assert f",{tokens},{OWN_WIDTH}]" in gathered  # keys of both streams, by the joint layer
+    assert f",{tokens},{OWN_WIDTH}]" in gathered  # keys of both streams, in the joint layer
     assert f"bf16[1,3072,{OWN_WIDTH}]" in gathered  # those of a split layer
     for kernel in ("step_causal_attention", "step_causal_attention_dkv"):
         assert kernel in hlo

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training step of 10.4 B parameters on 64 chips that are not there.
+"""The training step of 10.4 B parameters, compiled for 64 absent chips.
 
-Of the real functions: what every chip holds, that nothing large is held by all, and that what chips
-send each other is what a formula says. `lavida_o.py` over meshes of ours, and `sft_1024.py`, the
+For the real functions this checks the memory of each chip, that nothing large is replicated on all,
+and that communication matches a formula. `lavida_o.py` runs over our meshes, and `sft_1024.py`, the
 paper's run, over its own. One training target takes minutes; `-k` chooses: `v5p`, or `v6e and sft`.
 """
 
@@ -27,7 +27,7 @@ LARGE = 2**22  # elements; 16 MB in float32
 
 @pytest.fixture(autouse=True)
 def _quick_compiler():
-    """Half of the compiler's time, and estimates that are no use."""
+    """Halves compile time; the compiler's estimates are then useless."""
     jax.config.update("jax_exec_time_optimization_effort", -1.0)
     yield
     jax.config.update("jax_exec_time_optimization_effort", 0.0)
@@ -40,7 +40,7 @@ def _quick_compiler():
 def test_a_training_step_of_the_full_model_fits_64_chips(name, topology):
     """128 rows of 1,024 understanding and 1,280 generation tokens: see `aot.expected_bytes`.
 
-    The optimizer's state alone would need 125 GB on a chip that held all of it.
+    The optimizer's state alone would need 125 GB if it was not split.
     """
     settings = aot.full_run(config.read(CONFIGS / f"{name}.py"))
     axes = aot.training_axes(settings, topology)
@@ -51,7 +51,7 @@ def test_a_training_step_of_the_full_model_fits_64_chips(name, topology):
     assert sum(x.size for x in jax.tree.leaves(step.inputs[0].params)) > 10.4e9
     assert step.memory()["total"] <= aot.MARGIN * step.chip.memory, step.memory()
     assert step.whole(LARGE) == []
-    # In place of the state given comes the new one.
+    # The new state replaces the given one in place.
     assert step.memory()["results"] < 2**20
     sent = sum(step.exchanged().values())
     expected = sum(aot.expected_bytes(settings, axes, batch).values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels planted to be wrong, to crash and to hang are refused, in words; a sound one is not."""
+"""Kernels that are wrong, crash or hang are refused with a reason; a correct one is admitted."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ HERE = ("0x10de:0x2335",)
 GPU = {"device": "a GPU", "kernel": "pallas_gpu"}
 ADMITTED = admission.Verdict("a GPU", "pallas_gpu")
 
-# The kernel of TPUs, interpreted, as a child would try it on its device; `planted` may change it.
+# The TPU kernel, interpreted, tried as in the child process; `planted` may change it.
 CHILD = """
 import os, time
 from sparse_lavida_jax.kernels import attention, pallas_tpu, trial
@@ -45,7 +45,7 @@ def child(planted: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """A machine with an accelerator that nobody uses yet, and a cache of its own."""
+    """A machine with an unused accelerator, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(devices, "accelerators", lambda: HERE)
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
@@ -60,7 +60,7 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The GPU that jax finds once it is used."""
+    """A GPU that jax reports when it is used."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     device = types.SimpleNamespace(compute_capability="9.0", device_kind="a GPU")
     monkeypatch.setattr(jax, "devices", lambda: [device])
@@ -96,7 +96,7 @@ def test_a_kernel_that_hangs_is_refused_once_its_time_is_over():
 
 
 def printing(*lines, then=""):
-    """A child that prints lines, and then does something else."""
+    """A child process that prints lines, and then runs `then`."""
     said = "\n".join(f"print({json.dumps(line)!r}, flush=True)" for line in lines)
     return [sys.executable, "-c", f"import os, time\n{said}\n{then}"]
 
@@ -182,7 +182,7 @@ def test_what_was_found_of_another_device_does_not_count(gpu, monkeypatch):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_first_process_decides_for_all(number, monkeypatch):
-    """The second has checked nothing, and takes what the first one found."""
+    """The second process checks nothing, and uses the verdict of the first."""
     said = {"sparse_lavida_jax/attention": "as the first found"} if number else {}
     client = types.SimpleNamespace(
         key_value_set=said.__setitem__, blocking_key_value_get=lambda key, wait_ms: said[key]

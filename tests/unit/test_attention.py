@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on any device against softmax in loops, what runs where, every refusal of the entry."""
+"""Portable implementations against softmax in loops, the choice by device, and all refusals."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ TOLERANCE = 2e-6
 HEADS, HEAD_DIM = 4, 8
 
 # Two rows: clean and masked blocks; padding in the middle and at the end; in the second row a
-# query that sees nothing although it is no padding (block 5 has no key here, horizon -1).
+# query that sees nothing although it is not padding (block 5 has no key here, horizon -1).
 QUERY_BLOCK = np.array([[0, 1, PAD_BLOCK, 3, 4], [1, 5, 3, 3, PAD_BLOCK]])
 QUERY_HORIZON = np.array([[0, 1, PAD_HORIZON, 2, 2], [1, -1, 2, 2, PAD_HORIZON]])
 KEY_BLOCK = np.array([[0, 1, 2, 3, 4, PAD_BLOCK, 0], [PAD_BLOCK, 0, 1, 1, 2, 3, PAD_BLOCK]])
@@ -33,7 +33,7 @@ NOTHING_SEEN = (QUERY_BLOCK == PAD_BLOCK) | (QUERY_BLOCK == 5)
 
 @pytest.fixture(params=["reference", "blockwise"])
 def attend(request):
-    """The entry with one of the implementations that run on any device."""
+    """The entry point with each of the portable implementations."""
     entry = functools.partial(step_causal_attention, num_heads=HEADS, implementation=request.param)
     static = ("num_kv_heads", "scale", "return_lse")
     return tiny.quick_jit(entry, static_argnames=static)
@@ -48,7 +48,7 @@ def draw(kv_heads=HEADS, layers=None, seed=0):
 
 
 def in_loops(q, k, v, *, segments=None, scale=HEAD_DIM**-0.5):
-    """Returns output and log-sum-exp, and the matrix of who saw whom."""
+    """Returns output and log-sum-exp, and the matrix of who sees whom."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     kv_heads = k.shape[-1] // HEAD_DIM
     out, lse = np.zeros(q.shape), np.full((2, HEADS, 5), NOTHING_SEEN_LSE)
@@ -203,9 +203,9 @@ ADMITTED = admission.Verdict(Device.device_kind, "pallas_gpu")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Returns a function that makes jax say that this machine has such a GPU, and its version.
+    """Returns a function that makes jax report a GPU and a jax version.
 
-    A kernel of it was found to be sound.
+    Its kernel is already admitted.
     """
 
     def pretend(capability: str, version=(0, 11, 2)):
@@ -244,7 +244,7 @@ def test_on_the_cpu_it_is_the_reference():
     assert attention.default_implementation() == "reference"
 
 
-LONG = 1024  # squared, more pairs than the reference gets
+LONG = 1024  # squared, too many pairs for the reference
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ LONG = 1024  # squared, more pairs than the reference gets
     ],
 )
 def test_what_the_gpu_kernel_does_not_take_runs_in_blocks(gpu, length, head_dim, dtype, expected):
-    """Tables are made for what the call then runs, of the same numbers."""
+    """Tables match the implementation that the call then chooses."""
     gpu("9.0")
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32)
     wide = jax.ShapeDtypeStruct((1, length, 2 * head_dim), dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share a batch, take turns on the device, or compile beside the others."""
+"""Requests share a batch, take turns on the device, or compile in the background."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def service():
 
 
 def running(service, words="first"):
-    """A request that is at its first step, so that others gather behind it."""
+    """A request at its first step, so that others queue behind it."""
     ticket = service.submit("ask", words)
     assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
     return ticket
@@ -116,7 +116,7 @@ def test_a_batch_that_nobody_waits_for_ends_at_the_next_segment(service):
 def test_who_asks_again_at_once_is_waited_for():
     service = Service(staged.Staged(batch_size=4), Limits())
     service.pipe.run_free()
-    for words in "ab":  # one after another: nobody else is expected
+    for words in "ab":  # one after another: no other is expected
         ticket = service.submit("ask", words)
         texts([ticket])
     until(lambda: not service._batcher._busy)
@@ -135,7 +135,7 @@ def test_who_asks_again_at_once_is_waited_for():
 
 
 class Stepping(staged.Staged):
-    """Takes as many steps as the words say, "heavy 6", and writes down which; meets others."""
+    """Takes as many steps as its words say, as in "heavy 6", and records them; others may join."""
 
     def __init__(self):
         super().__init__(batch_size=4)
@@ -208,7 +208,7 @@ def test_programs_that_never_ran_do_not_keep_others_from_the_device(stepping):
 
     def compiles():
         other = stepping.submit("ask", "other 2", max_new_tokens=1)
-        other.future.result(staged.PATIENCE)  # it is done before this one goes on
+        other.future.result(staged.PATIENCE)  # it finishes before this one continues
         done.set()
 
     stepping.pipe.at["new", 0] = compiles

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a training, from shapes: against hand-made sums and what a step really holds."""
+"""Training memory computed from shapes, against manual sums and what a step really uses."""
 
 import os
 import pathlib
@@ -25,7 +25,7 @@ LAYERS, LENGTHS, WIDTHS = 3, (64, 32), (32, 24)  # of `tiny`, and a batch
 
 
 def settings(**changes):
-    """A tiny model whose loss goes through chunks."""
+    """Settings of a tiny model whose loss is computed in chunks."""
     model = tiny.model_settings(codes_per_token=4, **changes)
     return config.Config(model=model, train=config.Train(loss_chunk=8))
 
@@ -58,7 +58,7 @@ def test_the_ways_to_train_hold_what_they_train(plans):
 
 
 def test_what_is_kept_is_the_input_of_every_layer():
-    """The difference of two depths, by hand: the rest is the same for both."""
+    """The difference between two depths, by hand: everything else is equal."""
     batch = memory.BatchSize(2, *LENGTHS)
     kept = [memory.kept(settings(remat="layer", num_layers=n), batch) for n in (LAYERS, LAYERS + 2)]
     tokens = sum(length * width for length, width in zip(LENGTHS, WIDTHS, strict=True))
@@ -74,7 +74,7 @@ def test_less_is_kept_than_of_whole_layers():
 
 
 def test_the_state_of_a_run_is_as_large_as_planned():
-    """With an average; the sum over microbatches is a second gradient."""
+    """Includes the average; the sum over microbatches is a second gradient."""
     given = stand_ins.settings(
         optimizer={"ema": 0.9, "groups": ((memory.BRANCH, 1e-3), ("", 0.0))},
         train={"microbatches": 2},
@@ -88,7 +88,7 @@ def test_the_state_of_a_run_is_as_large_as_planned():
 
 
 def test_a_device_of_a_mesh_holds_its_share_of_a_run():
-    """Against what the first of four devices holds of a real state."""
+    """Compared with the part of a real state on the first of four devices."""
     given = stand_ins.settings(
         optimizer={"ema": 0.9, "groups": ((memory.BRANCH, 1e-3), ("", 0.0))},
         train={"batch_size": 8, "microbatches": 2},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention is measured by: that calls are chained, masks are the rule, shapes are counted."""
+"""The attention benchmark chains calls, builds masks from the rule, and counts shapes."""
 
 import importlib.util
 import sys
@@ -22,7 +22,7 @@ TAGS = shapes.RowTags(BLOCK, HORIZON, BLOCK, SEGMENT, SEGMENT)
 
 
 def in_loops(tags):
-    """The rule by hand, for every pair."""
+    """Applies the rule to every pair in loops."""
     return np.array([
         [
             block != PAD_BLOCK and segment == other and (key <= horizon or key == block)

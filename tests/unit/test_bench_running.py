@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a suite of whole requests measures, and which run they are of. Nothing is timed."""
+"""Which rows a suite of whole requests measures, and their run. Nothing is timed."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ IDS = [f"t2i256/{name}/b1" for name in ("sparse", "dense_lean", "dense_released"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Returns a function that runs the suite and returns what it measured."""
+    """Returns a function that runs the suite and returns the measured rows."""
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(timing, "calibrate", dict)
     row = {"median_s": 1.0, "split_s": {"loop": 1.0}, "floor_s": 0.5, "compile_s": 9.0}
@@ -71,10 +71,10 @@ def test_rows_of_other_code_are_measured_again(run, monkeypatch, capsys):
 
 
 def test_rows_of_two_runs_are_not_taken_for_one(run):
-    """The newer run goes on: rows are compared within a run only."""
+    """The newer run is continued: rows are compared only within a run."""
     run()
     assert run(breaks_off_after=1) == IDS[:1]
-    for row in rows().values():  # so that one run is newer, however quickly they were measured
+    for row in rows().values():  # so that one run is newer even if both were fast
         year = "2002" if row["id"] == IDS[0] else "2001"
         path = record.path_of("headline", f"speed_cpu/{row['id']}")
         path.write_text(json.dumps(row | {"created": year}))
@@ -89,7 +89,7 @@ def test_models_of_one_shape_of_request_have_rows_of_their_own(run):
     assert sorted(row["model"] for row in record.read_rows("headline")) == (
         ["other"] * 3 + ["speed_cpu"] * 3
     )
-    # Another size under the same name is another model as well.
+    # Another size under the same name is a different model.
     changed = dataclasses.replace(SMALL, sampling=dataclasses.replace(SMALL.sampling, num_steps=8))
     assert run(changed, missing=True) == IDS
 
@@ -117,7 +117,7 @@ def test_rows_in_turn_are_measured_with_all_of_their_task(run, monkeypatch):
 
 
 def test_no_row_is_begun_that_would_end_later(run, capsys):
-    """Of rows that take four minutes each two fit into nine."""
+    """Two rows of four minutes each fit into nine."""
     assert run(minutes=9.0) == IDS[:2]
     told = "no time for t2i256/dense_released/b1 (--minutes): --missing measures the rest."
     assert told in capsys.readouterr().out

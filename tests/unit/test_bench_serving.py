@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load generator, against a server of this test that answers as it is told."""
+"""The load generator, against a fake server with fixed answers."""
 
 import http.server
 import itertools
@@ -13,12 +13,12 @@ import pytest
 from sparse_lavida_jax.bench import serving
 from sparse_lavida_jax.bench.serving import Answered, Load
 
-SECONDS = 0.05  # that an answer takes
+SECONDS = 0.05  # per answer
 
 
 @pytest.fixture
 def asked():
-    """A server of which every third answer is 429: its address and what it was asked."""
+    """A server whose every third answer is 429: its address and its requests."""
     bodies, count = [], itertools.count()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ def test_clients_ask_again_when_they_are_answered(asked):
 
 def test_a_latency_counts_from_when_a_request_was_due(asked):
     address, _ = asked
-    load = Load(1, 0.5, rate=100.0)  # five times what one client can be answered
+    load = Load(1, 0.5, rate=100.0)  # five times what the server answers to one client
     answers = serving.drive(address, load)
     assert all(answer.latency >= SECONDS for answer in answers)
     assert answers[-1].latency > 5 * SECONDS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios and bars of attention, from rows that nobody measured and nobody writes."""
+"""Ratios and bars of attention, from invented rows; no files are written."""
 
 import os
 import pathlib
@@ -26,7 +26,7 @@ def row(task, method, seconds, run="a", batch=1, **others):
 
 
 def measured(rows):
-    """Held or not, by bar and rows."""
+    """Whether each bar is met, by bar and rows."""
     lines = table.attention_bars(rows).splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     return {(name, batch): (value, held) for name, batch, _, value, held in cells if value}
@@ -136,7 +136,7 @@ def test_a_missed_bar_comes_with_what_the_work_takes_at_least():
 
 @pytest.mark.parametrize(("seconds", "held"), [(1.7e-5, "not met"), (1.8e-5, "met")])
 def test_the_rate_on_tiles_is_held_against_theirs_on_all_pairs(seconds, held):
-    """Half of the tiles are active: at the same rate ours takes half of their time."""
+    """Half of the tiles are active: at the same rate ours takes half the time."""
     rows = [row("x/forward", "kernel", 1e-5), row("x/forward", "tokamax", seconds)]
     share = 0.5 * seconds / 1e-5
     assert measured(rows) == {

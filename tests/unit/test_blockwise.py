@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in blocks of plain `lax` against the dense reference, and that it holds no mask."""
+"""Blockwise attention in plain `lax` against the dense reference; it stores no mask."""
 
 import functools
 import math
@@ -65,14 +65,14 @@ def test_bfloat16_is_close_and_gives_the_same_bits_twice():
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(any_blocks(S, T))
 def test_whatever_the_tags(drawn):
-    """Runs of equal tags as well, so that whole tiles are skipped or full."""
+    """Includes runs of equal tags, so that whole tiles are skipped or full."""
     check_drawn_blocks(functools.partial(blocks_and_gradients, shape=shape_of(1, 1, 8)), drawn)
 
 
 def test_tiles_that_nobody_sees_are_not_computed():
-    """Numbers that a product would spread as NaN, in keys of which no tile is seen."""
+    """Keys in unseen tiles have values that would turn products into NaN."""
     rng = np.random.default_rng(0)
-    tags = as_arrays(cache_tags(rng))  # slots from 45 on are empty, the tiles from 64 on whole ones
+    tags = as_arrays(cache_tags(rng))  # slots from 45 on are empty, whole tiles from 64 on
     q, k, v, pulled = draw(rng, 1, 1, 8)
     nothing = jnp.zeros((2, 1, S))
     tiles = tables.TileSizes(16, 16, 16)
@@ -130,7 +130,7 @@ def test_tiles_are_as_few_as_may_be_and_all_alike(length, tile):
 
 
 def shapes_in(jaxpr) -> set[tuple[int, ...]]:
-    """Returns the shapes of all results, those of inner programs too."""
+    """Returns the shapes of all results, including inner programs."""
     found = set()
     for equation in jaxpr.eqns:
         found |= {var.aval.shape for var in equation.outvars}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache against a list of slots: what is kept, what is overwritten, what nobody sees."""
+"""The cache against a list of slots: what is kept, overwritten, and never seen."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_an_empty_cache_holds_padding_only():
 
 @pytest.mark.parametrize("decodes", ["understanding", "generation"])
 def test_passes_are_kept_up_to_what_is_committed_and_then_overwritten(decodes):
-    """Each pass writes after the committed slots; a list of slots tells the same story."""
+    """Each pass writes after the committed slots, like the list of slots."""
     cache = empty(decodes)
     start = 0 if decodes == "understanding" else UNDERSTANDING
     end = UNDERSTANDING if decodes == "understanding" else UNDERSTANDING + GENERATION

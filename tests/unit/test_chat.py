@@ -63,8 +63,8 @@ CELLS = 3 * "<|reserved_token_5|>"
 SOURCE_CELLS = 2 * "<|reserved_token_6|>"
 MASKS = 4 * "<|mdm_mask|>"
 
-# What a builder is called with, and what it spells. Where an image `[0]` is not followed by the
-# character that the template has there, that one is lost, as released.
+# Calls of builders, and the prompts that they must spell. If the character that follows an image
+# `[0]` in the template is missing, it is lost as in the release.
 IMAGES = {
     "draw": (
         lambda t: chat.draw(t, "a red robot", 3),
@@ -176,7 +176,7 @@ def test_boxes_of_several_things_are_one_response_whose_words_are_known(tokenize
 
 @pytest.mark.parametrize("build, said", [*IMAGES.values(), *ANSWERS.values()])
 def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, said):
-    """With a plan, what stands up to the image."""
+    """With a plan, everything up to the image."""
     parts = build(tokenizer)
     mask, end_of_turn = tokenizer.id_of(chat.MASK), tokenizer.id_of(chat.END_OF_TURN)
     settings = {"text_mask_id": mask, "codes_per_token": 4}

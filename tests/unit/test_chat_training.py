@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training samples as the specification spells them (Sec. 9.1, 9.4), and as they are sampled."""
+"""Training samples as in the specification (Sec. 9.1, 9.4), and in the form for sampling."""
 
 import collections
 import dataclasses
@@ -47,7 +47,7 @@ def generator(seed=0):
 
 
 class Never(np.random.Generator):
-    """A generator whose chances all fail and whose choices are the first."""
+    """A generator whose chances always fail and whose choices are always the first."""
 
     def __init__(self):
         super().__init__(np.random.PCG64(0))
@@ -60,7 +60,7 @@ class Never(np.random.Generator):
 
 
 class Always(Never):
-    """A generator whose chances all come true."""
+    """A generator whose chances always succeed."""
 
     def random(self, shape=None):
         return 0.0 if shape is None else np.zeros(shape)
@@ -74,7 +74,7 @@ class Measured(Never):
 
 
 def spelled(tokenizer, parts):
-    """Parts as one string: what is learned in {}, what is kept in (), images, cells, response."""
+    """Parts as one string: learned text in {}, kept text in (), images, cells, response."""
 
     def words(ids):
         return tokenizer._inner.decode(ids.tolist(), skip_special_tokens=False)
@@ -312,7 +312,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
         example = examples.Mixer(tokenizer, settings).example(made, generator())
         row = making.make_row(example, settings, generator())
         image = row.tokens.generation
-        weights.append(image.weight[4:8])  # between those of the source and the registers
+        weights.append(image.weight[4:8])  # between the source and the registers
     plain, heavy = weights
     np.testing.assert_allclose(plain, np.ones(4))
     np.testing.assert_allclose(heavy[0], heavy[1, 0] * np.array([5, 5, 1, 1]))
@@ -321,7 +321,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
 
 
 def test_rows_of_a_batch_have_weights_by_code_whether_or_not_an_image_has_boxes(tokenizer):
-    """Or they could not be stacked."""
+    """Otherwise they could not be stacked."""
     settings = raw_data.settings(tokenizer, data={"edit_area_weight": 5.0})
     mixer = examples.Mixer(tokenizer, settings)
     for name in ("edit", "text to image", "verdict"):
@@ -386,7 +386,7 @@ def test_a_plan_is_trained_before_the_image_or_alone(mixer, tokenizer):
 
 
 def answer_of(tokenizer, example):
-    """The response up to its first end-of-text, after which there is nothing else."""
+    """The response up to its first end-of-text, after which only end-of-text may follow."""
     ids = example.response[:, 0].tolist()
     end = ids.index(tokenizer.id_of(chat.END_OF_TEXT))
     assert set(ids[end:]) == {ids[end]}
@@ -413,7 +413,7 @@ def test_one_turn_of_a_conversation_is_trained(mixer, tokenizer):
         said = spelled(tokenizer, example.parts)
         asked = said[len(PREFIX) :].partition("<|eot_id|>")[0]
         found.add((asked, answer_of(tokenizer, example)))
-    # After an image the first character is lost, as when it is sampled.
+    # After an image the first character is lost, as in sampling.
     assert found == {
         ("[seen]what is ?", "A dog.<|eot_id|>"), ("[seen]sure?", "Yes.<|eot_id|>")
     }  # fmt: skip
@@ -449,7 +449,7 @@ def test_every_kind_is_an_example_with_one_response(mixer, made):
 
 @pytest.mark.parametrize("made", [made for made, _ in RELEASED.values()], ids=[*RELEASED])
 def test_only_an_answer_that_nothing_follows_may_be_sampled_longer(mixer, made):
-    """Boxes and images are as long when they are sampled as when they are trained."""
+    """Boxes and images have the same length in sampling and training."""
     settings = config.changed(mixer.settings, {"data": {"sampled_answer_len": 1024}})
     moved = set()
     for seed in range(8):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written is read back; what is damaged, foreign or half-written is told in a sentence."""
+"""Saved data is read back; damaged, foreign or incomplete data gives a one-sentence error."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ class Layer(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Stacks of three and of no layers, and a plain list of layers."""
+    """A model with stacks of three and of zero layers, and a plain list of layers."""
 
     def __init__(self, width=3, *, rngs):
         self.table = nnx.Param(jax.random.normal(rngs.params(), (5, width)))
@@ -47,7 +47,7 @@ class Model(nnx.Module):
 
 
 class WiderModel(Model):
-    """Differs in every way a model can: a shape, an extra parameter, a missing one."""
+    """Differs in every possible way: a shape, an extra parameter, a missing one."""
 
     def __init__(self, *, rngs):
         super().__init__(rngs=rngs)
@@ -244,7 +244,7 @@ def test_a_copy_that_was_cut_short_is_refused(save):
 
 
 def wrong_manifest(folder, kind):
-    """Makes the list of files another one, as damage or a hand may."""
+    """Changes the list of files, as damage or manual edits may."""
     path = folder / manifest.MANIFEST
     lines = path.read_text().splitlines(keepends=True)
     changed = {
@@ -294,7 +294,7 @@ def test_a_folder_in_place_of_a_file_is_refused(save):
 
 @pytest.mark.parametrize("inside", ["", "vq"])
 def test_a_list_of_files_made_anew_does_not_hide_other_tensors(save, inside):
-    """Those of the parameters when they are read, and those of the image tokenizer."""
+    """Changed parameters are detected when read, and so are those of the image tokenizer."""
     folder = save()
     digests = arrays.read_digests(folder)
     name = "vq/params.safetensors:x" if inside else "joint_layers/01/weight"
@@ -406,11 +406,11 @@ def test_a_run_without_a_model_says_when_there_will_be_one(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------
-# States of a run.
+# Training states.
 
 
 def make_state(seed=0):
-    """Everything a training state may hold."""
+    """Returns a training state with everything it may contain."""
     model = Model(rngs=nnx.Rngs(seed))
     return {
         "params": model,
@@ -469,7 +469,7 @@ def test_a_flipped_bit_falls_back_to_the_state_before(states, caplog):
     assert step == 1
     np.testing.assert_array_equal(saved["x"], big["x"] + 1)
     assert "step 2" in caplog.text
-    # The step can be saved again, and what was damaged is not thrown away.
+    # The step can be saved again, and the damaged state is kept aside.
     states.save(2, big)
     states.wait()
     assert states.steps == [1, 2]
@@ -478,7 +478,7 @@ def test_a_flipped_bit_falls_back_to_the_state_before(states, caplog):
 
 @pytest.mark.parametrize("left", [0, 0.5, None])
 def test_a_state_cut_short_falls_back_to_the_state_before(states, left, caplog):
-    """Its largest file, of which a part, nothing, or not even a name is left."""
+    """Its largest file is truncated, empty or missing."""
     big = {"x": np.random.default_rng(0).normal(size=20_000)}
     for step in (1, 2):
         states.save(step, {"x": big["x"] + step})
@@ -500,7 +500,7 @@ def test_a_wrong_checksum_is_damage(states, monkeypatch):
         patch.setattr(arrays, "digest_of", lambda leaves: "0" * 64)
         states.save(2, make_state(2))
     states.wait()
-    for _ in range(2):  # a second start says the same, and does not begin again
+    for _ in range(2):  # a second start gives the same message, and does not start over
         with pytest.raises(
             model_folder.CheckpointError, match=r"none of the states of steps \[2\]"
         ):
@@ -522,7 +522,7 @@ def test_a_state_that_this_machine_cannot_read_stays_where_it_is(states, trouble
     states.wait()
 
     def fail(*_):
-        raise KeyError("incompatible handler") from trouble  # as the store does
+        raise KeyError("incompatible handler") from trouble  # like the store
 
     with monkeypatch.context() as patch:
         patch.setattr(states._checkpointer, "load_checkpointables", fail)
@@ -585,7 +585,7 @@ def test_a_write_that_fails_in_the_background_is_reported_at_the_next_one(states
 
 
 def test_a_disk_that_fills_up_in_the_background_is_one_sentence(states, capfd, caplog):
-    """What the system refuses is any file above a few kilobytes."""
+    """The system refuses any file larger than a few kilobytes."""
     states.save(1, make_state(1))
     states.wait()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -614,7 +614,7 @@ def test_the_best_state_and_one_every_so_often_are_kept(tmp_path):
 
 
 def test_a_state_goes_onto_another_mesh(tmp_path):
-    """Saved over 8 devices one way, read over them another way, and by one device."""
+    """Saved over 8 devices, then read over another split of them and on one device."""
     states, x = States(tmp_path / "state"), np.arange(64.0).reshape(8, 8)
     automatic = (jax.sharding.AxisType.Auto,) * 2
 
@@ -632,7 +632,7 @@ def test_a_state_goes_onto_another_mesh(tmp_path):
 
 
 def test_parameters_are_read_without_the_rest(states):
-    """The average where there is one; damage elsewhere does not matter to it."""
+    """The average is read if there is one; damage elsewhere does not matter."""
     model, average = make_model(), Model(rngs=nnx.Rngs(5))
     moments = jax.tree.map(jnp.zeros_like, model)
     for step, ema in ((1, None), (2, average)):
@@ -675,7 +675,7 @@ def test_a_run_that_is_started_from_while_it_goes_on_is_left_as_it_is(tmp_path):
 
 
 def test_a_flipped_bit_shows_in_the_sums_of_several_processes():
-    """Of every kind of number, in every place; another split gives the same sums."""
+    """For every dtype and every position; another split gives the same sums."""
     rng = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16", "int32", "uint32", "int8", "bool"):
         leaf = jnp.asarray(rng.integers(0, 2, (8, 5)), dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines are read, and what is wrong with one is said in a sentence. No model is loaded."""
+"""Command lines are parsed, and errors are reported in one sentence. No model is loaded."""
 
 import importlib.metadata
 import io
@@ -31,7 +31,7 @@ IMAGE = np.full((4, 6, 3), 9, np.uint8)
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """What a pipeline in the place of the real one is asked: task, words, images, options."""
+    """Calls of a fake pipeline: task, words, images, options."""
     monkeypatch.chdir(tmp_path)
     image_files.write(tmp_path / "a.png", IMAGE)
     calls = []
@@ -245,7 +245,7 @@ def test_an_answer_is_written_to_no_file(asked, tmp_path, capsys):
 
 
 def test_a_batch_of_lines(tmp_path, asked):
-    (tmp_path / "prompts.txt").write_text("\ufeffa\n\n  b \n")  # as some editors begin a file
+    (tmp_path / "prompts.txt").write_text("\ufeffa\n\n  b \n")  # some editors start files like this
     assert run("generate", "--batch=prompts.txt", "--seed=5", "--num-images=2", "--grid") == 0
     _, prompts, _, given = asked[-1]
     assert prompts == ["a", "b"]
@@ -304,7 +304,7 @@ def test_a_batch_with_a_mistake_names_the_line(tmp_path, text, told):
 
 
 # ---------------------------------------------------------------------------------------------
-# What is shown.
+# Output.
 
 
 def test_steps_are_shown_on_a_terminal_and_elsewhere_if_it_takes_long(monkeypatch, capsys):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.commits`: what it reads of a commit and of a process."""
+"""`bench.commits`: what it reads about a commit and a process."""
 
 import pathlib
 import subprocess
@@ -18,7 +18,7 @@ def test_cpu_time_is_that_of_the_process():
     code = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     process = subprocess.Popen([sys.executable, "-c", f"{code}\ninput()"], stdin=subprocess.PIPE)
     try:
-        while commits.cpu_seconds(process) < 0.25:  # whole ticks are counted
+        while commits.cpu_seconds(process) < 0.25:  # only whole ticks are counted
             assert process.poll() is None
     finally:
         process.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of a served batch gets does not depend on who else is in the batch."""
+"""The result of a row of a served batch does not depend on the other rows."""
 
 import random
 import re

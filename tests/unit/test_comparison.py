@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to train are trained and scored once each, and told as they were scored."""
+"""Each way to train is trained and scored once, and reported with its scores."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def test_every_way_of_a_file_can_be_trained(path):
 
 
 def test_ways_that_train_alike_share_a_run_and_others_do_not():
-    """Steps, seed and what a run starts from make another; who asks and how it samples do not."""
+    """Steps, seed and starting point distinguish runs; the suite and sampling settings do not."""
     ways = {
         (path.stem, way): study.settings(way, 0)
         for path in CONFIGS
@@ -67,8 +67,8 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
         ("ablation_sampling", "sparse"), ("ablation_training", "scratch_step_causal"),
     }  # fmt: skip
     others = len(names) - len({*names.values()})
-    # Twice each are asked for too: uniform blocks, a dense model that draws, one that answers and a
-    # sparse one that answers, trained one step of a text a row.
+    # These are also requested twice each: uniform blocks, a dense model that draws, one that
+    # answers, and a sparse one that answers, trained with one step of a text per row.
     assert others == 5 + 4
     study = Study.read(CONFIGS[0])
     one = study.settings("schedule", 0)
@@ -79,7 +79,7 @@ def test_ways_that_train_alike_share_a_run_and_others_do_not():
 
 
 def test_committed_rows_are_of_the_trainings_of_their_files():
-    """Else a file changed, and its rows are of what nobody can train any more."""
+    """Otherwise a file has changed, and its training can no longer be reproduced."""
     names = {
         (path.stem, way, seed): study.settings(way, seed).name
         for path in CONFIGS
@@ -95,7 +95,7 @@ def test_committed_rows_are_of_the_trainings_of_their_files():
 
 
 def test_a_way_learns_its_own_tasks_and_no_others():
-    """Weights are no section: those of a way replace the shared ones."""
+    """Weights are not merged like sections: those of a way replace the shared ones."""
     (path,) = (path for path in CONFIGS if path.stem == "ablation_quality")
     study = Study.read(path)
     learned = {way: set(study.settings(way, 0).data.tasks) for way in study.ablation.ways}
@@ -141,7 +141,7 @@ def measured(way, folder):
 
 
 def test_a_way_is_trained_and_scored_once(tmp_path):
-    """The second begins with the first, whose model it leaves as it is at this rate."""
+    """The second starts from the first, whose model does not change at this learning rate."""
     assert measured("two", tmp_path) == [("two", "", 2)]
     one, two = (
         Study(shared(), compared(), tmp_path / "runs").settings(way, 3).name
@@ -163,12 +163,12 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     assert of_one_step["sampling"]["num_steps"] == 1
     assert of_one_step["passes"]["image"] == 1
     assert all(row["passes"]["image"] > 1 for row in rows if not row["sampled"])
-    # A row of another training, or of other prompts, is measured again.
+    # A row from another training, or with other prompts, is measured again.
     path = record.path_of(comparison.SUITE, "tried/one//draw/s3")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"training": "ablation_other_s3"}))
     assert measured("one", tmp_path) == [("one", "", 2)]
     assert measured("one", tmp_path) == []
-    # One that is older than a setting, and so sampled with its default, is not.
+    # A row older than a setting was sampled with its default, and is not measured again.
     row = json.loads(path.read_text())
     del row["sampling"]["top_k"]
     path.write_text(json.dumps(row))
@@ -263,7 +263,7 @@ def test_the_report_is_written_between_its_marks(tmp_path):
 
 
 def test_truncated_rows_hold_what_a_sampler_passes_and_all_of_it_sees_all():
-    """The same draws as a step-causal row of one masked block, except for the tags."""
+    """The same draws as a step-causal row with one masked block, except for the tags."""
     found = {}
     for attention in ("step_causal", "truncated"):
         changes = {"attention": attention, "num_masked_blocks": 1, "plan_steps": (4,)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings are checked where they are made; every mistake is a sentence with the way out."""
+"""Settings are checked on creation; every error is a sentence with a remedy."""
 
 import dataclasses
 import json

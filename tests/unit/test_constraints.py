@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions that CI installs: one for a package, allowed by pyproject.toml, from any index."""
+"""CI installs one version per package, allowed by pyproject.toml, from any index."""
 
 import pathlib
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Released folders become model folders and come back; what is wrong with them is told."""
+"""Released folders are converted to model folders and back; problems are reported."""
 
 import collections
 import dataclasses
@@ -34,7 +34,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A converted folder that no test may change."""
+    """A converted folder that tests must not change."""
     scratch = tmp_path_factory.mktemp("converted")
     from_torch.convert(torch_folder.write(scratch / "released"), scratch / "model")
     return scratch / "model"
@@ -42,7 +42,7 @@ def converted(tmp_path_factory):
 
 @pytest.fixture
 def complaint(tmp_path):
-    """Converts a folder that cannot be converted, and returns why; nothing may be left behind."""
+    """Converts a folder that must fail; returns the error. No files may be left behind."""
 
     def run(folder, **more):
         before = sorted(tmp_path.iterdir())
@@ -60,7 +60,7 @@ def bits(state):
 
 
 # ---------------------------------------------------------------------------------------------
-# There and back.
+# Round trip.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -144,7 +144,7 @@ def test_an_image_tokenizer_in_its_own_folder_stays_there(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_trained_sparsely_is_exported_with_its_registers(tmp_path):
-    """What training writes has none of the small files of the release."""
+    """A folder from training has none of the small files of the release."""
     made = dataclasses.replace(
         torch_folder.SETTINGS,
         model=dataclasses.replace(torch_folder.SETTINGS.model, trained_attention="step_causal"),
@@ -425,7 +425,7 @@ def test_every_tensor_that_does_not_fit_is_listed_at_once(tmp_path, complaint):
 
 
 def test_files_and_tensors_that_do_not_fit_are_listed_at_once(tmp_path, complaint):
-    """Tensors of a file that cannot be read are not called missing."""
+    """Tensors of an unreadable file are not reported as missing."""
     state = torch_folder.arbitrary()
     state["model.colour"] = np.zeros(3, np.float32)
     state["model.image_newline"] = np.zeros(5, np.float32)
@@ -606,7 +606,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, folder):
 def test_a_flipped_bit_names_the_tensor(tmp_path, kind):
     state = torch_folder.arbitrary()
     name = "model.transformer.blocks.1.q_proj_vision.weight"
-    # Noise cannot be compressed, so it can be found again.
+    # Noise cannot be compressed, so it can be found in the file.
     noise = np.random.default_rng(0).integers(0, 2**16, state[name].shape, np.uint16) & 0xBFFF
     state[name] = noise.view(jnp.bfloat16)
     written = noise.T.tobytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters are read straight to where they are used: any mesh, any dtype."""
+"""Parameters are read directly to their devices: any mesh, any dtype."""
 
 import shutil
 

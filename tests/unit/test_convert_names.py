@@ -21,7 +21,7 @@ from sparse_lavida_jax.models import parameters, vq
 from sparse_lavida_jax.models.denoiser import ImageEmbedding, ImageHead
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 
-# What the release's config.json holds (spec Sec. 10.5), as far as it describes the model.
+# The keys of the release's config.json that describe the model (spec Sec. 10.5).
 RELEASE = {
     "activation_type": "silu", "alibi": False, "attention_dropout": 0,
     "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
@@ -64,7 +64,7 @@ def test_the_release_has_as_many_tensors_and_parameters_as_it_should(release):
 
 
 def test_the_config_of_the_release_has_its_sizes():
-    """`configs/lavida_o.py`, whose model differs in how it was trained alone."""
+    """`configs/lavida_o.py`, whose model differs only in its training settings."""
     theirs = settings.settings_from(RELEASE)
     ours = config.read(pathlib.Path(__file__).parents[2] / "configs/lavida_o.py")
     assert dataclasses.replace(ours.model, trained_attention="full") == theirs.model
@@ -211,7 +211,7 @@ def test_the_layer_after_the_last_joint_one_is_the_first_split_one(release):
 
 
 def variants():
-    """Settings in which other tensors exist."""
+    """Settings with different sets of tensors."""
     model, made = torch_folder.SETTINGS.model, torch_folder.SETTINGS
     yield "release", settings.settings_from(RELEASE)
     yield "tiny", made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch depends on its number alone, and its rows are what the loss and the kernels expect."""
+"""A batch depends only on its number, and its rows fit the loss and the kernels."""
 
 import dataclasses
 import hashlib
@@ -45,7 +45,7 @@ def _quick():
 
 @pytest.fixture(scope="module")
 def by_kind():
-    """Batches of every way to assign blocks."""
+    """Batches for every way to assign blocks."""
     return {
         "schedule": make_batches(),
         "steps": make_batches(diffusion={"text_masked_blocks": 3}),
@@ -60,7 +60,7 @@ class Row:
 
     Attributes:
         codes, position, block, horizon, target, weight: of each token; ids are codes [s 1].
-        place: of each token in the response, -1 for those that are not of it.
+        place: of each token in the response, -1 for all others.
         mask_id, register_id: of the stream.
     """
 
@@ -148,7 +148,7 @@ def test_a_batch_is_the_same_in_another_process_and_another_order(by_kind, tmp_p
 
 
 def run_elsewhere(program, tmp_path) -> list[str]:
-    """Runs a program in a process of its own; returns the words it printed."""
+    """Runs a program in another process; returns the words of its output."""
     folder = pathlib.Path(__file__).parent
     paths = [str(folder.parent), str(folder.parents[1])]
     (tmp_path / "program.py").write_text(program)
@@ -200,7 +200,7 @@ def test_worker_processes_make_the_same_batches_and_go_on_where_they_were(by_kin
 
 
 def test_a_feed_goes_on_where_it_was_saved(by_kind):
-    """With as many workers it is set to its place, with others it begins there."""
+    """With the same number of workers its state is restored, otherwise it starts at that step."""
     dataset = by_kind["schedule"].dataset()
     feed = Feed(dataset, 3)
     for _ in range(4):
@@ -247,7 +247,7 @@ def test_batches_differ_by_step_and_by_seed(by_kind):
 
 
 def test_no_two_rows_share_random_numbers():
-    """The words of a row must not be those of the next one, some places on."""
+    """The random words of a row must not be a shifted copy of the next one's."""
     words = [
         scene_batches._generator(0, group, index, attempt).bit_generator.random_raw(200).tolist()
         for group, index, attempt in itertools.product(("draw", "edit"), range(4), range(2))
@@ -268,7 +268,7 @@ def test_tasks_come_in_their_proportions():
 
 
 def test_tasks_and_steps_are_drawn_as_numpy_draws_them():
-    """Batches of runs that began with `Generator.choice` must not change."""
+    """Batches of runs that started with `Generator.choice` must not change."""
     batches = make_batches(data={"tasks": {"answer": 0.3, "point": 0.1, "arithmetic": 0.7}})
     shares = np.array([0.3, 0.7, 0.1]) / np.sum([0.3, 0.7, 0.1])
     assert batches.groups["answer"] == ["answer", "arithmetic", "point"]
@@ -322,7 +322,7 @@ def test_an_unknown_task_lists_the_known_ones():
 
 
 # ---------------------------------------------------------------------------------------------
-# What a row holds.
+# Contents of a row.
 
 
 def test_the_loss_is_on_the_masked_tokens_of_the_response_and_nothing_else(rows):
@@ -330,7 +330,7 @@ def test_the_loss_is_on_the_masked_tokens_of_the_response_and_nothing_else(rows)
         masked = np.sort(row.place[row.is_masked])
         np.testing.assert_array_equal(masked, np.sort(row.blocks.token[row.blocks.masked]))
         weighs = row.weight > 0
-        # Where t masks nothing, a token without weight is masked for the shape's sake.
+        # If t masks nothing, one token without weight is masked to keep the shape.
         if weighs.any() or row.is_masked.sum() > 1:
             np.testing.assert_array_equal(weighs, row.is_masked)
     assert sum((row.weight > 0).any() for row in rows) > 0.9 * len(rows)
@@ -448,7 +448,7 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
         for number in masked:
             assert (row.is_register & (row.block == number)).sum() == model.num_registers
         assert row.is_register.sum() == len(masked) * model.num_registers
-        # That `sees` is right is shown by tests/property/test_loss.py.
+        # tests/property/test_loss.py shows that `sees` is right.
         last_clean = [row.blocks.sees.get(b, row.blocks.num_clean) for b in row.block.tolist()]
         np.testing.assert_array_equal(row.horizon, np.minimum(row.block, last_clean))
     if kind == "plan":
@@ -485,7 +485,7 @@ def test_registers_stand_after_the_whole_sequence(by_kind):
 
 
 def test_registers_of_text_stand_after_lengths_up_to_the_longest_that_is_sampled(by_kind):
-    """Nothing else of a row moves, and no token is added; the same seed draws the same length."""
+    """Nothing else in a row moves, no token is added, and a seed always draws the same length."""
     before, longest = by_kind["schedule"], 64
     data = {"tasks": ALL, "max_answer_len": 40, "sampled_answer_len": longest}
     after, model, lengths = make_batches(data=data), before.settings.model, set()
@@ -568,7 +568,7 @@ def test_whole_sequences_fill_the_length_of_their_group_with_end_of_text():
         tokens = (batch.understanding.layout.block != PAD_BLOCK).sum(axis=1)
         length = tokens + (cells != PAD_BLOCK).sum(axis=1)
         assert len({*length.tolist()}) == 1
-        # The last token is padding, which is answered: end-of-text, or masked with a loss.
+        # The last token is padding, which is also learned: end-of-text, or masked with a loss.
         last = batch.understanding.layout.position.argmax(axis=1)[:, None]
         token, target, weight = (
             np.take_along_axis(x, last, axis=1)[:, 0]

@@ -59,7 +59,7 @@ def logits_of(model, text, image):
 
 
 def as_one_sequence(settings, text, image):
-    """Returns the arguments of `oracles.plain_forward`, and which tokens are no padding."""
+    """Returns the arguments of `oracles.plain_forward`, and which tokens are not padding."""
     n, g = len(TEXT_BLOCK), settings.codes_per_token
     ids, codes = np.asarray(text.tokens[0]), np.asarray(image.tokens[0])
     block = np.concatenate([TEXT_BLOCK, IMAGE_BLOCK])
@@ -224,7 +224,7 @@ def test_the_model_accepts_no_mask():
 
 
 def test_features_of_the_vision_tower_say_where_however_large_they_are():
-    """Without places two equal patches look alike; with them the difference is the places'."""
+    """Features of equal patches differ only by their positions, if there are positions."""
     settings = tiny.model_settings(cell_positions=True)
     model = tiny.denoiser(settings)
     model.vision.tower.position_embedding[...] *= 0

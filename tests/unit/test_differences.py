@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the released code fails or is wrong and no other test says what ours does.
+"""Our behaviour where the released code fails or is wrong, if no other test covers it.
 
 The table is docs/differences.md.
 """
@@ -56,7 +56,7 @@ def batch_of(sequences, draws, settings):
 
 
 def an_edit(settings, seed, *, drop_source):
-    """Returns a source image, words and an image to draw, with its random numbers."""
+    """Returns an edit sequence (source image, words, image to draw) and its random numbers."""
     rng, model = np.random.default_rng(seed), settings.model
     cells = (tiny.IMAGE_LEN, model.codes_per_token)
     source, codes = rng.integers(0, model.codebook_size, (2, *cells))
@@ -99,7 +99,7 @@ def test_without_a_loss_on_text_rows_of_unequal_images_are_what_each_is_alone(sh
 
 
 def test_text_alone_is_learned_without_an_image():
-    """The release fails without images, and shows rows that have none an empty one."""
+    """The release fails without images, and gives rows without one an empty image."""
     settings = released()
     sequence = objective.Sequence(
         (Text(np.array([2, 10, 11])), LearnedText(np.array([12, 13, 14, 15])), Response(0)),
@@ -114,7 +114,7 @@ def test_text_alone_is_learned_without_an_image():
 
 
 def test_text_of_which_nothing_is_masked_has_no_loss():
-    """The release computes 0 / 0 there, and repairs it only next to images (behaviour 24)."""
+    """The release computes 0 / 0 there, and repairs it only if there are images (behaviour 24)."""
     settings = released()
     sequence = objective.Sequence(
         (Text(np.array([2, 10, 11, 12])), Response(0)), np.zeros((0, 4), int), None, ()
@@ -128,7 +128,7 @@ def test_text_of_which_nothing_is_masked_has_no_loss():
 
 
 def test_texts_of_a_batch_have_a_dual_cache_each():
-    """The release's takes one row (behaviour 7)."""
+    """That of the release supports a single row (behaviour 7)."""
     model = tiny.model_settings()
     requests = [tiny.request("text", model, seed, words=3 + 2 * seed) for seed in range(2)]
     sampling = config.Sampling(text_preset="fast_dllm_dual", text_steps=2)
@@ -166,7 +166,7 @@ def test_sparse_steps_decode_whole_cells_where_the_release_decodes_codes(preset,
     settings = presets.step_settings(sampling, model, "image")
     plan = presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1)
     assert all((part.candidates.shape[-1] == 1) == whole for part in plan)
-    if not whole:  # some cell is known in part after a step
+    if not whole:  # some cell is partly known after a step
         assert any(part.candidates.any(-1).sum() > part.candidates.all(-1).sum() for part in plan)
 
 
@@ -210,7 +210,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def converted(tokenizer):
-    """Returns a pipeline that is set up as that of a converted folder, except for text blocks."""
+    """Returns a pipeline set up like that of a converted folder, except for text blocks."""
     given = raw_data.settings(
         tokenizer,
         sampling={"text_preset": "prefix", "text_step_ratio": 1.0, "num_steps": 2},
@@ -224,7 +224,7 @@ def converted(tokenizer):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Returns what the sampler was asked, which gives every response back as it came."""
+    """Returns the calls of a fake sampler, which returns every response unchanged."""
     seen = []
 
     def sample(model, rows, segments, *, settings, **_):
@@ -236,7 +236,7 @@ def asked(monkeypatch):
 
 
 def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked):
-    """A cached prompt had not seen the phrases, and phrases were found text block by text block."""
+    """Earlier, a cached prompt had not seen the phrases, and text blocks were decoded in turn."""
     converted.ground(IMAGE, ["a cat", "a dog"])
     bench = object.__new__(refcoco.Bench)
     bench.config, bench.settings = converted.settings, config.Evaluate()
@@ -251,7 +251,7 @@ def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked)
 
 
 def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked):
-    """The release lays edits out at 0."""
+    """The release plans edits at temperature 0."""
     sampling = options.changed(converted.settings.sampling, draws=True, sampler="released")
     converted.generate("a cat", sampling=sampling, plan=True)
     converted.edit(IMAGE, "a dog", sampling=sampling, plan=True)
@@ -260,7 +260,7 @@ def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked
 
 
 def test_a_text_is_what_stands_before_its_end_without_special_tokens(converted, tokenizer):
-    """The release writes everything out, and leaves its placeholder of an image in a plan."""
+    """The release returns everything, and leaves its image placeholder in a plan."""
     said = f"a cat{examples.NO_IMAGE} sits{chat.END_OF_TURN} and on"
     assert converted.prompts.text(np.array(tokenizer.encode(said))[:, None]) == "a cat sits"
 

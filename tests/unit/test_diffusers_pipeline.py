@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model takes the calls of diffusers' image pipelines, and refuses what it cannot honour."""
+"""The model accepts calls of diffusers' image pipelines, and refuses unsupported arguments."""
 
 import ast
 import importlib.util
@@ -20,7 +20,7 @@ from sparse_lavida_jax.scenes import tasks, world
 
 PROMPT = "a red circle above a blue square"
 QUICK = {"num_inference_steps": 2, "plan": False}
-# What is of torch: tensors in place of a prompt, of masks to begin with, of noise levels.
+# Torch tensors in place of a prompt, of initial masks, or of noise levels.
 TENSORS = {"latents", "prompt_embeds", "negative_prompt_embeds", "sigmas"}
 IMAGE_PIPELINES = (
     "flux/pipeline_flux",
@@ -28,7 +28,7 @@ IMAGE_PIPELINES = (
     "qwenimage/pipeline_qwenimage",
     "stable_diffusion_xl/pipeline_stable_diffusion_xl",
 )
-# Of text by masked diffusion: what of theirs is not about text.
+# Pipelines of text by masked diffusion, for arguments that are not about text.
 TEXT_PIPELINES = ("diffusion_gemma/pipeline_diffusion_gemma", "llada2/pipeline_llada2")
 OF_TEXT = {"messages", "add_generation_prompt", "gen_length", "eos_early_stop", "eos_token_id"}
 
@@ -46,7 +46,7 @@ def shown():
 
 
 def test_images_are_those_of_our_own_interface(pipe):
-    """A scale of theirs is ours plus one: uncond + s (cond - uncond), (1+g) cond - g uncond."""
+    """Their scale is ours plus one: uncond + s (cond - uncond), (1+g) cond - g uncond."""
     made = pipe(PROMPT, guidance_scale=2.5, num_images_per_prompt=2, generator=3, **QUICK)
     wanted = pipe.model.generate(PROMPT, steps=2, guidance=1.5, num_images=2, seed=3, plan=False)
     assert [image.size for image in made.images] == [(96, 96)] * 2
@@ -197,7 +197,7 @@ def test_it_is_on_the_device_where_jax_placed_it(pipe, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------
-# Against diffusers itself: read, not imported, which would need torch.
+# Against the source of diffusers; importing it would need torch.
 
 
 def of_diffusers(path):
@@ -235,7 +235,7 @@ def test_what_the_pipelines_of_masked_diffusion_take_is_taken():
 
 @pytest.mark.parametrize("path", IMAGE_PIPELINES)
 def test_defaults_are_theirs(path):
-    """Those of steps and scales differ from model to model; ours are each checkpoint's."""
+    """Except for steps and scales, which depend on the model; ours come from the checkpoint."""
     theirs = of_diffusers(path)
     assert next(iter(OURS)) == next(iter(theirs)) == "prompt"
     for name in ("num_images_per_prompt", "output_type", "return_dict"):

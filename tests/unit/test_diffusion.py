@@ -87,7 +87,7 @@ def test_schedule_blocks_are_what_a_plan_has_decoded_and_whole_steps_after_it(
         steps = [sorted(set(step_of[inside].tolist())) for inside in held]
         step, stop = steps[0][0], steps[-1][-1] + 1
         first = blocks.masked_blocks[0] - step  # block of the plan's first step
-        # Whole steps, one after the other from the current one on, numbered on.
+        # Whole consecutive steps from the current one on.
         assert [s for some in steps for s in some] == list(range(step, stop))
         assert all(
             len(inside) == sizes[some].sum() for inside, some in zip(held, steps, strict=True)
@@ -96,7 +96,7 @@ def test_schedule_blocks_are_what_a_plan_has_decoded_and_whole_steps_after_it(
         assert blocks.num_clean == first + step - 1
         assert first > GIVEN_BLOCK or not given.any()
         np.testing.assert_array_equal(blocks.masked, (step_of >= step) & (step_of < stop))
-        # What came before is clean since its step, what comes after is left out.
+        # Earlier tokens are clean since their step, later ones are left out.
         assert (blocks.block[given] == GIVEN_BLOCK).all()
         done = (step_of >= 0) & (step_of < step)
         np.testing.assert_array_equal(blocks.block[done], first + step_of[done])
@@ -227,7 +227,7 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     np.testing.assert_array_equal(image.weight[slots], hidden * 0.5)
     np.testing.assert_array_equal(image.target[slots], asked.response[here])
     assert image.weight.sum() == hidden.sum() * 0.5
-    # A text has no codes, but shares batches with images that have.
+    # A text has no codes, but may share a batch with images.
     _, asked, prompt, blocks, _ = a_row("text")
     whole = diffusion.partly_known(rng, blocks, "text", 4, half)
     answer = diffusion.corrupt(prompt, asked.response, "text", whole, settings)
@@ -358,7 +358,7 @@ def released(codes_per_token=4, *, prompt_drop=0.0, source_drop=0.0, **diffusion
 
 
 def a_sequence(settings, seed=0, *, image=True, code_weight=None):
-    """Returns a sequence with everything that one can hold."""
+    """Returns a sequence with every kind of part."""
     rng, model = np.random.default_rng(seed), settings.model
     cells = (tiny.IMAGE_LEN, model.codes_per_token)
     seen = rng.integers(0, 256, (1, tiny.VISION.image_size, tiny.VISION.image_size, 3), np.uint8)
@@ -422,7 +422,7 @@ def by_hand(sequence, drawn, settings, *, inverse=False):
 
 
 def held(stream, weight, row):
-    """Returns {position: (token, index, weight)} of the tokens of a row that are no padding."""
+    """Returns {position: (token, index, weight)} of the tokens of a row without padding."""
     real = stream.layout.block[row] != PAD_BLOCK
     assert (stream.layout.block[row][real] == PROMPT_BLOCK).all()
     assert (stream.layout.horizon[row][real] == PROMPT_BLOCK).all()
@@ -482,7 +482,7 @@ def test_the_lowest_number_masks_where_the_time_masks_nothing():
     settings = released()
     sequence = a_sequence(settings)
     drawn = objective.draw(np.random.default_rng(0), sequence)
-    last_answer = sequence.length - 3  # after it two blanks
+    last_answer = sequence.length - 3  # two blanks follow
     noise = np.full(sequence.length, 0.9)
     noise[last_answer] = 0.5
     codes = np.full(sequence.codes.shape, 0.9)
@@ -561,7 +561,7 @@ def test_draws_of_another_length_are_refused():
 
 
 def test_a_few_training_steps_lower_the_loss():
-    """Two images and two texts in a batch, to be known by heart."""
+    """The model memorises a batch of two images and two texts."""
     settings = tiny.model_settings(codes_per_token=4)
     batch = tiny.batch(["image", "image", "text", "text"], settings)
     assert batch.predicts == "both"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages in docs/ name is there, and messages are quoted as they are printed."""
+"""Things that the pages in docs/ name exist, and messages are quoted correctly."""
 
 import pathlib
 import re
@@ -16,13 +16,13 @@ PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
 PAGES = ("method", "extending", "serving", "troubleshooting")
-# A command stands in backticks, or on a line of its own with a prompt before it.
+# A command is in backticks, or on a line of its own after a prompt sign.
 COMMANDS = re.compile(
     r"`((?:sparse-lavida|python -m sparse_lavida_jax\.main) [^`]+)`"
     r"|^ *(?:\$ )?(?:srun )?((?:sparse-lavida|python -m sparse_lavida_jax\.main) .+)$",
     re.MULTILINE,
 )
-# Models that a reader would have by then.
+# Models that a reader would have made by then.
 MADE = re.compile(r"(runs/scenes|models/lavida-o)\b")
 # Fixed parts of messages that troubleshooting.md quotes.
 QUOTED = (
@@ -56,7 +56,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page):
-    text = re.sub(r"there is no config file \S+", "", text_of(page))  # a mistake, quoted
+    text = re.sub(r"there is no config file \S+", "", text_of(page))  # a quoted error
     named = {name.lstrip("/") for name in re.findall(r"[\w/]+\.py\b", text)}
     assert named
     for name in named:
@@ -72,7 +72,7 @@ def test_files_that_are_named_exist(page):
 
 def test_troubleshooting_quotes_what_is_printed():
     page = " ".join(text_of("troubleshooting").split())
-    # Messages are written in pieces of a line each.
+    # Messages are split over lines in the source.
     sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     code = re.sub(r'"\s*f?"', "", sources)
     for part in QUOTED:
@@ -86,14 +86,14 @@ def commands():
         for found in COMMANDS.findall(page.read_text().replace("\\\n", " ")):
             words = shlex.split(MADE.sub("scenes", "".join(found)), comments=True)
             whole = not any("..." in word or word == "COMMAND" for word in words)
-            if whole and words != ["sparse-lavida", "prepare"]:  # named, not typed
+            if whole and words != ["sparse-lavida", "prepare"]:  # only mentioned
                 yield pytest.param(words, id=f"{page.stem}: {' '.join(words)}")
 
 
 @pytest.mark.parametrize("words", list(commands()))
 def test_a_command_of_the_documents_is_understood(words, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
-    # Settings for a folder that a reader would have prepared by then.
+    # Settings for a folder that a reader would have prepared.
     monkeypatch.setattr(own_images, "from_scratch", lambda _: config.Config())
     monkeypatch.setattr(own_images, "continued", lambda *_: config.Config())
     if words[0] == "python":

@@ -21,7 +21,7 @@ def softmax(row):
 
 
 def rest(p, code):
-    """What is not the probability of a code, without rounding."""
+    """One minus the probability of a code, without rounding."""
     return np.delete(p, code).sum()
 
 
@@ -69,7 +69,7 @@ def test_no_filter_leaves_the_logits_alone():
 
 
 def test_of_equal_logits_at_the_edge_no_more_are_kept_than_the_probability_needs():
-    """Logits of bfloat16 are equal in crowds: 1,000 words of one probability."""
+    """Many bfloat16 logits are equal: here 1,000 words have one probability."""
     logits = jnp.zeros((1, 1000)).at[0, 3].set(1.0)
     left = np.isfinite(draw.filtered(logits, 0, 0.9))[0]
     held, each = np.e / (np.e + 999), 1 / (np.e + 999)
@@ -78,7 +78,7 @@ def test_of_equal_logits_at_the_edge_no_more_are_kept_than_the_probability_needs
 
 
 # ---------------------------------------------------------------------------------------------
-# How sure the model is.
+# Confidence.
 
 
 def test_confidences_are_those_of_the_softmax():
@@ -93,7 +93,7 @@ def test_confidences_are_those_of_the_softmax():
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_confidences_of_probabilities_next_to_one_are_ranked_as_in_float64(name):
-    """Margins of 10 to 20 nats: in float32 these probabilities are all 1."""
+    """With margins of 10 to 20 nats, these probabilities are all 1 in float32."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(1, 64, 1, 50)).astype(np.float32)
     logits[..., 7] = logits.max(axis=-1) + np.linspace(10, 20, 64)[None, rng.permutation(64), None]
@@ -105,7 +105,7 @@ def test_confidences_of_probabilities_next_to_one_are_ranked_as_in_float64(name)
 
 @pytest.mark.parametrize("name", ["probability", "margin", "entropy"])
 def test_what_may_not_be_drawn_does_not_count(name):
-    """A vocabulary without a token, and one in which it may not be drawn."""
+    """Compares a vocabulary without a token to one in which it may not be drawn."""
     logits = some_logits(1, 4, 1, 5)
     barred = np.concatenate([logits, np.full((1, 4, 1, 1), -np.inf, np.float32)], axis=-1)
     drawn = jnp.asarray(logits.argmax(axis=-1))
@@ -165,7 +165,7 @@ def test_the_factor_rule_commits_while_many_are_sure_together(factor, released):
                 if n > 1 and sure[row].ravel()[i] < 1 - factor / (n + 1):
                     break
                 number = n
-            if released and number == len(ranked) - 1:  # one token alone does not get a pass
+            if released and number == len(ranked) - 1:  # a single token gets no pass of its own
                 number += 1
             assert set(np.flatnonzero(chosen[row])) == set(ranked[:number])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is handed in becomes rows, and masks and boxes become cells."""
+"""Inputs become rows, and masks and boxes become cells."""
 
 import re
 

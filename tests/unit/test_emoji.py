@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emoji of docs/own_images.md: which are taken of the package, and what is written."""
+"""The emoji of docs/own_images.md: which ones are taken from the package, and the output."""
 
 import hashlib
 import importlib.util
@@ -33,7 +33,7 @@ def listed(name, category, order, has=True):
 
 @pytest.fixture
 def package(tmp_path, emoji, monkeypatch):
-    """A package of five emoji, of which three are wanted and two are taken."""
+    """A package of five emoji; three qualify and two are taken."""
     found = [
         listed("BUG", "Animals & Nature", 3), listed("FLAG", "Flags", 0),
         listed("ONION", "Food & Drink", 7), listed("GRIN", "Smileys & Emotion", 1),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right responses score 1, empty ones 0, and intervals are Wilson's."""
+"""Correct responses score 1, empty ones 0, and intervals are Wilson's."""
 
 import dataclasses
 
@@ -92,12 +92,12 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
     tasks_scored = [score.name for score in scores if not score.name.startswith("-")]
     assert tasks_scored == ["draw", "answer", "draw/held_out"]
     assert all(score.value == 1.0 for score in scores)
-    # Every prompt has the seed that it has when its task is scored alone.
+    # Every prompt has the same seed as if its task were scored alone.
     assert [answer.seed for answer in answers] == 3 * [exact.EVAL_SEED + i for i in range(PROMPTS)]
 
 
 def test_a_batch_of_infills_shows_images_to_all_rows_or_to_none(tmp_path):
-    """Those without a given word, too, of which some show an image and some do not."""
+    """This includes infills without a given word, of which only some show an image."""
     bench = scenes.Bench(
         dataclasses.replace(
             stand_ins.settings(data={"tasks": {"infill": 1.0}}),
@@ -142,7 +142,7 @@ def test_the_space_for_an_answer_holds_the_longest(task):
     samples = asked(task, count=300)
     is_short = tasks.TABLE[task].group == "answer"
     longest = ANSWER_TOKENS if is_short else config.Data().max_answer_len
-    if not any(sample.given for sample in samples):  # others get the space they need
+    if not any(sample.given for sample in samples):  # all others get as much space as they need
         lengths = [len(stand_ins.tokenizer().encode(sample.answer)) for sample in samples]
         assert max(lengths) < longest  # one for the end of text
 
@@ -197,7 +197,7 @@ def test_a_digit_is_judged_by_its_nearest_neighbour():
 
 @pytest.mark.parametrize("task", ["inpaint", "outpaint"])
 def test_a_request_of_the_world_says_already_which_cells_to_fill(task):
-    """Its words go to the model as they are: another task would add a box of its own."""
+    """The words go to the model unchanged: other tasks would add a box."""
     prompts = stand_ins.Knowing(SETTINGS, []).prompts
     for sample in asked(task):
         assert prompts.fill_words(task, sample.prompt, sample.known_grid) == sample.prompt

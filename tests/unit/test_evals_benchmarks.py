@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Official files in, official layouts out, and scores of answers that are known."""
+"""Official files are read, exports have official layouts, and known answers score as expected."""
 
 import csv
 import io
@@ -34,7 +34,7 @@ SPLITS = {
     "mmmu": "validation", "refcoco": "refcoco/val",
 }  # fmt: skip
 PARQUET = {"mathvista", "mmmu"}
-SHARES = (0.0, 1e-05, 0.5, 1.0, 1 / 3)  # of right answers, for DPG-Bench
+SHARES = (0.0, 1e-05, 0.5, 1.0, 1 / 3)  # of correct answers, for DPG-Bench
 NAMES = sorted({*benchmark.names()} - {"scenes"})
 
 
@@ -61,7 +61,7 @@ def scored(bench, outputs, folder):
 
 
 def exported(bench, outputs, name):
-    """A file of the export; of JSON what is in it."""
+    """A file of the export, parsed if it is JSON."""
     return bench.export(answers(bench, outputs))[name]
 
 
@@ -190,7 +190,7 @@ def test_an_image_that_is_not_there_is_missed_when_it_is_asked_for(tmp_path):
     data = shutil.copytree(SAMPLES / "mmmu", tmp_path / "mmmu")
     path = data / "Math/validation-00000-of-00001.parquet"
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    for row in rows[:2]:  # the question of the first shows image 1 alone
+    for row in rows[:2]:  # the question of the first shows only image 1
         row["image_2"] = {"bytes": None, "path": "gone.png"}
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
     *_, first, second, _ = load("mmmu", data).items
@@ -256,7 +256,7 @@ def test_dpg_draws_four_images_on_a_sheet(tmp_path):
     ((name, page),) = bench.keep(bench.items[2], drawn).items()
     assert name == "2.png" and page.shape == (6, 10, 3)
     corners = [page[y, x, 0] for y, x in ((0, 0), (0, 9), (5, 0), (5, 9))]
-    assert corners == [1, 2, 3, 4]  # the order in which the official script cuts them out
+    assert corners == [1, 2, 3, 4]  # the order in which the official script crops them
     ((_, alone),) = bench.keep(bench.items[2], drawn[:1]).items()
     assert alone is drawn[0]
     with pytest.raises(EvaluationError, match="num_images=5"):
@@ -271,7 +271,7 @@ def test_dpg_reads_what_the_official_script_wrote(tmp_path):
     judged(tmp_path, "dpg.txt", "\n".join([*lines, *end]))
     value = 100 * (5 + sum(SHARES)) / 10
     assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 5)}
-    # The script fails on the prompt whose first question it leaves out.
+    # The script fails on the prompt whose first question is missing.
     judged(tmp_path, "dpg.txt", "\n".join([*lines[1:], *end]))
     value = 100 * (4 + sum(SHARES[1:])) / 8
     assert scored(bench, outputs, tmp_path) == {"DPG-Bench score": (pytest.approx(value), 4)}
@@ -370,7 +370,7 @@ def test_mme_adds_accuracy_and_accuracy_plus(tmp_path):
     assert found["perception, 4 of 10 categories"] == (800.0, 10)
     assert "cognition" not in "".join(found)
     always = scored(bench, ["Yes, it is."] * 10, tmp_path)
-    assert always["- color"] == (50.0, 4)  # half of them right, no image in both
+    assert always["- color"] == (50.0, 4)  # half of them correct, but not both of any image
     lines = exported(bench, ["Yes, it is."] * 10, "color.txt").splitlines()
     assert lines[1] == "0000.png\tIs the square green? Please answer yes or no.\tNo\tYes, it is."
     mixed = [*right[:2], "Yes", "yes", "Yes", "No", *right[6:]]

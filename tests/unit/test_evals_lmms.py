@@ -2,7 +2,7 @@
 """Our model for lmms-eval: against the installed package, and against its documented interface.
 
 The package comes with `pip install --no-deps lmms-eval`, loguru, pytz, jinja2 and pyyaml. Its base
-base class uses nothing of torch and transformers, so that something empty may stand in for them.
+class uses nothing from torch and transformers, so empty modules can replace them.
 """
 
 import abc
@@ -23,7 +23,7 @@ DOCUMENTS = {
 
 
 class Pipe(pipeline.SparseLaViDa):
-    """Answers with what it was asked, and how."""
+    """Answers with the question and its arguments."""
 
     def __init__(self, batch_size):
         self.settings, self.prompts = config.Config(), self
@@ -66,7 +66,7 @@ class Documented(abc.ABC):
 
 
 def modules(**contents):
-    """Modules by their names, double underscores for dots."""
+    """Modules by name, with double underscores for dots."""
     return {
         name.replace("__", "."): types.SimpleNamespace(**inside)
         for name, inside in contents.items()
@@ -75,7 +75,7 @@ def modules(**contents):
 
 @pytest.fixture(params=["documented", "installed"])
 def adapter(request, monkeypatch):
-    """The adapter, upon the base class."""
+    """The adapter on top of the base class."""
     for name in [name for name in sys.modules if name.split(".")[0] == "lmms_eval"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, ADAPTER, raising=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An evaluation goes on where it was, in shards or not, and is not mixed with another."""
+"""An evaluation resumes, with or without shards, and does not mix with another."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ ITEMS = 30
 
 
 class Pipe(pipeline.SparseLaViDa):
-    """Answers every question with its own words, and writes down what it was asked."""
+    """Answers every question with its own words, and records the questions."""
 
     log: pathlib.Path
     seconds = 0.0
@@ -57,7 +57,7 @@ class Pipe(pipeline.SparseLaViDa):
 
 
 def made(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a ChartQA of as many questions as `ITEMS`."""
+    """Writes a ChartQA with `ITEMS` questions."""
     shutil.copytree(SAMPLE / "test" / "png", folder / "test" / "png")
     for part, count in (("human", 10), ("augmented", ITEMS - 10)):
         entries = [{"imgname": "0.png", "query": f"{part} {i}", "label": "1"} for i in range(count)]
@@ -72,7 +72,7 @@ def settings(folder, **changes):
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """What the model was asked so far."""
+    """The questions to the model so far."""
     monkeypatch.setattr(run, "SparseLaViDa", Pipe)
     monkeypatch.setattr(Pipe, "log", tmp_path / "log", raising=False)
     Pipe.log.touch()
@@ -125,7 +125,7 @@ def test_shards_share_the_items(data, asked, tmp_path):
     said = run.evaluate(settings(data), "scenes", folder, shard="1/3")
     assert f"10 of {ITEMS} items are there, 20 are missing" in said
     assert [row["index"] for row in kept(folder)] == list(range(1, ITEMS, 3))
-    # The rest in two: what is there already is left out whoever computed it.
+    # The rest in two shards: existing results are skipped, whichever shard computed them.
     run.evaluate(settings(data), "scenes", folder, shard="0/2")
     assert "relaxed accuracy" in run.evaluate(settings(data), "scenes", folder, shard="1/2")
     assert sorted(asked()) == sorted({*asked()}) and len(asked()) == ITEMS
@@ -177,7 +177,7 @@ def test_every_machine_that_took_part_is_told(data, asked, tmp_path, monkeypatch
     assert "; commit aaaa, " in told and "; commit bbbb, " in told
     results = json.loads((folder / "results.json").read_text())
     assert [made["commit"] for made in results["made_with"]] == ["aaaa", "aaaa", "bbbb"]
-    # A shard that goes on with another commit has two entries, with the same one has one.
+    # A shard resumed with another commit has two entries, with the same commit one.
     path = folder / "shards" / "0-of-3" / "items.jsonl"
     for commit in ("aaaa", "cccc"):
         monkeypatch.setattr(run, "commit", lambda c=commit: {"commit": c, "dirty": False})
@@ -252,7 +252,7 @@ def test_after_a_kill_only_what_was_under_way_is_computed_again(data, asked, tmp
     path = tmp_path / "run" / "shards" / "0-of-1" / "items.jsonl"
     done = path.read_text().count("\n")
     assert 0 < done < ITEMS
-    with path.open("a") as file:  # as if it had died within a line
+    with path.open("a") as file:  # as if it had died in the middle of a line
         file.write('{"index": 29, "key": "augm')
     before = asked()
     run.evaluate(settings(data), "scenes", tmp_path / "run")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that are formulas, against other ways to compute them and published values."""
+"""Scores defined by formulas, against other computations and published values."""
 
 import functools
 
@@ -36,7 +36,7 @@ def test_the_edit_distance_is_levenshteins(one, other):
     [
         ("The  Coca Cola", ["coca cola", "the coca cola"], 1.0),
         ("coco cola", ["coca cola"], 1 - 1 / 9),
-        ("cola", ["coca cola"], 0.0),  # 4 of 9 characters right: below one half
+        ("cola", ["coca cola"], 0.0),  # 4 of 9 characters correct: below one half
         ("abcd", ["abxy"], 0.5),
         ("", ["a"], 0.0),
     ],

@@ -53,7 +53,7 @@ def test_a_text_response_is_whole_blocks_and_ends(encoder, task):
         assert example.reach % block == 0
         assert ids[: len(answer)].tolist() == answer
         assert set(ids[len(answer) :].tolist()) == {end}
-        # The sampler reaches the first end-of-text and no text block after it.
+        # The sampler decodes up to the text block of the first end-of-text.
         assert example.reach - block <= len(answer) < example.reach <= len(ids)
 
 
@@ -152,7 +152,7 @@ def test_a_dropped_prompt_keeps_headers_and_nothing_else(encoder):
     assert (dropped.feature == layout.NO_FEATURE).all()
     assert len(dropped.codes) == 0
     assert (dropped.length, dropped.response_position) == (whole.length, whole.response_position)
-    # Headers stay where they were.
+    # Headers keep their positions.
     where = dict(zip(whole.position.tolist(), whole.ids.tolist(), strict=True))
     for position, id in zip(dropped.position.tolist(), dropped.ids.tolist(), strict=True):
         assert id == mask or where[position] == id

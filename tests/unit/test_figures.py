@@ -16,7 +16,7 @@ def colour_at(image, x, y):
 
 
 def test_the_matrix_is_the_figure_of_the_docstring():
-    """Prompt 0, clean 1 and 2, masked 3 and 4, as `visibility.visible` writes it out."""
+    """Prompt 0, clean 1 and 2, masked 3 and 4, as in the docstring of `visibility.visible`."""
     block = np.arange(5, dtype=np.int32)[None]
     image = figures.visibility_matrix(make_layout(block, block, 2))
     wanted = ["x....", "xx...", "xxx..", "xxxx.", "xxx.x"]

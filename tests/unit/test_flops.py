@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of a step are those that the rule and the shapes of the matrices ask for."""
+"""The operations of a step follow from the rule and the shapes of the matrices."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
 
 def oracle(params, batch, model, trained):
-    """Walks over the matrices by name, and over all pairs of tokens."""
+    """Counts in loops over the matrices by name, and over all pairs of tokens."""
     streams = {"understanding": batch.understanding, "generation": batch.generation}
     real = {name: np.asarray(s.layout.block) != PAD_BLOCK for name, s in streams.items()}
     count = {name: int(r.sum()) for name, r in real.items()}
@@ -27,7 +27,7 @@ def oracle(params, batch, model, trained):
     for name, leaf in parameters.by_name(params).items():
         parts = name.split("/")
         if parts[-1] == "kernel" and parts[0] in ("joint_layers", "split_layers"):
-            # `attn_out` is shared: a generation token takes its first columns alone.
+            # `attn_out` is shared: a generation token uses only its first columns.
             for stream in streams:
                 if "attn_out" in parts:
                     width = model.width if stream == "understanding" else model.generation_width
@@ -78,7 +78,7 @@ def test_the_formula_is_a_walk_over_matrices_and_pairs(predicts):
 
 
 def shared(batch, examples):
-    """The batch, as if its tokens were of so many examples in turn."""
+    """The batch, as if its tokens belonged to `examples` examples in turn."""
 
     def of(stream):
         batch_size, length = stream.layout.block.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain folders as mixtures: what each kind of file says, and what is refused."""
+"""Plain folders as mixtures: the meaning of each kind of file, and what is refused."""
 
 import io
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused parameters compute what those they were made of compute."""
+"""Fused parameters give the same results as the original ones."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def sampled(model, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "by_layer"), [("image", True), ("image", False), ("text", True)])
 def test_a_response_is_that_of_the_unfused_model(model, kind, by_layer):
-    """With everything left out that the task never reads."""
+    """Without all parameters that the task never reads."""
     fused = fuse.for_inference(model, task=kind, by_layer=by_layer)
     np.testing.assert_array_equal(sampled(fused, kind), sampled(model, kind))
     fewer = sum(x.size for x in jax.tree.leaves(fused))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words and meanings are the same thing, both ways; other words are refused."""
+"""Words and meanings convert to each other in both directions; other words are refused."""
 
 import itertools
 

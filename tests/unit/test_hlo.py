@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program does is counted as often as it runs, and its exchanges are what a mesh needs."""
+"""Operations in loops count for every iteration, and collectives are those a mesh needs."""
 
 import pathlib
 import types
@@ -57,7 +57,7 @@ def test_loops_count_as_often_as_they_run():
         "4 x f32[2,4]": ("reduce-scatter", 8 * 4 * 4, 1),
         "f32[3]+bf16[4]": ("all-reduce", 3 * 4 + 4 * 2, 1),
     }
-    assert hlo.cycles(PROGRAM) == 500  # a kernel of which the compiler knows nothing has none
+    assert hlo.cycles(PROGRAM) == 500  # a kernel unknown to the compiler has none
     assert hlo.kernel_flops(PROGRAM) == 7
 
 
@@ -98,10 +98,10 @@ def test_a_program_of_ours_sends_what_its_loop_sends():
 
 @pytest.mark.slow
 def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
-    """Kinds of exchanges in the module that the partitioner makes, and as much as a formula says.
+    """Checks the kinds of collectives in the partitioned module, and their size by a formula.
 
     Rows and matrices are split over the same devices: either could be gathered for a product, and
-    of this small batch the rows are the smaller.
+    in this small batch the rows are smaller.
     """
     model = tiny.model_settings(codes_per_token=4, remat="layer", num_layers=4, num_heads=4)
     settings = config.Config(model=model, train=config.Train(loss_chunk=8))
@@ -127,7 +127,7 @@ def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
 
 
 def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
-    """From the config alone: no model lies at its `init_from`."""
+    """From the config alone: there is no model at its `init_from`."""
     settings = config.read(CONFIGS / "sft_1024.py")
     axes = aot.training_axes(settings, "v6e:8x8")
     assert axes == {"data": 1, "fsdp": 64}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code stays small enough to live in: files, rooms and names. Nothing is run, only read."""
+"""The code stays small: sizes of files and folders, unique names. Nothing is run, only read."""
 
 import ast
 import collections
@@ -11,9 +11,9 @@ import sparse_lavida_jax
 
 PACKAGE = pathlib.Path(sparse_lavida_jax.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES_OF_CODE = 27_500  # of the package, with everything that is planned
+MOST_LINES_OF_CODE = 27_500  # of the package, including planned features
 MOST_MODULES_IN_THE_ROOT = 16
-MOST_LINES = 600  # of a file
+MOST_LINES = 600  # per file
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
@@ -21,7 +21,7 @@ NO_CODE = {
 
 
 def lines_of_code(path: pathlib.Path) -> int:
-    """Counts lines that hold code: no blank lines, comments or docstrings."""
+    """Counts lines of code, without blank lines, comments and docstrings."""
     source = path.read_text(encoding="utf-8")
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the hub: fetched from a small server that speaks its endpoints, and pushed."""
+"""Models on the hub are fetched from, and pushed to, a small server with its endpoints."""
 
 import functools
 import hashlib
@@ -25,7 +25,7 @@ COMMIT = "1" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves the folders of `repositories` by their ids; a string is the error it answers with."""
+    """Serves the folders of `repositories` by their ids; a string is an error to return."""
 
     repositories: ClassVar[dict[str, pathlib.Path | str]] = {}
     protocol_version = "HTTP/1.1"
@@ -73,7 +73,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    """Starts the server; gives what sets the folder, or the error, of an id."""
+    """Starts the server; returns a function that sets the folder, or the error, of an id."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     where = {"endpoint": f"http://127.0.0.1:{server.server_port}", "cache_dir": tmp_path / "cache"}
@@ -88,7 +88,7 @@ def serve(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model folder that no test may change."""
+    """A model folder that tests must not change."""
     scratch = tmp_path_factory.mktemp("hub")
     stand_in.write(scratch / "released", stand_in.tiny_settings())
     from_torch.convert(scratch / "released", scratch / "model")
@@ -172,7 +172,7 @@ def test_a_released_model_is_converted_into_a_folder_by_its_id(serve, folder, tm
     assert main.main(["main", *words]) == 0
     digests = (each / "TENSORS.sha256" for each in (tmp_path / "model", folder))
     assert len({each.read_text() for each in digests}) == 1
-    # What needs no converting is left as it is; a folder here is converted by name.
+    # A model that needs no conversion stays unchanged; local folders are converted by name.
     from_torch.convert_from_hub(folder)
     with pytest.raises(model_folder.ReleasedError, match="is a PyTorch folder"):
         from_torch.convert_from_hub(tmp_path / "released")

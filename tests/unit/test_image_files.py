@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images are read as they look, refused with a reason, and written whole or not at all."""
+"""Images are read as displayed, refused with a reason, and written completely or not at all."""
 
 import io
 import struct
@@ -16,14 +16,14 @@ NOISE = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
 
 
 def png_header(width, height):
-    """A PNG of any size that holds no pixels."""
+    """The header of a PNG of any size, without pixels."""
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
     return b"\x89PNG\r\n\x1a\n" + chunk + b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e"
 
 
 # ---------------------------------------------------------------------------------------------
-# In.
+# Reading.
 
 
 @pytest.mark.parametrize("suffix", [".png", ".webp", ".jpg"])
@@ -105,7 +105,7 @@ def test_what_is_no_image_is_named(tmp_path):
 def test_what_pillow_stumbles_over_is_named():
     contents = io.BytesIO()
     notes = PngImagePlugin.PngInfo()
-    notes.add_text("a", "b" * 2**21, zip=True)  # a bomb, by Pillow's own limit
+    notes.add_text("a", "b" * 2**21, zip=True)  # a decompression bomb, by Pillow's own limit
     Image.fromarray(NOISE).save(contents, "PNG", pnginfo=notes)
     for wrong in (contents.getvalue(), png_header(4, 4)[:20], png_header(4, 4)[:33]):
         with pytest.raises(ImageError, match="the upload is no image that can be read"):
@@ -197,7 +197,7 @@ def test_a_box_is_four_numbers():
 
 
 # ---------------------------------------------------------------------------------------------
-# Out.
+# Writing.
 
 
 def test_a_png_says_how_it_was_drawn(tmp_path):

@@ -16,7 +16,7 @@ RELEASED = config.Vision(
     image_size=384, patch_size=14, pool=2, newline=True,
     grid_sizes=((384, 768), (768, 384), (768, 768), (1152, 384), (384, 1152)),
 )  # fmt: skip
-# A feature stands for two pixels a side, so that what it shows can be looked up.
+# A feature covers two by two pixels, so that its content can be looked up.
 SMALL = config.Vision(
     image_size=8, patch_size=2, pool=1, newline=True,
     grid_sizes=((8, 16), (16, 8), (16, 16), (24, 8), (8, 24)),
@@ -60,7 +60,7 @@ def test_of_grids_that_show_as_much_the_smallest_is_chosen():
 
 
 def test_the_released_arithmetic_cuts_a_fraction_off():
-    """13 * (360 / 13) is less than 360 in floats: 12 rows, where 14 would hold the same."""
+    """13 * (360 / 13) is less than 360 in floats: this gives 12 rows instead of 14."""
     assert len(images.token_index((360, 360), RELEASED)) == 169 + 12 * 14
 
 
@@ -81,14 +81,14 @@ def test_tokens_are_the_whole_image_then_rows_that_end_with_a_newline(size):
 
 @hypothesis.given(SIZES)
 def test_tokens_that_are_left_out_show_padding(size):
-    """Half a feature on either side may go with it, and one row of padding may stay.
+    """Half a feature on either side may be dropped too, and one row of padding may stay.
 
-    An image many times longer than wide may lose all: as released.
+    As in the release, an image many times longer than wide may lose all rows.
     """
     hypothesis.assume(max(size) <= 4 * min(size))
     seen = images.see(filled(*size), SMALL)
     shown = seen.pixels.reshape(len(seen.pixels), 4, 2, 4, 2, 3).any(axis=-1).mean(axis=(2, 4))
-    shown = np.append(shown.reshape(-1), 1.0)  # of each feature; the newline shows something
+    shown = np.append(shown.reshape(-1), 1.0)  # per feature; the newline counts as content
     left_out = np.setdiff1d(np.arange(seen.num_features), seen.index)
     assert (shown[left_out] <= 0.5).all()
     after = seen.index[SMALL.num_tokens :]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code keeps to its dialect. Read from the source, nothing is run.
+"""The code follows its conventions. The source is only read; nothing is run.
 
-Who may import whom stands in pyproject.toml, and `lint-imports` checks it.
+Which module may import which is defined in pyproject.toml and checked by `lint-imports`.
 """
 
 import ast
@@ -29,7 +29,7 @@ def name_of(path: pathlib.Path) -> str:
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    """Dotted names of everything a file imports, wherever it stands in the file."""
+    """Dotted names of everything that a file imports, anywhere in the file."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -52,8 +52,8 @@ def test_imports_run_one_way():
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_no_foreign_framework_and_no_pickle(path):
     roots = {name.split(".")[0] for name in imported(path)}
-    # Mixture files are YAML, read safely: the loaders that build objects are not used.
-    # Annotations of RefCOCO are pickles, read by a class that can call nothing.
+    # Mixture files are YAML, read safely without the loaders that build objects. Annotations
+    # of RefCOCO are pickles, read by a class that cannot call anything.
     allowed = {"mixture/recipe": {"yaml"}, "evals/refcoco": {"pickle"}}.get(name_of(path), set())
     if "convert" not in path.parts:
         assert not roots & FOREIGN - allowed

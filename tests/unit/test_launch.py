@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way to launch training calls the same main with its flags; what it would run shows."""
+"""Every launcher calls the same main with its flags, as its dry run shows."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 MAIN = ["-m", "sparse_lavida_jax.main"]
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-# Where the end of a process is the end of the run, one that was stopped must not look like it.
+# Where a process that ends also ends the run, a stopped process needs another exit code.
 STOPPED = {"tpu_pod.sh": ["--stopped_exit_code=75"], "xpk.sh": ["--stopped_exit_code=75"]}
 
 
@@ -37,7 +37,7 @@ def run(script, *words, **environment):
 
 
 def trained(text: str) -> list[str]:
-    """Returns the words of the call of main, which stand in one word of a command or in more."""
+    """Returns the arguments of the call of main, which may be quoted as one word of a command."""
     words = shlex.split(text)
     for word in words:
         if " -m sparse_lavida_jax.main " in word:
@@ -63,11 +63,11 @@ def test_without_flags_a_script_says_what_it_takes(script):
     lines = (LAUNCH / script).read_text().splitlines()[2:]
     header = itertools.takewhile(lambda line: line.startswith("#"), lines)
     assert shown.stderr.splitlines() == [line[1:].removeprefix(" ") for line in header]
-    assert "://" not in shown.stderr  # no run keeps its state in a bucket
+    assert "://" not in shown.stderr  # no run stores its state in a bucket
 
 
 def test_a_tpu_slice_keeps_its_runs_on_the_share(tmp_path):
-    """Its hosts are replaced by this machine, and the share by a folder of it."""
+    """This machine replaces the hosts, and a local folder the share."""
     share, home = tmp_path / "share", tmp_path / "home"
     home.mkdir()
     shown = run("tpu_pod.sh", "--dry-run", *FLAGS).stdout.splitlines()
@@ -84,7 +84,7 @@ def test_a_tpu_slice_keeps_its_runs_on_the_share(tmp_path):
 
 
 def stand_in(folder: pathlib.Path, name: str, script: str) -> str:
-    """Puts a program in front of those on PATH."""
+    """Puts a fake program first on PATH."""
     program = folder / name
     program.write_text(f"#!/bin/bash\n{script}\n")
     program.chmod(0o755)
@@ -128,12 +128,12 @@ def test_a_killed_run_is_started_again_and_a_failed_one_is_not(tmp_path):
 
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_signal_for_the_script_reaches_training(tmp_path, to_all):
-    """Training saves, which takes a while, and its status is the script's.
+    """Training takes a while to save, and the script returns its exit status.
 
-    A terminal's Ctrl-C goes to all of a process group; of it too training sees one signal.
+    Ctrl-C in a terminal signals a whole process group; even then training gets a single signal.
     """
     saving = "trap 'echo twice; exit 9' INT TERM; sleep 0.2; exit 7"
-    # Traps run between commands, so many short ones.
+    # Traps run only between commands, so use many short ones.
     works = "echo up; for i in {1..200}; do sleep 0.1; done"
     path = stand_in(tmp_path, "python", f'trap "{saving}" TERM; trap "exit 8" INT; {works}')
     process = subprocess.Popen(
@@ -142,7 +142,7 @@ def test_a_signal_for_the_script_reaches_training(tmp_path, to_all):
         text=True,
         env={"PATH": path},
         start_new_session=True,
-        # A shell ignores SIGINT for what it runs in the background: this very test, perhaps.
+        # A shell ignores SIGINT for background processes, which may include this test.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -158,7 +158,7 @@ def test_a_signal_for_the_script_reaches_training(tmp_path, to_all):
 def test_a_preempted_slurm_job_saves_and_stands_in_the_queue_again(tmp_path):
     stand_in(tmp_path, "srun", f"trap 'echo saved >> {tmp_path}/log; exit 0' TERM; sleep 20 & wait")
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/log')
-    # What runs in the background has no standard input, so the job goes through a file.
+    # A background process has no standard input, so the job is passed in a file.
     path = stand_in(
         tmp_path, "sbatch", f"cat > {tmp_path}/job; bash {tmp_path}/job & sleep 0.5;"
         " kill -USR1 $!; wait $!"
@@ -184,7 +184,7 @@ def test_a_slurm_job_that_goes_on_has_the_same_bits_unless_told_otherwise():
 
 
 def test_a_preempted_tpu_slice_is_asked_for_again_until_training_has_ended(tmp_path):
-    """Twice training is stopped by the notice: the state of the slice changes a while later."""
+    """The notice stops training twice; the state of the slice changes only later."""
     stand_in(tmp_path, "git", "true")
     path = stand_in(
         tmp_path, "gcloud", f"""cd {tmp_path}

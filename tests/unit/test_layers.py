@@ -140,7 +140,7 @@ def test_of_a_frozen_matrix_no_input_is_kept():
 
 
 def test_gradients_of_matrices_are_summed_in_float32():
-    """Of bfloat16 activations: nothing is rounded before it is summed over all tokens."""
+    """With bfloat16 activations, nothing is rounded before the sum over all tokens."""
     plain = layers.Linear(16, 8, rngs=nnx.Rngs(0))
     wide = layers.Linear(16, 8, rngs=nnx.Rngs(0))
     wide.wide_gradient = True
@@ -165,7 +165,7 @@ def test_gradients_of_matrices_are_summed_in_float32():
 
 
 def test_gradients_of_adapters_are_summed_in_float32():
-    """Of bfloat16 factors, each as a product of the forward or the backward pass left it."""
+    """With bfloat16 factors, each as returned by a product of the forward or backward pass."""
     plain, wide = (layers.Linear(16, 8, rngs=nnx.Rngs(0)) for _ in range(2))
     wide.wide_gradient = True
     x, pulled, a, b = (

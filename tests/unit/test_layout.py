@@ -49,7 +49,7 @@ def test_host_arrays_stay_on_the_host_and_device_arrays_on_the_device():
 
 
 def test_a_later_response_sees_an_earlier_one_only_clean():
-    """Two responses in a sequence: blocks numbered on, clean ones first, M of each its own.
+    """Two responses in a sequence: block numbers continue, clean ones first, each with its own M.
 
     Prompt 0; first response clean 1, masked 3; second response clean 2, masked 4.
     """
@@ -122,7 +122,7 @@ def test_features_are_counted_on_over_several_images():
 
 
 def test_tokens_of_an_image_may_be_any_of_its_features():
-    """The second image's features stand after all of the first one's, used or not."""
+    """The second image's features follow all of the first one's, used or not."""
     first = VisionTokens(4, np.array([0, 2, 5, 5]), 6)
     parts = (first, VisionTokens(2), VisionTokens(1, np.array([1]), 2))
     made = row((*parts, Response(1)))
@@ -209,7 +209,7 @@ def test_views_are_filled_up_to_those_of_the_longest_row():
 
 @pytest.mark.parametrize("newline", [False, True])
 def test_stacked_features_are_those_of_the_same_place_in_the_same_view(newline):
-    """The oracle writes out what stands where: (image, view, place), and the newlines."""
+    """The expected features are written out: (image, view, place), and the newlines."""
     views, most, per_view = (2, 1, 3), 8, 4
     own, seen, view = [], [], 0
     for count in views:

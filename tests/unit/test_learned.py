@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model from scratch has learned: words and kinds of records; what it says of all others."""
+"""Words and kinds of records that a model was trained on, and warnings about all others."""
 
 import shutil
 
@@ -38,7 +38,7 @@ def test_words_of_any_script(words, expected):
 
 
 def with_words(tokenizer, folder, *words):
-    """The tokenizer of a model that has learned these words."""
+    """The tokenizer of a model that was trained on these words."""
     shutil.copy(tokenizer.path, folder / "tokenizer.json")
     (folder / text.WORDS).write_text("\n".join(words) + "\n", encoding="utf-8")
     return ChatTokenizer(folder / "tokenizer.json")
@@ -56,7 +56,7 @@ def test_words_that_training_never_held_are_said(tokenizer, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "training never held dragon, Red (upper and lower case are different words)" in said
     commands._tell_unheld(Pipe(known), "a red circle")
-    commands._tell_unheld(Pipe(tokenizer), "a red dragon")  # its folder does not say
+    commands._tell_unheld(Pipe(tokenizer), "a red dragon")  # its folder does not record the words
     assert capsys.readouterr().err == ""
 
 

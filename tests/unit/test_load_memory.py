@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading into a mesh holds little more on the host than what stays: here both are one memory."""
+"""Loading into a mesh needs little extra host memory; here host and devices share memory."""
 
 import json
 import multiprocessing
@@ -20,11 +20,11 @@ from sparse_lavida_jax.models import denoiser, sharding
 
 SPAWN = multiprocessing.get_context("spawn")
 MESH = {"fsdp": 4, "tensor": 2}
-PROGRAMS = 64 * 2**20  # bytes that programs for these shapes may take
+PROGRAMS = 64 * 2**20  # bytes allowed for programs for these shapes
 
 
 def settings(width: int) -> config.Config:
-    """Two layers, of which almost everything is in four matrices of each."""
+    """Settings of two layers, each with almost all parameters in four matrices."""
     model = config.Model(
         width=width, mlp_hidden=4 * width, num_layers=2, dual_tower_layers=1, num_heads=8,
         head_dim=width // 8, generation_width=64, generation_mlp_hidden=64,
@@ -50,7 +50,7 @@ def write(folder: pathlib.Path, width: int) -> None:
 
 
 def measure(small: pathlib.Path, large: pathlib.Path, out: pathlib.Path) -> None:
-    """Writes by how many bytes the memory of this process grew at most while it loaded `large`."""
+    """Writes the largest growth of this process's memory in bytes while it loads `large`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     over = sharding.over(sharding.make_mesh(MESH))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters start as nothing, are added without merging, and are merged to the same model."""
+"""Adapters start at zero, are added without merging, and merge to the same model."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def attached():
 
 
 def logits(model):
-    """Of a text and an image row."""
+    """Logits of a text and an image row."""
     batch = tiny.batch(["text", "image"], MODEL)
 
     @tiny.quick_jit
@@ -86,7 +86,7 @@ def test_merged_is_the_same_model_without_adapters(attached, base_logits):
 
 
 def test_no_merged_matrix_exists_while_training(attached):
-    """Neither of all layers nor of one: no product or sum has the shape of a kernel."""
+    """Neither for all layers nor for one: no product or sum has the shape of a kernel."""
     mine, frozen = parameters.parted(attached, lambda name: bool(lora.NAME.search(name)))
     shapes = {tuple(x.shape) for name, x in parameters.by_name(frozen).items() if "kernel" in name}
     shapes |= {shape[1:] for shape in shapes if len(shape) == 3}
@@ -184,14 +184,14 @@ def equal(one, other):
 
 @pytest.fixture(scope="module")
 def moved(attached):
-    """With registers that were trained as well."""
+    """A model with adapters and trained registers."""
     return parameters.replaced(attached, {"register_generation": np.full(24, 0.5)})
 
 
 def test_adapters_go_to_disk_alone_and_come_back_to_their_base(moved, base, tmp_path):
     mine = saved(tmp_path / "run" / "adapters", moved, base)
     equal(lora.merged(moved), loaded_with(base, {mine: 1.0}))
-    equal(lora.merged(moved), loaded_with(base, {str(tmp_path / "run"): 1.0}))  # of a run
+    equal(lora.merged(moved), loaded_with(base, {str(tmp_path / "run"): 1.0}))  # from a run
     there = {path.name for path in pathlib.Path(mine).iterdir()}
     assert "params" not in there and "model.safetensors" not in there
     assert (pathlib.Path(mine) / "adapter_model.safetensors").stat().st_size < 200_000
@@ -212,7 +212,7 @@ def test_adapters_have_the_names_of_peft_and_of_the_release(moved, base, tmp_pat
 
 
 def test_adapters_of_peft_itself_are_read(attached, base, tmp_path):
-    """Without anything of ours, of a few layers, scaled as PEFT was told."""
+    """Without our files, only some layers, and with the scale of PEFT's settings."""
     rng, module = np.random.default_rng(0), "model.transformer.blocks.1.attn_out"
     a, b = (rng.normal(size=s).astype(np.float32) for s in ((2, 32), (32, 2)))
     key = f"base_model.model.{module}.lora"
@@ -266,7 +266,7 @@ def test_several_merged_and_kept_apart_predict_the_same(moved, base, tmp_path):
     for one, two, alone in zip(logits(merged), logits(apart), logits(first), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
         assert np.abs(one - alone).max() > 0.05
-    # What was trained whole is moved by as much: 1 + 0.25 of the way.
+    # Parameters that were trained whole move by the same amount: 1 + 0.25 of the way.
     start = model_folder.load_model(base).model.register_generation[...]
     expected = start + 1.25 * (0.5 - start)
     np.testing.assert_allclose(merged.register_generation[...], expected, rtol=1e-6)

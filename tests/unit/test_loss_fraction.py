@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of what a training config passes through the model, enough has a loss: of text and of images."""
+"""Enough of the tokens that a training config passes have a loss, in text and in images."""
 
 import collections
 import dataclasses
@@ -26,10 +26,10 @@ from sparse_lavida_jax.training import flops
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 ANSWERS = (4, 20, 60, 120, 240, 240)  # words
 ROWS = 144
-PHOTO = raw_data.png(0, 800, 800)  # of which the vision tower sees five views
+PHOTO = raw_data.png(0, 800, 800)  # with five views for the vision tower
 
-# The least share of the slots of a row, padding included, whose token has a loss: of text, of
-# images. Text with one step a row had 1.3 % in the configs of LaViDa-O.
+# The least share of the slots of a row, including padding, whose token has a loss: for text, for
+# images. Text with one step per row had 1.3 % in the configs of LaViDa-O.
 LEAST = {
     "sft_1024": (0.06, 0.36),
     "lavida_o_lora": (0.06, 0.36),
@@ -52,7 +52,7 @@ def read(name: str) -> config.Config:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> chat.ChatTokenizer:
-    """A token a word, so that prompts are about as long as they are in the released tokenizer."""
+    """One token per word, so that prompts are about as long as with the released tokenizer."""
     made = tokenizers.Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens([*chat.CONTROL])
@@ -75,7 +75,7 @@ def record(kind: str, number: int, side: int) -> Record:
 
 
 def prepared_rows(settings: config.Config, tokenizer, kind: str) -> list[TrainingRow]:
-    """Returns rows as long as true ones; no model is needed to make them."""
+    """Returns rows of realistic length; making them needs no model."""
     side = settings.model.grid_size * settings.model.codes_side
     mixer, examples = Mixer(tokenizer, settings), []
     for number in range(2 * len(ANSWERS) if kind == "text" else 1):
@@ -92,7 +92,7 @@ def with_loss(rows: list[TrainingRow]) -> int:
 
 
 def groups_of(settings: config.Config, tokenizer):
-    """Yields what each group of a config predicts, rows of it, and the shape they all are given."""
+    """Yields for each group of a config what it predicts, some rows, and their common shape."""
     if settings.data.source == "prepared":
         for kind in ("text", "image"):
             rows = prepared_rows(settings, tokenizer, kind)
@@ -109,7 +109,7 @@ def groups_of(settings: config.Config, tokenizer):
 
 
 def loss_fractions(settings: config.Config, tokenizer) -> dict[str, float]:
-    """Returns `loss_fraction` as a run logs it, of text and of images."""
+    """Returns `loss_fraction` as logged by a run, for text and for images."""
     losses, slots = collections.Counter(), collections.Counter()
     for kind, rows, shape in groups_of(settings, tokenizer):
         losses[kind] += with_loss(rows)
@@ -159,7 +159,7 @@ def test_a_whole_plan_has_more_tokens_with_a_loss_an_operation_than_dense_traini
 
 
 def test_a_row_of_text_of_the_papers_run_has_a_hundred_tokens_with_a_loss(tokenizer):
-    """With one step a row it had 16 of 1,070."""
+    """With one step per row it had 16 of 1,070."""
     now, once = (
         with_loss(prepared_rows(read(name), tokenizer, "text")) / ROWS
         for name in ("sft_1024", "sft_1024:one_step")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cross-entropy of a few tokens at a time is that of all, in value and in gradient."""
+"""Cross-entropy in chunks of tokens has the same value and gradient as all at once."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_cross_entropy_is_minus_log_softmax_in_loops():
 
 
 def given(dtype=jnp.float32, seed=0, share=0.5):
-    """Hidden states, kernel, targets and weights, of which a share is not 0."""
+    """Hidden states, kernel, targets and weights; a share of the weights is not 0."""
     rng = np.random.default_rng(seed)
     weight = rng.uniform(0.2, 3.0, (B, S)) * (rng.random((B, S)) < share)
     return (
@@ -88,7 +88,7 @@ def test_bfloat16_gradients_are_summed_in_float32():
 
 
 def shapes(jaxpr):
-    """Shapes of everything that is computed, inner programs included."""
+    """Shapes of all results, including inner programs."""
     for equation in jaxpr.eqns:
         yield from (variable.aval.shape for variable in equation.outvars)
         for inner in jax.extend.core.jaxprs_in_params(equation.params):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line does what it is told, and says what it cannot do in one sentence."""
+"""The command line does its work, and reports errors in one sentence."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def complaint(capsys, *words):
-    """What a command line that must fail prints."""
+    """The output of a command line that must fail."""
     assert main.main(["main", *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -229,7 +229,7 @@ def test_help_is_printed(capsys):
 
 
 def test_sampling_writes_an_image_with_the_settings_of_the_checkpoint(folder, monkeypatch, capsys):
-    """The pipeline is replaced: what matters here is what it is asked."""
+    """The pipeline is replaced: only its arguments are tested here."""
     asked = []
 
     class Pipeline(SparseLaViDa):

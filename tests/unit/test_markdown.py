@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of Markdown, and that no module writes its own."""
+"""Markdown tables, and a check that no module writes its own."""
 
 import pathlib
 import re
@@ -42,7 +42,7 @@ def test_nobody_else_writes_the_rule_below_a_head():
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
         for line in path.read_text().splitlines()
-        # Docstrings show tables too: their lines begin with a bar.
+        # Docstrings contain tables too: their lines start with a bar.
         if re.search(r"\| *-{3}", line) and not line.startswith("|")
     }
     assert not written

@@ -60,7 +60,7 @@ def clock(monkeypatch):
 
 
 def test_without_a_terminal_progress_is_plain_lines_with_the_time_left(clock):
-    """The compilation, before the first of them, does not count; the share of the run does."""
+    """Compilation, before the first line, does not count; the finished share of the run does."""
     where = console(force_terminal=False)
     bar = metrics.ProgressBar("toy", 100, console=where)
     for step, share, seconds in ((10, 0.1, 10), (55, 0.55, 30), (60, 0.8, 15)):

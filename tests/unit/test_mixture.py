@@ -36,7 +36,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Prepared: 10 captions and 7 plans to draw, 12 texts, 5 edits."""
+    """A prepared folder: 10 captions and 7 plans to draw, 12 texts, 5 edits."""
     folder = tmp_path_factory.mktemp("mixture")
     names = raw_data.images(folder / "pictures")
     tables = {
@@ -89,7 +89,7 @@ def mixed(request, folder, tokenizer):
 
 
 def rows_of(batch, stream="understanding"):
-    """The tokens of each row, padding left out, as bytes."""
+    """The tokens of each row as bytes, without padding."""
     part = getattr(batch, stream)
     return [
         row[block != PAD_BLOCK].tobytes()
@@ -102,7 +102,7 @@ def test_groups_have_their_shares_and_batches_their_sizes(mixed):
     sizes = collections.Counter()
     for i in range(12):
         sizes[len(data[i].understanding.tokens), data[i].predicts] += 1
-    # Of 6 batches in a row 3 draw, 2 understand, 1 changes, with half the rows.
+    # Of 6 consecutive batches 3 draw, 2 understand, and 1 edits, with half the rows.
     assert [count for (rows, _), count in sizes.items() if rows == 2] == [2]
     assert sorted(sizes.values()) == [2, 4, 6]
     assert mixed.sizes == {"draw": 4, "understand": 4, "change": 2}
@@ -176,7 +176,7 @@ def test_an_iterator_goes_on_where_it_was_saved(mixed):
 
 
 def test_a_model_learns_from_the_batches(mixed):
-    """Of a group of images and texts, and under the released objective of edits."""
+    """From groups of images and texts, and of edits with the released objective."""
     group = "change" if mixed.released else "draw"
     batch = mixed.batch(group, 0)
     assert batch.predicts == "both"
@@ -186,7 +186,7 @@ def test_a_model_learns_from_the_batches(mixed):
 
 
 def test_images_are_seen_where_they_stand(folder, tokenizer):
-    """What the tokens of an image point at are features of its own views, none of them blank."""
+    """The tokens of an image refer to features of its own views, never of blank ones."""
     for more in ({}, {"diffusion": RELEASED}):
         mixed = batches(folder, tokenizer, **more, **NO_WORDS)
         batch, vision = mixed.batch("understand", 0), mixed.settings.model.vision
@@ -239,7 +239,7 @@ def test_what_is_held_back_is_never_trained_on(with_held, monkeypatch):
     monkeypatch.setattr(
         with_held, "row_of", lambda record, rng: used.append(record.name) or row_of(record, rng)
     )
-    for attempt in range(20):  # in place of what is too long
+    for attempt in range(20):  # replacing rows that are too long
         with_held.made("draw", 0, attempt)
     records = with_held.records["draw"]
     assert len({*used}) > 5 and not {*used} & {records[i].name for i in with_held.held["draw"]}
@@ -318,7 +318,7 @@ def test_sequences_longer_than_allowed_are_told(folder, tokenizer):
 
 
 def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, tokenizer):
-    """Token by token, and each record looks at its own images."""
+    """Token by token, and each record sees its own images."""
     words = {"prompt_drop": 0.0, "text_block_len": 8}
     alone = batches(folder, tokenizer, data=words)
     packed = batches(folder, tokenizer, data=words | {"packing": 2})

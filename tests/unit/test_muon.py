@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon over all matrices of one shape at once, against optax's over one leaf after the other."""
+"""Muon over all matrices of one shape at once, against optax's leaf by leaf."""
 
 import jax
 import jax.numpy as jnp

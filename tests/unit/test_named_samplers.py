@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers by name, tokens of a text block, and what is refused because it was never trained."""
+"""Samplers by name, sizes of text blocks, and refusals of what was never trained."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ TASKS = {"draw": 1.0, "plan": 1.0, "answer": 1.0, "check": 1.0}
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Returns a pipeline, and what its sampler was asked: kind, width of a step, temperature."""
+    """Returns a pipeline, and the calls of its sampler: kind, width of a step, temperature."""
     seen = []
 
     def sample(model, rows, segments, *, settings, **_):
@@ -35,7 +35,7 @@ def ran(monkeypatch):
 
 
 def test_text_is_sampled_in_blocks_as_it_was_trained_in(ran):
-    """A model trained in blocks of 4 was sampled in blocks of 8 without a word."""
+    """Earlier, a model trained in blocks of 4 was silently sampled in blocks of 8."""
     pipe, seen = ran
     pipe.ask(None, "why?", max_new_tokens=16)
     given = dataclasses.replace(pipe.settings.data, text_block_len=4)
@@ -57,7 +57,7 @@ def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
 
 
 def test_a_text_that_is_no_whole_blocks_has_as_many_steps_as_tokens(ran):
-    """It is one block: more steps were cut without a word, or refused though they fit."""
+    """It is one block: earlier, more steps were silently cut, or refused although they fit."""
     pipe, _ = ran
     example = pipe.encoder.text_example("a", length=10)  # blocks have 8 tokens
     pipe.decode([example], sampling=config.Sampling(text_steps=10))
@@ -84,7 +84,7 @@ def test_as_released_questions_have_blocks_of_128_and_layouts_of_16():
 
 
 def test_what_is_said_by_itself_prevails_over_a_samplers_name():
-    """In any order: `--steps` was now obeyed, now ignored."""
+    """In any order: earlier, `--steps` was sometimes ignored."""
     asked = [("steps", 4), ("sampler", "released")]
     for given in (dict(asked), dict(asked[::-1])):
         made = options.changed(config.Sampling(), draws=False, **given)

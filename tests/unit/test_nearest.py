@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples next to training images: the nearest is found, and what is remembered is counted."""
+"""Samples and training images: the nearest is found, and memorised ones are counted."""
 
 import types
 

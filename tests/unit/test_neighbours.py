@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What heads of `Model.neighbour_heads` look at before any training."""
+"""What heads of `Model.neighbour_heads` attend to before any training."""
 
 import dataclasses
 
@@ -22,13 +22,13 @@ MODEL = config.Model(
 
 @pytest.fixture(scope="module")
 def models() -> tuple[Denoiser, Denoiser]:
-    """A model with neighbour heads, and the same without."""
+    """A model with neighbour heads, and the same model without."""
     with_them = dataclasses.replace(MODEL, neighbour_heads=OFFSETS)
     return tuple(Denoiser(each, rngs=nnx.Rngs(3)) for each in (with_them, MODEL))
 
 
 def attention(model: Denoiser, words: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns what every head of the first layer gives to every word, [heads query key]."""
+    """Returns the attention weights of every head of the first layer, [heads query key]."""
     branch = jax.tree.map(lambda leaf: leaf[0], model.joint_layers.understanding)
     turn = rotary(jnp.asarray(positions)[None], MODEL.head_dim, MODEL.rope_theta)
     q, k, _ = branch.qkv(model.text_embedding[words][None], turn)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is drawn has the probabilities of the logits, and no two things share their noise."""
+"""Draws have the probabilities of the logits, and no two things share their noise."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def rows_and_step(kind="image", making="", attempt=0, draws=DRAWS):
 
 
 def assert_drawn_as(drawn, probability):
-    """Tests the counts of what was drawn by chi-square, of codes that are expected five times."""
+    """Tests counts of draws by chi-square, for codes that are expected five times or more."""
     counts = np.bincount(np.asarray(drawn).ravel(), minlength=len(probability))
     expected = probability * counts.sum()
     assert counts[probability == 0].sum() == 0
@@ -44,7 +44,7 @@ def probability_of(logits):
 
 
 LOGITS = np.random.default_rng(0).normal(size=12)
-KEPT = np.sort(np.argsort(-LOGITS)[:4])  # of top-k 4
+KEPT = np.sort(np.argsort(-LOGITS)[:4])  # by top-k 4
 
 
 @pytest.mark.parametrize("case", ["plain", "top_k", "top_p", "guided", "three_rows", "four_codes"])
@@ -86,7 +86,7 @@ def test_words_are_drawn_with_the_probability_of_their_logits():
 
 
 def test_rare_words_of_a_large_vocabulary_are_drawn():
-    """From 23 random bits a tail of 1 % over 127,000 words was drawn in .0035 to .0046 of draws."""
+    """With 23 random bits, a tail of 1 % over 127,000 words had only .0035 to .0046 of draws."""
     rows, now, _ = rows_and_step("text", draws=32)
     numbers = np.asarray(draw.noise(rows.key, now, (131_072,)))
     large = numbers[numbers > 8]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to train are compared on the same examples, and counted as what they are."""
+"""Ways to train are compared on the same examples, with correct operation counts."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def test_masked_diffusion_has_no_registers_and_sees_everything(settings, found):
 
 
 def test_operations_are_those_that_the_objective_needs(settings, found):
-    """As `training/flops.py` counts them, however attention is computed."""
+    """As counted by `training/flops.py`, independent of the attention implementation."""
     counted = {name: objectives.counted(own, settings.model) for name, own in found.items()}
     assert counted["step_causal"] == counted["step_causal_mask"] != counted["vanilla"]
     for one in counted.values():

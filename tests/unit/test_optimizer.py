@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decays and what does not, and how the learning rate follows the run."""
+"""Which parameters decay, and the learning rate over a run."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_the_first_update_is_adam_on_the_clipped_gradient_and_decay():
     settings = config.Optimizer(clip_norm=1.0, weight_decay=0.5, b1=0.9, b2=0.99)
     update = first_update(settings, params, gradient)
     clipped = np.arange(6.0).reshape(2, 3) / np.sqrt(55)
-    # Both moments are those of one gradient, and their start at zero is corrected for.
+    # Both moments are those of one gradient, with bias correction.
     adam = clipped / (abs(clipped) + 1e-8)
     np.testing.assert_allclose(update["kernel"], adam + 0.5 * 2.0, rtol=1e-5)
     np.testing.assert_array_equal(update["norm"], np.zeros((2, 3)))
@@ -52,7 +52,7 @@ def test_the_first_update_is_adam_on_the_clipped_gradient_and_decay():
 
 @pytest.fixture(scope="module")
 def updates():
-    """A gradient and the first update, of a stack of two layers and what is no inner matrix."""
+    """A gradient and the first update, for a stack of two layers and other parameters."""
     rng = np.random.default_rng(0)
     shapes = {"layers": {"kernel": (2, 6, 4), "norm": (2, 6)}, "table": (5, 3), "head": (3, 5)}
     params = jax.tree.map(lambda s: jnp.ones(s), shapes, is_leaf=lambda s: isinstance(s, tuple))
@@ -76,7 +76,7 @@ def test_muon_makes_the_step_of_each_layer_orthogonal(updates):
 
 def test_muon_leaves_everything_else_to_adam_with_nesterov_momentum(updates):
     gradient, first, _ = updates
-    size = 1 + 0.99 / (1 + 0.99)  # of the first step, for b1 = 0.99
+    size = 1 + 0.99 / (1 + 0.99)  # in the first step, for b1 = 0.99
     for name in ("table", "head"):
         np.testing.assert_allclose(first[name], size * np.sign(gradient[name]), rtol=1e-3)
     norm = np.sign(gradient["layers"]["norm"])
@@ -165,7 +165,7 @@ def test_what_is_frozen_has_no_gradient_and_no_moments(grouped):
     assert frozen is not None
     assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
     assert all("understanding" in name for name in named(frozen))
-    # The tower is named by the first group that fits, whatever the second one says.
+    # The first matching group applies to the tower, not the second one.
     assert any("vision.tower" in name for name in named(params))
     state = jax.eval_shape(lambda p: optimizer.init(grouped.optimizer, p), params)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -211,7 +211,7 @@ def test_groups_are_pairs(groups):
 
 
 def test_narrow_moments_are_half_as_large_and_follow_the_wide_ones():
-    """A thousand gradients: the oracle is Adam's own moments, in float64."""
+    """After a thousand gradients, compared with Adam's own moments in float64."""
     narrow = config.Optimizer(moments_dtype="bfloat16", clip_norm=1e9)
     params = {"kernel": jnp.zeros((64, 64))}
     rng, b1, b2 = np.random.default_rng(0), narrow.b1, narrow.b2
@@ -232,7 +232,7 @@ def test_narrow_moments_are_half_as_large_and_follow_the_wide_ones():
     mu = nu = np.zeros((64, 64))
     for gradient in np.tile(gradients.astype(np.float64), (20, 1, 1)):
         mu, nu = b1 * mu + (1 - b1) * gradient, b2 * nu + (1 - b2) * gradient**2
-    # Rounded to the nearest, the second moment would stop on its way: at about a quarter.
+    # With rounding to nearest, the second moment would stop growing at about a quarter.
     np.testing.assert_allclose(np.mean(np.float64(adam.nu["kernel"])), nu.mean(), rtol=0.01)
     assert np.abs(np.float64(adam.nu["kernel"]) / nu - 1).mean() < 0.1
     expected = (mu / (1 - b1**1000)) / np.sqrt(nu / (1 - b2**1000))

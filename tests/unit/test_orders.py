@@ -57,7 +57,7 @@ def test_unknown_order_lists_the_known_ones():
 
 
 def test_the_configuration_offers_every_order_schedule_and_way_to_cool():
-    """`config` imports nothing of the package, so it repeats the names."""
+    """`config` imports nothing from the package, so it repeats the names."""
     offered = {
         "order": [*orders.ORDERS, "confidence"],
         "schedule": orders.SCHEDULES,
@@ -129,8 +129,8 @@ def test_zero_steps_are_refused():
 # ---------------------------------------------------------------------------------------------
 # As released.
 
-# SHA-256 of the counts that PyTorch 2.6 makes by the released formula, for every length, number of
-# steps and shift below, as little-endian int32.
+# SHA-256 of the counts from the released formula in PyTorch 2.6, for every length, number of steps
+# and shift below, as little-endian int32.
 LENGTHS, MOST_STEPS, SHIFTS = (49, 256, 1024, 4096), 128, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 DIGESTS = {
     "shift": "e9caa3fd96c23193",
@@ -152,7 +152,7 @@ def every_count(schedule, counts):
 
 @pytest.mark.parametrize("schedule", DIGESTS)
 def test_no_step_is_a_token_longer_or_shorter_than_released(schedule):
-    """In float64, 632 of 8,559 plans were."""
+    """With float64, 632 of 8,559 plans were."""
     ours = b"".join(map(bytes, every_count(schedule, orders.counts)))
     assert hashlib.sha256(ours).hexdigest()[:16] == DIGESTS[schedule]
 
@@ -187,7 +187,7 @@ def test_the_counts_are_those_of_pytorch(schedule):
 
 
 def test_a_schedule_is_rounded_as_the_release_rounds_it():
-    """In float32, factor by factor; in another order the third of a shift loses a token."""
+    """In float32, factor by factor; in another order a shift of 1/3 would lose a token."""
     assert orders.counts("shift", 8, 16, 1 / 3).tolist() == [5, 3, 3, 1, 1, 1, 1, 1]
 
 
@@ -201,7 +201,7 @@ def test_temperatures_fall_from_one_to_their_least(name):
 
 
 def test_an_exponential_temperature_is_that_of_the_schedule():
-    """The release asks for it under the name of another setting and never gets there."""
+    """The release checks for it under the wrong setting, so its code is never reached."""
     time = np.arange(5) / 4
     expected = (1 - np.exp(-5 * (1 - time[:4]))) / (1 - np.exp(-5)) * 0.5 + 0.5
     np.testing.assert_allclose(orders.cooling("exp", 5, 0.5, 3.0)[:4], expected, rtol=1e-6)

@@ -43,7 +43,7 @@ def batches(**changes):
 
 @pytest.mark.parametrize("group", [pytest.param("answer", marks=pytest.mark.slow), "draw"])
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_examples(group):
-    """Of answers about images and without any, and of images that are drawn."""
+    """For answers with and without images, and for drawn images."""
     alone, packed = batches(), batches(packing=SHARED)
     model = tiny.denoiser(alone.settings.model)
     gradient = tiny.quick_jit(training_step.gradient)
@@ -59,7 +59,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_examples(group):
 
 
 def padding(batch) -> tuple[int, int]:
-    """Tokens that are padding, and all others."""
+    """The numbers of padding tokens and of all others."""
     blocks = [s.layout.block for s in (batch.understanding, batch.generation) if s is not None]
     padded = sum(int((block == PAD_BLOCK).sum()) for block in blocks)
     return padded, sum(block.size for block in blocks) - padded
@@ -72,7 +72,7 @@ def test_less_of_a_packed_batch_is_padding():
             found = [padding(each.batch(group, index)) for index in range(4)]
             counts.append(tuple(map(sum, zip(*found, strict=True))))
         (alone, real), (packed, same), (bucketed, also) = counts
-        if real == same:  # unless another example had to be drawn
+        if real == same:  # unless an example had to be redrawn
             assert packed < alone
         assert bucketed <= alone if real == also else True
     assert batches(packing=SHARED).batch("draw", 0).generation.tokens.shape[0] == SIZE // SHARED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels: interpreted against the reference, and lowered for a GPU that is not here."""
+"""The GPU kernels: interpreted against the reference, and lowered for an absent GPU."""
 
 import dataclasses
 import functools
@@ -46,12 +46,12 @@ def shape_of(heads, kv_heads, head_dim=HEAD_DIM, **interpreted):
 
 
 def longer(tags, times=4):
-    """Tags with every token several times, so that there are several tiles of each class."""
+    """Tags with every token repeated, so that there are several tiles of each class."""
     return tuple(None if tag is None else np.repeat(tag, times, axis=1) for tag in tags)
 
 
 def long_row(make):
-    """One row, long enough that every kernel overwrites tiles that it has read."""
+    """One row, long enough for every kernel to overwrite tiles that it has read."""
     tags = longer(make(np.random.default_rng(0)), 8)
     return as_arrays(None if tag is None else tag[:1] for tag in tags)
 
@@ -75,7 +75,7 @@ quick = jax.jit(kernel_and_gradients, static_argnames="shape")
 
 
 def check_output_and_gradients(tags, shape, times=1):
-    """Checks the kernels against the reference, and that they give the same bits every time."""
+    """Checks the kernels against the reference, and that results are reproducible bit for bit."""
     *qkv, pulled = numbers_of(tags, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     wide = [x.astype(jnp.float32) for x in (*qkv, pulled)]
     seen = np.asarray(reference(*wide[:3], tags, shape.head_dim)[1]) < NOTHING_SEEN_LSE
@@ -240,7 +240,7 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
 @needs_kernel
 @pytest.mark.parametrize("sizes", [tables.GpuSizes(), OTHER_SIZES])
 def test_nothing_is_overwritten_while_it_is_read(sizes, monkeypatch):
-    """The interpreter follows every barrier; wgmma itself it does not know."""
+    """The interpreter simulates every barrier, but not wgmma."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     records = records_of_races(monkeypatch, gpu_callbacks, "GPURaceDetectionState")

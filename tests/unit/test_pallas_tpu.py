@@ -67,7 +67,7 @@ def test_bfloat16_is_close_and_gives_the_same_bits_twice():
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(any_blocks(S, T))
 def test_whatever_the_tags(drawn):
-    """Runs of equal tags as well, so that whole tiles are skipped or full."""
+    """Includes runs of equal tags, so that whole tiles are skipped or full."""
     check_drawn_blocks(functools.partial(kernel_and_gradients, shape=shape_of(1, 1, 8)), drawn)
 
 
@@ -90,7 +90,7 @@ def test_tiles_are_classed_by_what_is_visible_in_them(name):
     classes = np.asarray(part_classes(*tags)).reshape(parts.shape[:3])
     assert (classes[parts.any(axis=(-2, -1))] != tables.SKIP).all()
     assert parts[classes == tables.FULL].all()
-    if name in ("sorted_tags", "one_block", "cache_tags"):  # and none is computed for nothing
+    if name in ("sorted_tags", "one_block", "cache_tags"):  # and no tile is computed needlessly
         assert parts.any(axis=(-2, -1))[classes != tables.SKIP].all()
         assert (classes[parts.all(axis=(-2, -1))] == tables.FULL).all()
 
@@ -109,7 +109,7 @@ def test_every_row_of_tiles_is_opened_and_closed_once():
 
 
 def test_the_compiler_is_told_of_every_product(monkeypatch):
-    """Forward 2; again the logits, and the products that the gradients are made of: 3 and 4."""
+    """Forward: 2; backward: 3 and 4, for recomputed logits and the products of gradients."""
     told, call = [], pallas_tpu.pl.pallas_call
 
     def listening(kernel, **settings):
@@ -121,7 +121,7 @@ def test_the_compiler_is_told_of_every_product(monkeypatch):
     *qkv, pulled = draw(rng, 1, 1, 8)
     tags, nothing = as_arrays(sorted_tags(rng)), jnp.zeros((2, 1, S))
     jax.eval_shape(kernel_and_gradients, *qkv, pulled, nothing, tags, shape_of(1, 1, 8))
-    pairs = 2 * 48 * 96  # two rows, filled up to whole tiles
+    pairs = 2 * 48 * 96  # two rows, padded to whole tiles
     assert [cost.transcendentals for cost in told] == [pairs] * 3
     assert [cost.flops for cost in told] == [2 * n * pairs * 8 for n in (2, 3, 4)]
     told.clear()
@@ -175,7 +175,7 @@ def test_a_model_samples_on_the_kernel_what_it_samples_on_the_reference(kind):
 
 
 def test_nothing_is_overwritten_while_it_is_read(monkeypatch):
-    """The simulator of a TPU follows every copy and semaphore."""
+    """The TPU simulator tracks every copy and semaphore."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
     from jax.experimental.pallas import tpu as pltpu
 

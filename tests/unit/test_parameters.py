@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two parts are one model, and nobody sees the other part's arrays."""
+"""Two parts make up one model, and neither contains arrays of the other."""
 
 import chex
 import jax

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the interface is asked becomes the right examples, and their responses what it returns."""
+"""Calls of the interface become the right examples, and responses the right results."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def test_digits_are_their_grey_levels():
 
 
 def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
-    """Four codes a cell, in the order of the shipped tokenizer's grid."""
+    """Four codes per cell, in the order of the shipped tokenizer's grid."""
     model = config.Model(codes_per_token=4, codebook_size=256)
     codec = vq.ImageCodec("scenes_g4", model)
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
@@ -77,9 +77,9 @@ def test_a_codec_that_does_not_fit_the_model_is_told(name, changes, told):
 
 @pytest.fixture
 def pipe(monkeypatch):
-    """Returns a pipeline that decodes the `responses` it is told, and keeps what it was asked.
+    """Returns a pipeline that decodes preset `responses`, and records its requests.
 
-    Without a response told for a text, it is empty; without one for an image, it is blank.
+    Without a preset response, texts are empty and images blank.
     """
 
     def make(trained, **sections):
@@ -110,7 +110,7 @@ def pipe(monkeypatch):
 
 
 def texts_in(made, example):
-    """The text parts of an example, headers left out."""
+    """The text parts of an example, without headers."""
     return [
         made.tokenizer.decode(part.ids.tolist())
         for part in example.parts
@@ -252,7 +252,7 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
     ]
     responses = made.decode(examples, seed=70)
     seen, prompt_lens = batches
-    # The last batch is filled up with its last row; row i has the seed 70 + i wherever it is.
+    # The last batch is padded with its last row; row i has seed 70 + i in any batch.
     assert seen == [[(1, 70), (3, 72)], [(2, 71), (4, 73)], [(5, 74), (5, 74)]]
     assert [response[0, 0] for response in responses] == [70, 71, 72, 73, 74]
     assert tuple(len(response) for response in responses) == lengths
@@ -261,7 +261,7 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
 
 @pytest.mark.slow
 def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
-    """Images cold without guidance next to hot with it, and answers; as are their records."""
+    """For images with and without temperature and guidance, and answers; also their records."""
     given = stand_ins.settings(sampling={"temperature": 0.7, "text_temperature": 0.3})
     made = pipeline.SparseLaViDa(
         tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
@@ -281,7 +281,7 @@ def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
     said = made.ask(None, prompts, seed=[4, 4], temperature=[3.0, None])
     hot = dataclasses.replace(given.sampling, text_temperature=3.0)
     for i, sampling in enumerate((hot, given.sampling)):
-        # Twice, so that nothing more is compiled.
+        # Two rows, so that nothing more is compiled.
         ids, _ = made.ask(None, [prompts[i]] * 2, seed=[4, 4], sampling=sampling).tokens
         np.testing.assert_array_equal(said.tokens[i], ids)
 
@@ -318,7 +318,7 @@ def test_another_model_is_put_into_the_same_pipeline():
 
 
 def test_an_image_is_drawn_again_with_the_attention_that_drew_it(caplog):
-    """Where that runs here; otherwise one line says so. Older records do not name it."""
+    """If that is available here; otherwise one line says so. Older records do not name it."""
     given = stand_ins.settings()
     model = tiny.denoiser(given.model)
     made = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), stand_ins.Codec(), 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans, their segments and the plans of text, laid out as drawn."""
+"""Plans, their segments and text plans, compared with explicit layouts."""
 
 import numpy as np
 import pytest
@@ -162,7 +162,7 @@ def test_segments_are_cut_where_guidance_sets_in_or_out():
 
 
 def code_plan(h, w, side, *, num_steps, given=None):
-    """A plan of every row over the codes of h x w cells, and which cells are given."""
+    """A plan for every row over the codes of h x w cells, and which cells are given."""
     cells = np.zeros((2, h * w), bool) if given is None else given
     codes = np.repeat(cells.reshape(2, h, w), side, axis=1).repeat(side, axis=2)
     return plans.image_plan(

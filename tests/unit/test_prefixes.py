@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guidance rows in shapes of their own, and prefixes that requests share."""
+"""Guidance rows with their own shapes, and prefixes that requests share."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ EDIT = {"vision": True, "source": True}
 
 
 def edit(words, **how):
-    """Returns a request whose source has so many cells that no padding hides where they stand."""
+    """Returns a request with so many source cells that padding cannot hide their positions."""
     one = tiny.request("image", SETTINGS, words, words=words, **EDIT, **how)
     source = sequence.Source(np.tile(one.parts[2].codes, (2, 1)))
     return dataclasses.replace(one, parts=(*one.parts[:2], source, *one.parts[3:]))
@@ -34,7 +34,7 @@ def laid_out(requests, guidance_rows):
 
 
 def tokens_of(prompt):
-    """Returns the tokens of each row of both streams with their tags, padding left out."""
+    """Returns the tokens of each row of both streams with their tags, without padding."""
     found = []
     for row in range(len(prompt.length)):
         for stream in (prompt.understanding, prompt.generation):
@@ -52,7 +52,7 @@ def test_parts_hold_every_token_once_and_in_order(keeping, given):
     assert tokens_of(prompt) == [row for part in parts for row in tokens_of(part.prompt)]
     rows = [part.first + i for part in parts for i in range(len(part.prompt.length))]
     assert rows == list(range(6))
-    # Given cells are of a request: its dropped rows are not those of another.
+    # Given cells belong to a request, so its dropped rows differ from those of others.
     alone = keeping and not given
     assert [part.keeps for part in parts] == [True] * 2 * alone + [False] * (2 - alone)
     *others, last = (part.prompt.pixels is not None for part in parts)
@@ -73,7 +73,7 @@ def test_rows_of_an_edit_are_not_padded_to_each_other():
 
 
 def test_shapes_follow_the_bucket_and_not_who_shares_it():
-    """So a row replayed alone, in the bucket it was drawn in, runs the programs it ran."""
+    """So a row that is replayed alone in its original bucket runs the same programs."""
     short, long = edit(3), edit(40)
     both = laid_out([short, long], 3)
     bucket = (both.understanding.index.shape[1], both.generation.index.shape[1])
@@ -108,7 +108,7 @@ def test_images_without_guidance_and_pairs_of_one_shape_are_one_part():
     ],
 )
 def test_parts_and_kept_prefixes_change_no_logit_and_no_token(name, asked):
-    """Of two requests that differ in length; the second time every kept prefix is there."""
+    """For two requests of different length; the second time all prefixes are cached."""
     model, source = tiny.denoiser(SETTINGS), asked is not None
     requests = [
         edit(w, **asked) if source else tiny.request("image", SETTINGS, w, words=w) for w in (3, 20)
@@ -130,7 +130,7 @@ def test_parts_and_kept_prefixes_change_no_logit_and_no_token(name, asked):
 
 
 def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_own():
-    """So the baseline has as little padding as the method; without a cache only."""
+    """So the baseline has as little padding as the method; only without a cache."""
     requests = [edit(30), edit(41)]
     for name, alone in (("dense", True), ("none", True), ("r", False), ("sparse", False)):
         settings = traces.settings_of(
@@ -148,7 +148,7 @@ def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_
 
 
 def passed_of(requests, prefixes):
-    """Returns how many rows were passed for the requests."""
+    """Returns how many rows were computed for the requests."""
     settings = traces.settings_of("sparse", "image", SETTINGS, guidance=1.5)
     plan, rows = traces.plan(requests, settings), []
 
@@ -168,19 +168,19 @@ def test_a_prefix_is_computed_once_for_each_length_and_what_comes_after():
 
     kept = Prefixes()
     assert passed_of([asked(3)], kept) == [1, 1]
-    assert passed_of([asked(3, seed=1)], kept) == [1]  # other words, as many
+    assert passed_of([asked(3, seed=1)], kept) == [1]  # as many other words
     assert passed_of([asked(4)], kept) == [1, 1]
     assert passed_of([asked(3), asked(3), asked(4)], kept) == [3]
     assert passed_of([asked(5), asked(5)], kept) == [1, 2]  # one for both
     tail = asked(3).parts[-1]
     longer = dataclasses.replace(tail, ids=np.tile(tail.ids, 2))
-    # Text after the response is in the prompt's pass too.
+    # Text after the response is part of the prompt's pass.
     assert passed_of([asked(3, after=longer)], kept) == [1, 1]
-    assert passed_of([asked(3)], Prefixes()) == [1, 1]  # of another model, or another process
+    assert passed_of([asked(3)], Prefixes()) == [1, 1]  # with an empty cache
 
 
 def test_one_prompt_is_kept_apart_for_images_and_for_text():
-    """The split layers write the keys of the stream that is decoded."""
+    """The split layers write keys only for the decoded stream."""
     model, kept = tiny.denoiser(SETTINGS), Prefixes()
     prompt = laid_out([tiny.request("image", SETTINGS, 0, words=3)], 1)
     on_device = jax.tree.map(jnp.asarray, prompt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparing: every kind of row, bad ones, restarts; whole shards and nothing else."""
+"""Preparing data: every kind of row, bad rows, restarts; only complete shards are left."""
 
 import functools
 import json
@@ -45,7 +45,7 @@ def test_a_captioned_image_is_cropped_where_the_record_says(tmp_path):
         light = [images.luminance_and_contrast(square) for square in squares]
         np.testing.assert_allclose(record.light, light, rtol=1e-6)
         places |= {tuple(at) for at in record.crops.tolist()}
-    # Shortest side 32: a crop moves 0..6 to the side, and nowhere up or down.
+    # Shortest side 32: a crop moves 0..6 sideways, and not vertically.
     assert {top for top, _ in places} == {0}
     assert {left for _, left in places} == {*range(7)}
 
@@ -207,7 +207,7 @@ def test_a_ray_cluster_makes_the_same_shards(tmp_path):
 
 
 class Stops(raw_data.Averages):
-    """Ends with an error when it has encoded so many batches."""
+    """Fails after encoding a number of batches."""
 
     def __init__(self, error, batches):
         self.error, self.left = error, batches
@@ -237,7 +237,7 @@ def test_an_interrupted_preparation_goes_on_where_it_was(tmp_path, error):
 
 
 class DiesOnce(raw_data.Averages):
-    """Ends its process by force, as the system does when memory is out."""
+    """Kills its process, as the system does when it is out of memory."""
 
     def __init__(self, path):
         self.path = path

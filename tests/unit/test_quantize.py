@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices in 8 bits: how far a product moves, and what stays as it is."""
+"""8-bit matrices: the error of a product, and what stays unchanged."""
 
 import dataclasses
 
@@ -16,8 +16,8 @@ from sparse_lavida_jax.models import fuse, parameters, quantize
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 
 SETTINGS = tiny.model_settings()
-# Largest difference over the largest value: of a column of a product (measured 0.018, 0.028 and
-# 0.072), and of logits after three layers.
+# Largest difference divided by the largest value: for a column of a product (measured 0.018, 0.028
+# and 0.072), and for logits after three layers.
 ERROR = {"int8": (0.03, 0.06), "w8a8": (0.04, 0.1), "fp8": (0.1, 0.4)}
 
 
@@ -53,7 +53,7 @@ def test_logits_stay_close_and_only_layers_change(method):
         hidden, _ = model(asked.understanding, asked.generation, wanted="generation")
         return model.image_logits(hidden["generation"])
 
-    # The same of the stacked, unfused model: a method changes numbers, not where they lie.
+    # The same for the stacked, unfused model: a method changes numbers, not their layout.
     stacked = logits(quantize.quantized(model, method))
     plain, fused = logits(model), logits(ours)
     assert 0 < jnp.abs(fused - plain).max() / jnp.abs(plain).max() < ERROR[method][1]

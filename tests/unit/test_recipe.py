@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture files: the released fields, and a sentence for what is not one."""
+"""Mixture files: the released fields, and one-sentence errors for anything else."""
 
 import json
 

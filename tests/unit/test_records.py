@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records come back as they were, in any order, or a sentence says which shard is damaged."""
+"""Records are read back unchanged in any order, or an error names the damaged shard."""
 
 import contextlib
 import dataclasses
@@ -70,7 +70,7 @@ def test_what_is_no_record_is_refused(data):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Three shards of 2, 1 and 3 records, as they are opened."""
+    """Opened shards of 2, 1 and 3 records."""
     found, number = [], 0
     for i, count in enumerate((2, 1, 3)):
         path = tmp_path / f"{i}.arrayrecord"
@@ -124,7 +124,7 @@ def test_a_damaged_shard_is_named(shards):
 
 @contextlib.contextmanager
 def files_no_larger_than(num_bytes):
-    """What a full disk does, to this process alone."""
+    """Simulates a full disk for this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sheets show images with captions, the report has its sections, and counts are those by hand."""
+"""Sheets show images with captions, the report has its sections, and counts match manual ones."""
 
 import dataclasses
 import types
@@ -45,7 +45,7 @@ def test_a_sheet_shows_every_image_and_writes_in_the_colour_of_the_judgement():
         darkest = below[np.unravel_index(below.sum(axis=2).argmin(), below.shape[:2])]
         expected = {None: (0, 0, 0), True: (0, 100, 0), False: (178, 34, 34)}[tiles[i].ok]
         assert abs(darkest - expected).max() < 60
-        # The caption keeps to its own image.
+        # The caption stays below its own image.
         assert (below[:, -1] == 255).all()
     assert (page[height:, 2 * (side + 8) :] == 255).all()
 
@@ -82,7 +82,7 @@ def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The report of a model that knows everything, and its folder."""
+    """The report of a model with perfect responses, and its folder."""
     folder = tmp_path_factory.mktemp("run")
     with metrics.Reporter(config.Config(), folder, 0) as log:
         log.write(20, {"loss": 3.0})
@@ -163,13 +163,13 @@ def passed_by(pipe, sampling, example):
 @pytest.mark.parametrize(
     ("preset", "passed"),
     [
-        # The prompt once; of the response each step's own tokens, registers, and the newest ones.
+        # The prompt once; of the response, each step's own tokens, registers, and newest tokens.
         ("sparse", lambda prompt: prompt + 36 + 3 * 3 + (0 + 13 + 11)),
         # The prompt and the whole response three times, no registers.
         ("dense", lambda prompt: 3 * (prompt + 36)),
         # No cache, but truncated: prompt and everything decoded so far again.
         ("t", lambda prompt: 3 * (prompt + 3) + 36 + (0 + 13 + 24)),
-        # Both caches, not truncated: also what is still masked.
+        # Both caches, not truncated: also the tokens still masked.
         ("pr", lambda prompt: prompt + 36 + 3 * 3 + (0 + 13 + 11) + (23 + 12 + 0)),
     ],
 )
@@ -192,7 +192,7 @@ def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
     [
         # The prompt once and the whole response every step.
         ("prefix", lambda prompt, b: prompt + 6 * 2 * b),
-        # Everything in the first step of a text block; then it and what is after it, or it alone.
+        # All in the first step of a text block; then the block and later ones, or only the block.
         ("fast_dllm_prefix", lambda prompt, b: 2 * (prompt + 2 * b) + 2 * 2 * b + 2 * b),
         ("fast_dllm_dual", lambda prompt, b: 2 * (prompt + 2 * b) + 2 * b + 2 * b),
         # The text block and registers every step, the first text block once more.

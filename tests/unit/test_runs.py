@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run directory is one experiment with one writer, and survives whatever happens to it."""
+"""A run directory is one experiment with one writer, and survives any interruption."""
 
 import dataclasses
 import json
@@ -113,7 +113,7 @@ def test_a_signal_ends_the_run_at_the_end_of_the_step(tmp_path, number, code):
 
 @pytest.fixture
 def interruptible():
-    """A process that a shell starts in the background ignores interrupts."""
+    """Makes interrupts work: a process started by a shell in the background ignores them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled programs are kept, whether freed memory is, and Ctrl-C on a device."""
+"""Where compiled programs are cached, whether freed memory is kept, and Ctrl-C on a device."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ def test_a_limit_that_was_asked_for_stays(updated, monkeypatch, tmp_path):
 def test_programs_of_which_one_file_is_missing_do_not_stop_others_from_being_kept(
     updated, tmp_path
 ):
-    """As a process without a limit leaves them, or one that was killed in between."""
+    """Processes without a limit leave such programs, and so do killed ones."""
     (tmp_path / "jit_f-1-cache").write_bytes(b"a program")
     (tmp_path / "jit_g-2-atime").write_bytes(bytes(8))
     limited = lru_cache.LRUCache(str(tmp_path), max_size=1000)
@@ -62,7 +62,7 @@ def test_programs_of_which_one_file_is_missing_do_not_stop_others_from_being_kep
 
 @pytest.fixture
 def interrupt():
-    """Sends Ctrl-C to this process, which takes it as Python does by default."""
+    """Sends Ctrl-C to this process, which has Python's default handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: os.kill(os.getpid(), signal.SIGINT)
     signal.signal(signal.SIGINT, before)
@@ -111,7 +111,7 @@ def test_memory_is_kept_where_the_c_library_can_be_told_to(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     runtime.keep_freed_memory()
     assert (runtime.M_MMAP_MAX, 0) in told
-    del library.mallopt  # as of musl
+    del library.mallopt  # as in musl
     runtime.keep_freed_memory()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     library.mallopt = told.append

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler: policies, prompts, noise, rows that do not know of each other, when it stops."""
+"""The sampler: policies, prompts, noise, independence of rows, stopping."""
 
 import dataclasses
 import unittest.mock
@@ -105,7 +105,7 @@ def test_edits_may_have_a_guidance_of_their_own():
         dataclasses.replace(asked, guidance_edit=0.0), SETTINGS, "image", has_source=True
     )
     assert (none.guidance, none.guidance_rows) == (0.0, 1)
-    # What is asked for by name holds for whatever is drawn.
+    # Options given by name apply to every image task.
     named = options.changed(asked, draws=True, guidance=2.0)
     assert presets.guidance_of(named, has_source=True) == 2.0
     with pytest.raises(config.ConfigError, match=r"guidance_edit=-0\.5 .* or be -1"):
@@ -247,7 +247,7 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 offset += segment.clean.shape[-1]
         slots = state_of.capacity(prompt, segments, settings)
         assert slots[("text", "image").index(settings.kind)] == furthest
-        # For a kernel, up to whole tiles: it would copy the cache to fill it up.
+        # For a kernel, padded to whole tiles: otherwise it would copy the cache.
         whole = state_of.capacity(prompt, segments, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
@@ -268,8 +268,8 @@ def text_requests(*words_and_given):
 
 
 def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
-    """`sample.sample` as it is, donated state and all, against its steps one by one."""
-    # Two layers: this one is compiled as for use.
+    """Compares unmodified `sample.sample`, with donated state, with its steps one by one."""
+    # Only two layers, because this is compiled with full optimisation.
     model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
     requests = image_requests(3, 6)
     segments = [
@@ -293,7 +293,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     assert [now.steps for now in shown] == [2, 4]
     np.testing.assert_array_equal(shown[0].canvas, steps[2].canvas)
     np.testing.assert_array_equal(shown[1].canvas, canvas)
-    # What was there after each step of a segment can be told when it has ended.
+    # The canvases after each step of a segment are known when it ends.
     blocks = [(now, block) for now in shown for block in now.blocks]
     assert len(blocks) == 4
     for (now, block), after in zip(blocks, [*steps[1:4], steps[-1]], strict=True):
@@ -325,7 +325,7 @@ def test_seeds_and_temperature_decide_what_is_drawn():
 
 
 def alone(model, requests, settings, **options):
-    """Returns every row sampled by itself, as one batch."""
+    """Samples every row separately; returns them as one batch."""
     rows = [
         traces.finished(
             model,
@@ -343,7 +343,7 @@ ENDS_EARLY = {"preset": "sparse", "text_commit": "threshold", "text_threshold": 
 
 
 def row_run(kind, requests, **asked):
-    """Returns (plan, settings), of text in two blocks of two steps."""
+    """Returns (plan, settings); text has two blocks of two steps."""
     if kind == "text":
         hot = {"text_steps": 2, "text_temperature": 0.8}
         return text_run(requests, tiny.TEXT_LEN // 2, **hot | asked)
@@ -366,7 +366,7 @@ def row_run(kind, requests, **asked):
     ],
 )
 def test_rows_of_a_batch_do_not_know_of_each_other(kind, asked):
-    """The tokens of each alone, and its logits to 2e-5; to the bit where other rows change."""
+    """Same tokens as alone, logits to 2e-5; bitwise the same if only other rows change."""
     model = tiny.denoiser(SETTINGS)
     requests = [tiny.request(kind, SETTINGS, i, words=n) for i, n in enumerate((3, 12, 5))]
     steps, batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
@@ -385,7 +385,7 @@ def test_rows_of_a_batch_do_not_know_of_each_other(kind, asked):
 
 
 def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
-    """Loops go on for the least sure row; the others wait and stay as they are."""
+    """Loops continue for the least sure row; the others wait unchanged."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (12, 0.0), (5, 0.0))
 
     def run(requests):
@@ -411,7 +411,7 @@ def test_an_image_does_not_know_that_another_has_given_cells():
 
 
 def test_a_text_does_not_know_that_another_has_given_words():
-    """A text block that one row has given in full, and another not at all."""
+    """One row has a text block completely given, the other not at all."""
     model = tiny.denoiser(SETTINGS)
     requests = text_requests((3, 0.0), (5, 0.0))
     given = np.arange(tiny.TEXT_LEN) < tiny.TEXT_BLOCK_LEN
@@ -447,7 +447,7 @@ def test_everything_given_is_returned_without_a_step():
 
 
 def ends_at(model, ids, position):
-    """Returns the same model with the id that stands at `position` for its end-of-text."""
+    """Returns the same model with the id at `position` as its end-of-text."""
     changed = dataclasses.replace(SETTINGS, end_of_text_id=int(ids[position, 0]))
     twin = jax.tree.map(lambda p: p, model)
     twin.settings = changed
@@ -467,7 +467,7 @@ def test_text_stops_at_its_first_end_with_everything_before_it_decoded():
         twin, requests, plan, settings, callback=lambda now: steps.append(now.steps)
     )[0]
     np.testing.assert_array_equal(stopped[: end + 1], whole[: end + 1])
-    # What would stand after it is never decoded; it comes out as end-of-text.
+    # Later tokens are never decoded; they are returned as end-of-text.
     assert (stopped[block_end:] == twin.settings.end_of_text_id).all()
     assert steps[-1] < sum(segment.num_steps for segment in plan)
 
@@ -490,7 +490,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
 
 
 def has_ended(moment: traces.Moment, row: int) -> bool:
-    """Returns whether a row reads up to an end-of-text without a gap."""
+    """Returns whether a row is decoded without gaps up to an end-of-text."""
     for token, at in zip(moment.canvas[row, :, 0], moment.decoded_at[row], strict=True):
         if at == state_of.NOT_DECODED:
             return False
@@ -537,11 +537,11 @@ def canvases(model, requests, plan, settings, **options):
         model, requests, steps_apart(plan), settings,
         callback=lambda now: shown.append(now.canvas), **options,
     )  # fmt: skip
-    return np.stack(shown[1:])  # without what is there before the first
+    return np.stack(shown[1:])  # without the initial canvas
 
 
 def test_recorded_codes_come_out_at_the_step_of_the_order():
-    """Inpainting too: the order leaves the given cells out, wherever they stand in it."""
+    """Inpainting too: the order skips the given cells, wherever they are in it."""
     requests = code_requests(0.0, 0.5)
     plan, settings, draws = code_run(requests)
     shown = canvases(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
@@ -575,7 +575,7 @@ def test_a_cell_is_decoded_when_its_last_code_is():
 
 
 def test_what_is_predicted_does_not_depend_on_what_is_passed_next_to_it():
-    """The plan that predicts few cells a step, and the one that predicts all of them."""
+    """Compares a plan that predicts few cells per step with one that predicts all."""
     requests, model = code_requests(0.0), tiny.denoiser(CODES)
     plan, settings, _ = code_run(requests)
     all_cells = []
@@ -618,7 +618,7 @@ def test_the_surest_codes_are_committed_with_recorded_noise():
 
 
 def logits_at(model, requests, canvas, settings):
-    """Returns the logits [b l g v] of all cells of a canvas, in one pass of everything."""
+    """Returns the logits [b l g v] of all cells of a canvas, from one full pass."""
     prompt = jax.tree.map(jnp.asarray, tiny.prepare(
         requests, model.settings, with_given=False
     ))  # fmt: skip
@@ -705,7 +705,7 @@ MERGED = config.Sampling(
 
 
 def merged_run(sampling, shares):
-    """Returns requests of which a share of the cells is given, their plan and its settings."""
+    """Returns requests with a share of given cells, their plan and its settings."""
     requests = [
         tiny.request("image", SETTINGS, i, words=3, given=share) for i, share in enumerate(shares)
     ]
@@ -717,7 +717,7 @@ def merged_run(sampling, shares):
 
 @pytest.mark.parametrize("name", ["registers", "temperature", "guidance", "guided"])
 def test_where_steps_are_merged_they_change_as_those_of_a_whole_image(name):
-    """Those of the longest row would tell a row what its neighbours have given."""
+    """With schedules of the longest row, a row would depend on what others have given."""
     alone, together = (
         np.concatenate([getattr(part, name) for part in merged_run(MERGED, shares)[1]]).tolist()
         for shares in ((0.6,), (0.6, 0.0))
@@ -752,7 +752,7 @@ def test_steps_are_not_merged_where_codes_are_chosen_otherwise(changes):
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("p", marks=pytest.mark.slow)])
 def test_outside_its_interval_guidance_does_not_act(name):
-    """Without a cache the other rows are not even passed."""
+    """Without a cache, the dropped rows are not even passed."""
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 6)
     given = np.stack([request.given for request in requests])
     asked = {"preset": name, "guidance": 3.0, "num_steps": 4}
@@ -773,7 +773,7 @@ def test_outside_its_interval_guidance_does_not_act(name):
         np.testing.assert_array_equal(never[step].canvas, without[step].canvas)
         np.testing.assert_allclose(never[step].logits, without[step].logits, rtol=0, atol=2e-5)
     assert np.abs(part[0].logits - whole[0].logits).max() > 0.1
-    # The second step is guided; the first drew the same, because its logits are those.
+    # The second step is guided; the first drew the same, because its logits are equal.
     np.testing.assert_array_equal(part[1].canvas, without[1].canvas)
     assert np.abs(part[1].logits - without[1].logits).max() > 0.1
 
@@ -825,7 +825,7 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
 
 @pytest.mark.slow
 def test_images_may_be_given_as_views():
-    """A row with two views next to one with a plain image, and that one alone."""
+    """A row with two views together with a row with a plain image, and the latter alone."""
     model = tiny.denoiser(SETTINGS)
     plain = tiny.request("image", SETTINGS, 0, words=3, vision=True)
     rng = np.random.default_rng(0)
@@ -852,7 +852,7 @@ def test_images_may_be_given_as_views():
 
 
 def asked_of(request, seed):
-    """A request like another, of other words, seed, temperature and guidance scale."""
+    """A similar request with other words, seed, temperature and guidance scale."""
     words = tiny.request("image", SETTINGS, seed, words=4)
     other = dataclasses.replace(request, parts=words.parts)
     return tiny.asked_with(other, seed=seed, temperature=0.1 * seed, guidance=1.0 + seed)
@@ -866,7 +866,7 @@ def test_a_second_request_in_the_same_bucket_compiles_nothing():
     assert len(plan) == 2
 
     def traced(function, most, **options):
-        # Of the function without its program, so that nothing compiled before counts.
+        # The function without its compiled program, so that earlier compilations do not count.
         bare = function.__wrapped__
 
         def once(*args, **named):
@@ -891,7 +891,7 @@ def test_a_second_request_in_the_same_bucket_compiles_nothing():
             sample.sample(model, long, plan, settings=settings)
 
 
-# Every program of a request, and what stands in it for certain.
+# Every program of a request, and text that it must contain.
 PROGRAMS = {
     sample: {
         "prefill": "dot_general", "pass_prompt": "dot_general", "gather": "dynamic_update_slice",
@@ -903,7 +903,7 @@ PROGRAMS = {
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The programs that ran, one after another; each is searched for calls of the host."""
+    """The programs that ran, in order; each is searched for host callbacks."""
     names = []
 
     def watched(name, function, holds):
@@ -936,10 +936,10 @@ def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_noth
 
 @pytest.mark.parametrize("guidance", [0.0, 1.0])
 def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
-    """Guided: the dropped row and the full one are passed apart, and the first of them is kept."""
+    """With guidance, the dropped and the full row are passed apart, and the first is cached."""
     given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
     codec = vq.ImageCodec("scenes_g1", given.model)
-    codec.encode = stand_ins.Codec().encode  # takes an encoder
+    codec.encode = stand_ins.Codec().encode  # uses an encoder
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), codec)
     for first in (True, False):
@@ -952,11 +952,11 @@ def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(gu
 
 
 # ---------------------------------------------------------------------------------------------
-# What a row, or a step, may have of its own.
+# Settings of single rows or steps.
 
 
 def test_rows_have_temperature_and_guidance_of_their_own():
-    """As if each were sampled by itself with these settings; and with one compiled program."""
+    """Same as sampling each alone with these settings; and with one compiled program."""
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12, 5)
     own = [(0.0, 0.5), (2.0, 3.0), (0.4, 0.0)]
     asked = [
@@ -1009,7 +1009,7 @@ def test_every_image_may_have_an_order_of_its_own_seed():
     [("left_to_right", [0, 1, 2]), ("right_to_left", [2, 1, 0]), ("1, 2, 0", [1, 2, 0])],
 )
 def test_text_blocks_are_decoded_in_the_order_asked_for(asked, blocks):
-    """And what is sampled is what training predicts, whatever the order."""
+    """Sampling also agrees with training, whatever the order."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
     plan, settings = text_run(requests, text_steps=2, text_temperature=0.8, text_block_order=asked)
     steps, canvas = traces.moments(model, requests, plan, settings)
@@ -1029,7 +1029,7 @@ def test_text_blocks_that_do_not_fit_the_response_are_refused():
 
 
 def test_of_text_too_only_the_most_probable_may_be_drawn():
-    """Hot, and yet as cold as can be where one token alone may be drawn."""
+    """At high temperature the result is still greedy if only one token may be drawn."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
     hot = dict(text_steps=2, text_temperature=3.0, text_confidence="random")
     _, cold = text_run(requests, tiny.TEXT_LEN, text_steps=2, text_confidence="random")
@@ -1061,7 +1061,7 @@ def text_run(requests, block_len=tiny.TEXT_BLOCK_LEN, **asked):
 
 
 def wanting_masks(plan):
-    """Noise of which the mask token is by far the luckiest in the first step."""
+    """Noise with which the mask token wins every draw of the first step."""
     steps = sum(part.num_steps for part in plan)
     noise = np.zeros((steps, 1, tiny.TEXT_LEN, 1, SETTINGS.vocab_size), np.float32)
     noise[0, ..., SETTINGS.text_mask_id] = 1e6
@@ -1095,7 +1095,7 @@ def test_as_released_nothing_ends_at_end_of_text():
     whole = traces.finished(model, requests, plan, settings)
     twin = ends_at(model, whole[0], 0)
     np.testing.assert_array_equal(traces.finished(twin, requests, plan, settings), whole)
-    # For people it ends there, in a batch that decodes the same tokens.
+    # Without released behaviour it ends there, in a batch that decodes the same tokens.
     ended = dataclasses.replace(settings, released=False)
     assert (traces.finished(twin, requests, plan, ended) == whole[0, 0, 0]).all()
 
@@ -1109,7 +1109,7 @@ def test_the_steps_of_a_text_block_may_be_a_share_of_its_tokens():
 
 
 def seen_texts():
-    """Answers about an image that is seen and stands in the prompt, with and without gaps."""
+    """Answers about an image in the prompt, as features and cells, with and without gaps."""
     return [
         tiny.request("text", SETTINGS, i, words=n, vision=True, source=True, given=share)
         for i, (n, share) in enumerate(((3, 0.0), (5, 0.3)))
@@ -1133,7 +1133,7 @@ def test_the_first_step_of_a_text_block_is_a_full_pass(name):
 
 
 def full_pass(model, requests, moment):
-    """Returns what a pass of everything predicts for the masked tokens of a moment."""
+    """Returns the predictions of a full pass for the masked tokens of a moment."""
     asked = [
         dataclasses.replace(
             r, response=moment.canvas[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
@@ -1157,7 +1157,7 @@ def test_with_one_text_block_both_caches_hold_the_prompt_and_nothing_else():
 
 
 def test_the_dual_cache_keeps_later_text_blocks_as_they_were():
-    """The other one passes them again, and they see what was decoded meanwhile."""
+    """The prefix cache instead passes them again, so they see newly decoded tokens."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0))
     steps = {}
     for name in ("fast_dllm_prefix", "fast_dllm_dual"):
@@ -1170,7 +1170,7 @@ def test_the_dual_cache_keeps_later_text_blocks_as_they_were():
 
 
 def test_a_prompt_cached_alone_does_not_see_the_response():
-    """In the first step it is all that differs from the dense preset."""
+    """In the first step this is the only difference from the dense preset."""
     model, requests = tiny.denoiser(SETTINGS), seen_texts()
     first = {}
     for name in ("prefix", "dense"):
@@ -1181,7 +1181,7 @@ def test_a_prompt_cached_alone_does_not_see_the_response():
 
 
 def test_sure_text_blocks_end_early():
-    """As many passes as the rule needs, in one loop, and no token is left."""
+    """As many passes as the rule needs, in one loop, and no token remains masked."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.4))
     for asked, passes in (
         ({"text_commit": "factor", "text_factor": 1e6}, 3),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is drawn can be read again, also when it is blurred; what is broken is refused."""
+"""Drawn images can be read back, even blurred; broken ones are refused."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -64,7 +64,7 @@ def test_objects_have_the_colour_and_the_extent_they_are_called():
         pixels = world.render(alone(thing.index))[:CELL, :CELL]
         touched = (pixels != world.BACKGROUND).any(axis=-1)
         rows, columns = np.flatnonzero(touched.any(axis=1)), np.flatnonzero(touched.any(axis=0))
-        # 8 pixels, or 13 of which the outermost fall on half pixels.
+        # 8 pixels, or 13 whose edges fall on half pixels.
         extent = {"small": 8, "large": 14}[thing.size]
         assert columns[-1] - columns[0] + 1 == rows[-1] - rows[0] + 1 == extent
         assert tuple(pixels[CELL // 2, CELL // 2]) == world.PAINT[thing.colour]
@@ -97,7 +97,7 @@ def test_two_things_in_one_cell_are_refused():
         pixels[:CELL, :8] = stamps[first][:, :8]
         pixels[:CELL, 8:CELL] = stamps[second][:, 8:]
         refused += isinstance(world.read(pixels), Unreadable)
-    # Red and blue halves of one shape make a purple one, at a glance.
+    # Red and blue halves of one shape may look like a purple one.
     assert refused >= 196
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judges accept every right response and refuse every wrong one with a telling reason."""
+"""The judges accept every correct response and refuse every wrong one with a reason."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look-out for copies of the cache finds those that are there, and no others."""
+"""The check for copies of the cache finds actual copies, and nothing else."""
 
 import jax
 import jax.numpy as jnp

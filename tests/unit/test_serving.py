@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A queue of known length, limits, cancelling at the next segment, and stopping."""
+"""A bounded queue, limits, cancelling at the next segment, and stopping."""
 
 import base64
 import io
@@ -63,7 +63,7 @@ def test_cancelling_frees_the_device_at_the_next_segment(service):
     left, after = service.submit("ask", "left"), service.submit("ask", "after")
     begun(service)
     left.cancel()
-    assert not left.future.done()  # a segment is not broken off
+    assert not left.future.done()  # a segment is not interrupted
     service.pipe.go.release()
     with pytest.raises(Cancelled, match="cancelled after 1 of 3 steps of the text"):
         left.future.result(staged.PATIENCE)

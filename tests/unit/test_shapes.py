@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tags that attention is measured on are these and no others."""
+"""The tags of the attention benchmark never change."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 
-# The share of 128x128 tiles that anybody sees, and the SHA-256 of the tags.
+# The share of 128x128 tiles with a visible pair, and the SHA-256 of the tags.
 FROZEN = {
     "t2i_1536": (
         0.549,
@@ -51,7 +51,7 @@ FROZEN = {
         "3a3ed164e42500a1c5b2d0093f0a813d27dc50d038f330cc100a7e70ece2e6e4",
     ),
 }
-SEED = 19  # the first of which the rows have 8,192 tokens
+SEED = 19  # the first with rows of 8,192 tokens
 
 
 def test_every_shape_is_frozen():
@@ -79,8 +79,8 @@ def test_tags_are_frozen_sorted_and_as_dense_as_they_were(name):
 def test_the_packed_row_is_what_training_makes():
     """The first of four rows of six text-to-image examples, prompts of 32 to 256 tokens.
 
-    A joint layer has all prompts before all images; sorted, a segment lies in one piece, as
-    cuDNN's packed rows need it.
+    In a joint layer all prompts precede all images; sorting makes each segment contiguous, as
+    required by cuDNN's packed rows.
     """
     settings = config.read(CHECKOUT / "configs" / "sft_1024.py:schedule")
     rng, examples, cells = np.random.default_rng(SEED), 24, settings.model.grid_size**2
@@ -103,7 +103,7 @@ def test_the_packed_row_is_what_training_makes():
 
 
 def image(rng, cells) -> Example:
-    """An example of text to image; what it says and shows has no part in its tags."""
+    """A text-to-image example; its words and cells do not affect the tags."""
     prompt = sequence.Text(np.zeros(int(rng.integers(32, 257)), np.int32))
     return Example(
         parts=(prompt, sequence.Response(cells)),

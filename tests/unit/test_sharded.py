@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over meshes of CPU devices, the TPU kernel interpreted and blocks: what one device computes."""
+"""The interpreted TPU kernel and blockwise attention over CPU meshes match one device."""
 
 import dataclasses
 import functools
@@ -97,7 +97,7 @@ def test_output_and_gradients_over_a_mesh_are_those_of_one_device(name, over):
             )  # fmt: skip
 
         (out, lse), pull_back = jax.vjp(attend, q, k, v)
-        # Of what sees something, where the log-sum-exp is a number like any other.
+        # Only for queries that see something, whose log-sum-exp is an ordinary number.
         return (out, lse), pull_back((pulled, jnp.where(lse < 1e29, jnp.cos(lse), 0.0)))
 
     with jax.set_mesh(mesh_of(**call.axes)):
@@ -239,7 +239,7 @@ def test_stripes_are_the_longest_that_make_up_the_tokens_of_a_device():
 
 @pytest.mark.parametrize("number", [2, 4, 8])
 def test_tokens_that_only_short_stripes_make_up_are_not_dealt_out(number):
-    """Their stripes would be of 4, 2 and 1 tokens, and of either stream none is dealt alone."""
+    """Stripes would have 4, 2 and 1 tokens; and no stream is dealt out without the other."""
     with jax.set_mesh(mesh_of(sequence=number)):
         for lengths in ({"text": 8152}, {"text": 8192, "image": 8152}):
             assert sharded.deals_of(lengths, lambda own: query_tile(own, "pallas_tpu")) == {}
@@ -248,7 +248,7 @@ def test_tokens_that_only_short_stripes_make_up_are_not_dealt_out(number):
 
 
 def shares_of_devices(tags, devices: int, *, in_turn: bool) -> np.ndarray:
-    """Share of all logits that each device computes, whole tiles, of its queries."""
+    """The share of all logits that each device computes for its queries, in whole tiles."""
     length = tags[0].shape[1]
     deals = [Deal(devices, length, query_tile(length // devices, "pallas_tpu"))] * in_turn
     with jax.set_mesh(mesh_of(sequence=devices)):
@@ -264,7 +264,7 @@ def shares_of_devices(tags, devices: int, *, in_turn: bool) -> np.ndarray:
 
 
 def test_dealing_out_gives_every_device_as_much_to_compute():
-    """A row of one example, filled up to 8,192; a packed one is not skewed (docs/kernels.md)."""
+    """A row with one example, padded to 8,192; packed rows are balanced (docs/kernels.md)."""
     frozen = shapes.tags("single_8152")
     fills = (PAD_BLOCK, PAD_HORIZON, PAD_BLOCK, 0, 0)
     tags = as_arrays(
@@ -279,7 +279,7 @@ def test_dealing_out_gives_every_device_as_much_to_compute():
     assert as_is.max() / as_is.mean() > 1.3
     assert dealt.max() / dealt.mean() < 1.25
     assert dealt.max() < 0.9 * as_is.max()
-    np.testing.assert_allclose(dealt.sum(), as_is.sum(), rtol=1e-6)  # the tiles stay as tight
+    np.testing.assert_allclose(dealt.sum(), as_is.sum(), rtol=1e-6)  # tiles stay as compact
 
 
 # ---------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def settings_of(implementation):
 
 @pytest.mark.parametrize("over", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "blockwise"])
 def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch, over):
-    """Tokens of both streams are dealt out in stripes of 2, joined, parted and taken back."""
+    """Tokens of both streams are dealt out in stripes of 2, joined, split and put back."""
     monkeypatch.setattr(stack, "query_tile", lambda length, implementation: 2)
     model, alone = (tiny.denoiser(settings_of(name)) for name in (over, "reference"))
     streams = streams_of(model.settings, 2, 8, 12)
@@ -328,7 +328,7 @@ def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch, ov
     @functools.partial(jax.grad, has_aux=True)
     def run(model, streams):
         hidden, _ = model(*streams, wanted="generation")
-        # A number for each token, so that an order that is not undone shows.
+        # A different number per token, so that a wrong order is detected.
         weight = jnp.arange(1, 13)[None, :, None] / 12
         return (jnp.sin(hidden["generation"]) * weight).mean(), hidden
 
@@ -344,7 +344,7 @@ def test_a_model_over_a_mesh_learns_what_it_learns_on_one_device(monkeypatch, ov
 
 @pytest.mark.slow
 def test_a_model_over_a_mesh_samples_what_it_samples_on_one_device(monkeypatch):
-    """The sampler finds the mesh by the parameters; prefill, steps and cache are split over it."""
+    """The sampler gets the mesh from the parameters; prefill, steps and cache are split over it."""
     found, placed, prefill = {}, [], traces._prefill
 
     def watched(*given, **settings):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every parameter has one rule, and what is split is where the rule says."""
+"""Every parameter matches one rule, and is split as the rule says."""
 
 import pathlib
 
@@ -25,7 +25,7 @@ def mesh_of(**axes):
 
 
 def stacked_shapes(settings):
-    """Names and shapes as `model_folder.ChooseSharding` is given them: all layers in one array."""
+    """Names and shapes as passed to `model_folder.ChooseSharding`: all layers in one array."""
     model = denoiser_shapes(settings)
     return {
         "/".join(str(part) for part in path): value.shape
@@ -108,7 +108,7 @@ def test_a_mesh_of_other_axes_is_refused():
 
 
 def test_a_mesh_of_explicit_axes_is_left_to_the_compiler():
-    """The model says nowhere how its arrays are split, as such a mesh would want."""
+    """The model does not declare how its arrays are split, as such a mesh would require."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"))
     found = sharding.over(mesh)("text_head/kernel", (32, 40))
     assert found == NamedSharding(mesh_of(fsdp=2, tensor=2), PartitionSpec("fsdp", "tensor"))

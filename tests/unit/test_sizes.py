@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles come from the table where they were measured, and from the rule elsewhere."""
+"""Measured tiles come from the table, all others from the rule."""
 
 import json
 
@@ -15,7 +15,7 @@ MEASURED = {"queries": 256, "keys": 512, "part": 128}
 
 @pytest.fixture
 def table(monkeypatch):
-    """A table of one TPU and one GPU that were never measured."""
+    """A table with invented entries for one TPU and one GPU."""
     held = {
         "TPU of a test": {"128": {"1024x2048": {"sizes": MEASURED}}},
         "GPU of a test": {"64": {"1024x1024": {"sizes": {"dq_keys": 128, "dq_stages": 3}}}},
@@ -62,7 +62,7 @@ def test_what_was_measured_comes_before_the_rule(table):
         {"head_dim": 64},
         {"device": "another"},
         {"query_len": 512},
-        {"key_len": 1152},  # no whole number of 512
+        {"key_len": 1152},  # not a multiple of 512
     ],
 )
 def test_other_calls_follow_the_rule(table, asked):

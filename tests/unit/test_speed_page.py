@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/speed.md says was measured or compiled is what the committed rows say."""
+"""Measured and compiled numbers in docs/speed.md match the committed rows."""
 
 import pathlib
 

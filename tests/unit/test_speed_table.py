@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of whole requests, from rows that nobody measured and nobody writes."""
+"""Bars of whole requests, from invented rows; no files are written."""
 
 from sparse_lavida_jax.bench import table
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A made-up released folder reads as a real one does."""
+"""A made-up released folder is read like a real one."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the program of a step, and how many programs there are. Programs are read, not run."""
+"""Contents and number of the programs of steps. Programs are read, not run."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from sparse_lavida_jax import sample
 from sparse_lavida_jax.bench import requests
 from sparse_lavida_jax.sampling import plans, prompts
 
-VOCABULARY, CODES = 53, 29  # numbers that are the size of nothing else
+VOCABULARY, CODES = 53, 29  # sizes that nothing else has
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
 
 
@@ -21,7 +21,7 @@ def program(kind, name="sparse", form=lambda model: model):
     """Returns the first segment's program as text, with its plan and its settings.
 
     Args:
-        form: makes another form of the model.
+        form: transforms the model.
     """
     settings = traces.settings_of(name, kind, SETTINGS, guidance=2.0)
     asked = [tiny.request(kind, SETTINGS, 0, words=3)]
@@ -56,11 +56,11 @@ def test_the_image_head_sees_the_cells_to_decode_and_no_others():
     decoded = segment.decode.shape[-1]
     assert settings.guidance_rows == 2
     assert {np.prod(shape[:-1]) for shape in rows} <= {2 * decoded, decoded, 1}
-    assert segment.clean.shape[-1] + settings.num_registers > 0  # which are passed as well
+    assert segment.clean.shape[-1] + settings.num_registers > 0  # these are passed as well
 
 
 def test_an_image_step_has_no_understanding_tokens():
-    """Nothing of its width is made; the shared projection is cut before it is read."""
+    """No array has its width; the shared projection is sliced before it is read."""
     text, *_ = program("image")
     weights = {(32, 32), (3, 32, 32), (32, VOCABULARY), (VOCABULARY, 32)}
     tokens = {s for s in made(text, SETTINGS.width, but=weights) if len(s) == 3 and s[0] in (1, 2)}
@@ -75,7 +75,7 @@ def test_an_image_step_has_no_understanding_tokens():
 
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_what_is_thrown_away_changes_nothing(kind):
-    """As the released code: the whole text tower, and its head over every token."""
+    """Like the released code, this computes the whole text tower and its head for every token."""
     plain, wasteful = program(kind, "dense"), program(kind, "dense", requests.discarding)
     head = (SETTINGS.width, VOCABULARY)
     before, after = (made(text, VOCABULARY, but=[head]) for text, *_ in (plain, wasteful))

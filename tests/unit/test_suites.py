@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the suites of whole requests ask for, and the work it is held against. Nothing is run."""
+"""The requests of the suites, and the operation counts for comparison. Nothing is run."""
 
 import dataclasses
 import fnmatch
@@ -50,7 +50,7 @@ def test_the_suites_have_the_rows_that_are_asked_for():
     assert set(methods("quant")) == {"sparse", "int8", "w8a8", "fp8"}
     for suite in suites.SUITES:
         for case in suites.cases(suite, FULL):
-            # Only rows whose steps cost the same are timed in part.
+            # Only rows whose steps all cost the same are timed partially.
             dense = case.method.startswith("dense") or case.method == "none"
             assert bool(case.steps_timed) == dense, case.id
     edit = suites.cases("edit", FULL)[0]
@@ -109,20 +109,20 @@ def test_work_of_the_release_is_what_its_sizes_make():
 
 
 def test_little_is_padding():
-    """Of images at most 15 %; a dense step, and one of text, has none."""
+    """At most 15 % for images; dense and text steps have none."""
     assert work_of(case_of("headline", "t2i1024/sparse/b1")).padding < 0.15
     assert work_of(case_of("headline", "t2i1024/dense_lean/b1")).padding == 0
     assert work_of(case_of("reasoning", "reasoning/sparse/b1/k8")).padding < 0.01
     case = case_of("reasoning", "reasoning/sparse/b1/k8")
     plan = case.plan(FULL.model)
-    # 32 tokens of the block and 64 registers; a block's first step passes the block before.
+    # 32 tokens of the block and 64 registers; a block's first step also passes the previous block.
     assert {part.decode.shape[-1] + part.rest.shape[-1] for part in plan} == {32}
     assert {part.clean.shape[-1] for part in plan if part.num_steps > 1} == {0}
     assert case.settings(FULL.model).num_registers == 64
 
 
 def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_again():
-    """In one shape its three rows were 19 % padding: the dropped one is 1,024 tokens longer."""
+    """With one shape its three rows had 19 % padding: the dropped one is 1,024 tokens longer."""
     case = case_of("edit", "edit1024/sparse/b1")
     whole, kept = work_of(case), work_of(case, keeps_prefix=True)
     assert whole.padding < 0.10
@@ -134,9 +134,9 @@ def test_rows_of_an_edit_have_little_padding_and_a_kept_prefix_is_not_passed_aga
 
 
 def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
-    """999 tokens of words and images seen, 1,024 cells given and as many to decode, 3 rows.
+    """999 tokens of text and input images, 1,024 given cells and as many to decode, 3 rows.
 
-    The dropped row has the given cells among the words. The arithmetic that the bars come from has
+    The dropped row has its given cells in the text stream. The calculation behind the bars has
     4,416 TF.
     """
     lean, released = (
@@ -157,7 +157,7 @@ def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
 
 
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
-    """Each turn has a request of every row; of rows timed in part the loop is scaled."""
+    """Each turn has one request per row; the loop of partially timed rows is scaled."""
     cases, asked = suites.cases("cpu", SMALL), []
     model = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
     codec = jax.eval_shape(lambda: VQModel(SMALL.vq, rngs=nnx.Rngs(0)))
@@ -200,7 +200,7 @@ def test_how_far_8_bits_move_logits_is_told_by_row():
 def test_throwing_work_away_costs_the_text_tower_and_its_head_over_all_tokens():
     """64 steps of two rows: 15 more layers of 128 words, and a word out of 127,378 for 1,152.
 
-    The arithmetic that the bars come from has 1,141 TF, of about 100 words.
+    The calculation behind the bars has 1,141 TF, for about 100 words.
     """
     lean, released = (
         work_of(case_of("headline", f"t2i1024/dense_{name}/b1")) for name in ("lean", "released")
@@ -221,7 +221,7 @@ def told(*cells):
 
 
 def counted(need):
-    """Returns operations and floor of a loop as the page writes them."""
+    """Returns operations and floor of a loop in the format of the page."""
     tera, floor = sum(one.operations for one in need.steps) / 1e12, need.floor_s(790.0, 4300.0)
     return (
         f"{tera:.1f} TF" if tera < 400 else f"{tera:,.0f} TF",
@@ -287,7 +287,7 @@ def test_the_page_counts_options_that_change_what_comes_out(name, steps):
 
 
 def test_the_page_counts_programs():
-    """Of the steps of a suite: one for each method, batch, shape and number of steps."""
+    """For the steps of a suite: one per method, batch, shape and number of steps."""
 
     def number(suite, *, trips):
         found = set()

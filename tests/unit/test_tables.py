@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of every format have the same rows, however few of them are asked for."""
+"""Tables of every format have the same rows, however few of them are read."""
 
 import csv
 import io

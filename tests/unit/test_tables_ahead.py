@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of attention of all steps of an image are made before the loop, and are right."""
+"""Attention tables for all steps of an image are made before the loop, and are correct."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ SETTINGS = tiny.model_settings(attention_implementation="blockwise")
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    """Of which even tiny steps have some that nobody sees."""
+    """Tiles so small that even tiny steps can skip some."""
     monkeypatch.setattr(attention.devices, "blockwise_sizes", lambda *_: TileSizes(4, 4, 4))
 
 
 def watched(name, kind="image", given=0.0, **changes):
-    """Runs a request step by step; returns tables made ahead and those of each step's own state."""
+    """Runs a request step by step; returns the tables made ahead, and those of each step."""
     asked = traces.settings_of(name, kind, SETTINGS, **changes)
     requests = [tiny.request(kind, SETTINGS, seed, words=3, given=given) for seed in (0, 1)]
     model, found = tiny.denoiser(SETTINGS), []
@@ -79,7 +79,7 @@ def test_tables_made_ahead_are_those_of_every_step(name, given, changes):
     [("sparse", "text", True), ("rt", "image", True), ("sparse", "image", False)],
 )
 def test_what_is_not_known_before_is_made_in_the_step(name, kind, ahead):
-    """Which tokens of a text are decoded when, and a prompt that is passed again; or if asked."""
+    """For text, for a prompt that is passed again, and if requested."""
     asked = dataclasses.replace(traces.settings_of(name, kind, SETTINGS), tables_ahead=ahead)
     requests = [tiny.request(kind, SETTINGS, 0, words=3)]
     seen, made = [], sample._tables_ahead
@@ -108,7 +108,7 @@ def loop_of(requests, segments, asked):
 
 
 def test_the_loop_makes_no_tables(monkeypatch):
-    """A list of tiles is a running sum of what is active: there is none in the loop."""
+    """Making a list of tiles takes a cumulative sum: there is none in the loop."""
     asked = traces.settings_of("sparse", "image", SETTINGS)
     requests = [tiny.request("image", SETTINGS, 0, words=3)]
     segments = traces.plan(requests, asked, num_steps=2)[:1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of the interface become the examples that training shows."""
+"""Tasks of the interface become the same examples as in training."""
 
 import numpy as np
 import pytest

@@ -41,7 +41,7 @@ def test_the_first_thousand_examples_are_pinned():
         task = PINNED[number % len(PINNED)]
         sample = tasks.sample(task, 0, number // len(PINNED))
         fields = dataclasses.asdict(sample)
-        fields["picture"] = fields.pop("image")  # its name when the digest was taken
+        fields["picture"] = fields.pop("image")  # its name when the digest was computed
         digest.update(json.dumps(fields, sort_keys=True).encode())
         for scene in images(sample):
             digest.update(world.render(scene).tobytes())
@@ -65,7 +65,7 @@ def test_splits_and_seeds_are_different_streams(task):
 
 
 def pairs_named(words):
-    """The oracle walks over the words; it counts a plural twice."""
+    """The expected pairs, read word by word; plurals count twice."""
     plain = words.replace(",", " ").replace("<", " ").replace("?", " ").split()
     named = []
     for colour, noun in itertools.pairwise(plain):
@@ -128,7 +128,7 @@ def test_answers_are_balanced():
         counts[sample.prompt.split()[0], sample.prompt.split()[1]][sample.answer] += 1
     assert {*counts} == {("how", "many"), ("what", "colour"), ("is", "there"), ("are", "there")}
     for answers in counts.values():
-        # Held-out pairs take some answers away from "what colour is the triangle?".
+        # Held-out pairs remove some answers to "what colour is the triangle?".
         assert max(answers.values()) <= 2 * min(answers.values())
     assert {*counts["how", "many"]} == {" 0", " 1", " 2", " 3", " 4"}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text survives the tokenizer, words of the small world are one token, bad files are explained."""
+"""Text round trips; words of the small world are one token; bad files are explained."""
 
 import json
 import re

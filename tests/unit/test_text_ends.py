@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a text ends: after all that is given of it, or never."""
+"""Where a text ends: after all its given tokens, or never."""
 
 import dataclasses
 import unittest.mock
@@ -16,14 +16,14 @@ from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import draw, state
 
-# Of no other test, so that no program of theirs is taken for one of a model that ends at once.
+# Unique to this test, so that no cached program of another test is used in its place.
 SETTINGS = tiny.model_settings(vocab_size=43)
 END = SETTINGS.end_of_text_id
 
 
 @pytest.fixture
 def ends_at_once():
-    """Lets every token of text be an end-of-text if it may."""
+    """Makes every text token an end-of-text if it may be one."""
     plain = Denoiser.text_logits
 
     def at_once(self, hidden):
@@ -47,7 +47,7 @@ def with_given(positions, seed=0, **changes):
 
 @pytest.mark.parametrize("preset", ["sparse", "dense"])
 def test_one_end_of_text_wipes_nothing_that_is_given_after_it(ends_at_once, preset):
-    """An infilled text with roomy gaps, next to one of which nothing is given."""
+    """An infilled text with wide gaps, in a batch with one without given tokens."""
     asked = [with_given([2, 7], seed=1), with_given([], seed=2)]
     filled, free = texts(preset, asked)
     np.testing.assert_array_equal(filled[[2, 7]], asked[0].response[[2, 7], 0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing by tiles of the vocabulary draws what drawing from all logits does."""
+"""Drawing tile by tile gives the same tokens as drawing from all logits."""
 
 import dataclasses
 import functools
@@ -57,11 +57,11 @@ def test_draw_and_confidences_are_those_of_all_logits(cut):
 
 @pytest.mark.parametrize("name", ["probability", "margin", "entropy"])
 def test_confidences_by_tiles_do_not_saturate(name):
-    """Of probabilities that are 1 in float32; the largest logit in another tile each time."""
+    """For probabilities that are 1 in float32; the largest logit is in various tiles."""
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(1, 8, VOCABULARY)).astype(np.float32)
     logits[0, np.arange(8), np.arange(8) * 5] += np.linspace(15, 30, 8)
-    kernel = jnp.asarray(logits[0].T)  # a hidden state a word: its row of logits
+    kernel = jnp.asarray(logits[0].T)  # a hidden state per word: its row of logits
     drawn = text_head.draw(
         jnp.eye(8)[None, None],
         kernel.T,
@@ -91,7 +91,7 @@ def test_a_text_is_that_of_the_plain_path_for_the_same_noise():
     plain = traces.settings_of("sparse", "text", SETTINGS)
     assert plain.head_tile == 0
     by_tiles = dataclasses.replace(plain, head_tile=TILE)
-    # With an end that may not be drawn before what is given.
+    # With an end that may not be drawn before given tokens.
     asked = [tiny.request("text", SETTINGS, seed, words=3, given=seed / 3) for seed in (0, 1)]
     plan = traces.plan(asked, plain, num_steps=3, block_len=tiny.TEXT_LEN)
     ours = traces.finished(model, asked, plan, by_tiles, stop_early=False)
@@ -104,7 +104,7 @@ def test_a_text_is_that_of_the_plain_path_for_the_same_noise():
 
 
 def tile_noise(asked, plan, settings):
-    """Returns the noise of every step, position and word that drawing by tiles takes."""
+    """Returns the noise of every step, position and word that drawing by tiles uses."""
     key = state_of.rows_of(asked, settings).key
     everywhere = jnp.repeat(jnp.arange(tiny.TEXT_LEN)[None], len(asked), axis=0)
     one, nothing = jnp.float32(1), everywhere[:, :0]
@@ -129,7 +129,7 @@ def test_logits_over_the_vocabulary_never_exist():
 
 
 def made_over_the_vocabulary(asked, plan, settings):
-    """Returns the shapes of arrays over all words that a segment makes, without the head itself."""
+    """Returns shapes of arrays over all words that a segment makes, without the head itself."""
     seen, run_segment = [], sample.run_segment
 
     def program(*arrays, settings):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss is the mean it says it is, a step learns, and the loop loses nothing.
+"""The loss is the right mean, a step learns, and the loop loses nothing.
 
-The loop runs with a stand-in for the step, which costs nothing to compile; `tests/e2e` runs it
-whole.
+The loop runs with a stand-in for the step, which needs no compilation; `tests/e2e` runs the real
+one.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def log_softmax(logits):
 
 
 def test_the_loss_averages_text_and_codes_apart_and_adds_them():
-    """The oracle walks over rows, tokens and codes."""
+    """Compared with loops over rows, tokens and codes."""
     model = tiny.model_settings(codes_per_token=4)
     params, batch = tiny.denoiser(model), a_text_and_an_image_row(model)
 
@@ -98,7 +98,7 @@ def test_the_loss_averages_text_and_codes_apart_and_adds_them():
 
 
 def test_codes_may_have_weights_of_their_own():
-    """Equal ones are the weight of their token; an oracle in loops for others."""
+    """Equal weights act like a weight of the token; others are compared with loops."""
     model = tiny.model_settings(codes_per_token=4)
     params, batch = tiny.denoiser(model), a_text_and_an_image_row(model)
     batch = dataclasses.replace(batch, text_weight=np.zeros_like(batch.text_weight))
@@ -127,7 +127,7 @@ def test_codes_may_have_weights_of_their_own():
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_a_batch_in_parts_has_the_gradient_of_the_whole(microbatches):
-    """Texts and images of different lengths, so that every part has sums of its own."""
+    """Texts and images of different lengths, so that the sums of all parts differ."""
     model = tiny.model_settings(codes_per_token=4)
     params = tiny.denoiser(model)
     batch = tiny.batch(["text", "image", "image", "text"], model)
@@ -145,7 +145,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(microbatches):
 
 @pytest.fixture(scope="module")
 def steps():
-    """Twelve steps on one batch: copies of the states, since a step donates its own, and logs."""
+    """Twelve steps on one batch: logs, and copies of the states, since steps donate theirs."""
     settings = stand_ins.settings(optimizer={"weight_decay": 0.0, "clip_norm": 1.0})
     with pytest.MonkeyPatch.context() as patch, stand_ins.quick_compilation():
         stand_ins.without_waiting(patch)
@@ -189,7 +189,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing():
 
 @pytest.mark.slow
 def test_a_step_over_a_mesh_is_that_of_one_device():
-    """Rows over `fsdp`, parameters over `fsdp` and `tensor`; all stay where they were put."""
+    """Rows over `fsdp`, parameters over `fsdp` and `tensor`; all keep their placement."""
     settings = stand_ins.settings()
     batch = stand_ins.batches(settings).batch("draw", 0)
     alone = train.init_state(settings, tiny.denoiser(settings.model))
@@ -205,12 +205,12 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
         )
     np.testing.assert_allclose(same["loss"], logged["loss"], rtol=1e-6)
     np.testing.assert_allclose(same["gradient_norm"], logged["gradient_norm"], rtol=1e-5)
-    # Moments, since a first step is as large where the gradient is nothing but rounding.
+    # Compares moments, since a first step is as large even if the gradient is only rounding.
     for one, other in zip(*(jax.tree.leaves(s.opt_state) for s in (spread, alone)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * max(np.abs(other).max(initial=0), 1e-6))
     for leaf, place in zip(jax.tree.leaves(spread), where, strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
-    # Not a number on one device alone: the step is left out on all of them.
+    # NaN on a single device: the step is skipped on all of them.
     before = jax.tree.map(np.array, spread.params)
     weight = batch.image_weight.copy()
     weight[0] *= np.nan
@@ -243,7 +243,7 @@ def test_the_released_objective_is_learned_text_and_images_together():
 def test_a_step_counts_and_changes_every_parameter_that_was_used(steps):
     _, states, _ = steps
     assert [int(state.step) for state in states] == list(range(13))
-    unused = {"text_head", "vision", "seen"}  # drawing predicts no text and sees no image
+    unused = {"text_head", "vision", "seen"}  # drawing predicts no text and has no input image
     for (path, before), after in zip(
         jax.tree.leaves_with_path(states[0].params), jax.tree.leaves(states[1].params), strict=True
     ):
@@ -408,7 +408,7 @@ def test_what_is_kept_of_a_layer_changes_no_gradient(remat, kinds):
 
 
 def params_with(params, settings):
-    """The same parameters in a model of other settings."""
+    """The same parameters in a model with other settings."""
     like = jax.tree.structure(denoiser_shapes(settings))
     return jax.tree.unflatten(like, jax.tree.leaves(params))
 
@@ -421,9 +421,9 @@ def params_with(params, settings):
 def loop(monkeypatch, tmp_path):
     """Runs the loop in `tmp_path / "run"` with a step that only counts.
 
-    `loop.losses` are by step, 1.0 where there is none; `loop.before_step` is called with each
-    step's number; `loop.batches` and `loop.rates` are what the steps were given. The model folder,
-    half of the time that a run takes, is written where `loop.leaves_model` says so.
+    `loop.losses` are by step, 1.0 by default; `loop.before_step` is called with the number of each
+    step; `loop.batches` and `loop.rates` are the inputs of the steps. Writing the model folder
+    takes half the time of a run, and is done only with `loop.leaves_model`.
     """
     ours = types.SimpleNamespace(losses={}, batches=[], rates=[], images=[], written=[])
     ours.before_step, ours.leaves_model = lambda step: None, False
@@ -448,7 +448,7 @@ def loop(monkeypatch, tmp_path):
         return {"draw": 0.25}
 
     def write(pipe, folder, *, step, seconds, data):
-        assert data is None  # of scenes: a program makes them, nothing can be memorised
+        assert data is None  # scenes are generated, so nothing can be memorised
         ours.written.append(step)
         return folder / "report.md"
 
@@ -480,7 +480,7 @@ def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
     assert lines[0] == {
         "step": 2, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": pytest.approx(loop.rates[1]),
     }  # fmt: skip
-    for line in lines[1:]:  # the first step compiles, and no chip's peak is known here
+    for line in lines[1:]:  # the first step compiles, and the peak of this device is unknown
         assert line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1
         assert "mfu" not in line
     assert loop.written == [5]
@@ -488,7 +488,7 @@ def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
 
 
 def test_the_steps_to_trace_are_traced(loop):
-    """The trace is written after the last of them, or at the end of a run that ends before."""
+    """The trace is written after the last of them, or at the end of a shorter run."""
     traces, seen = loop.folder / "profile", []
     loop.before_step = lambda step: seen.append(len([*traces.rglob("*.xplane.pb")]))
     loop.run(range(1, 3), train_steps=5)
@@ -508,7 +508,7 @@ def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
     assert loaded.config.name == "tiny"
     assert loaded.config.model.trained_attention == "step_causal"
     assert loaded.tokenizer_path.read_bytes() == SHIPPED.read_bytes()
-    loop.run(train_steps=2)  # again: nothing is left to do but the report
+    loop.run(train_steps=2)  # again: only the report is left to do
     assert len(loop.batches) == 2
     assert loop.written == [2, 2]
 
@@ -524,7 +524,7 @@ def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
         train.train(given, opened)
     state = sum(path.stat().st_size for path in loop.folder.glob("state/**/*") if path.is_file())
     model = sum(path.stat().st_size for path in base_model.glob("model.safetensors"))
-    assert state < model  # what is frozen is not saved again
+    assert state < model  # frozen parameters are not saved again
     with runs.Run(loop.folder, given) as opened:
         train.train(given, opened)
     assert len(loop.batches) == 4
@@ -545,7 +545,7 @@ def test_a_model_of_full_attention_is_known_as_such(loop):
     assert loop.written == [1]
     left = model_folder.load_model(loop.folder)
     assert left.config.model.trained_attention == "full"
-    # Nothing trained its registers: they are what they stand in for once more.
+    # Its registers were not trained: they still equal the masks that they replace.
     words = left.model.text_embedding[...][given.model.text_mask_id]
     np.testing.assert_array_equal(left.model.register_understanding[...], words)
     cell = left.model.masked_cell()
@@ -584,7 +584,7 @@ def test_a_stopped_run_goes_on_with_the_next_batch_and_logs_every_step_once(loop
 
 
 def test_a_run_that_dies_goes_on_from_the_last_saved_state(loop):
-    """It saves after every step here, and dies before anything of the next one is kept."""
+    """It saves after every step here, and dies before anything of the next one is saved."""
 
     def die(step):
         if step == 4:
@@ -633,7 +633,7 @@ def test_a_diverged_run_that_is_stopped_keeps_the_last_good_state_too(loop):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time in the loop passes by one second a look."""
+    """Each look at the clock advances it by one second."""
     ticks = itertools.count(1000)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
@@ -674,7 +674,7 @@ def test_images_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
 def test_images_are_drawn_every_so_many_steps_and_at_the_end(loop):
     loop.run(train_steps=5, eval_every=2)
     assert loop.images == ["000002.png", "000004.png", "000005.png"]
-    loop.run(train_steps=6, eval_every=3)  # the last step once
+    loop.run(train_steps=6, eval_every=3)  # the last step only once
     assert loop.images[3:] == ["000006.png"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of tiles from made-up times: nothing is measured here, and nothing is written."""
+"""The choice of tiles from made-up times: nothing is measured or written."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def case(name="row", length=1024):
 
 
 def times_of(seconds):
-    """Every candidate takes a second, except for those named; what takes None does not run."""
+    """Every candidate takes a second, except for the named ones; None means that it fails."""
 
     def times(case, candidates):
         found = {candidate: seconds.get(candidate, 1.0) for candidate in candidates}
@@ -40,7 +40,7 @@ def test_the_rule_stays_where_nothing_beats_it_by_more_than_noise(seconds):
 
 
 def test_tiles_have_to_run_on_all_lengths_of_their_entry():
-    """256 queries do not divide 1,152, and what is fast on one shape may be slow on another."""
+    """256 queries do not divide 1,152, and what is fast for one shape may be slow for others."""
     members = [case("even"), case("odd", 1152)]
     assert tune.choose("2048x2048", members, False, times_of({BEST: 0.1})).sizes is None
 

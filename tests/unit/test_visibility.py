@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule on the example of its docstring, and the tags of padding."""
+"""The rule applied to the example in its docstring, and the tags of padding."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_padding_is_seen_by_padding_only():
 
 
 def test_padding_tags_fit_an_int32_next_to_any_block():
-    """Blocks stay below 2^16; kernels compare tags as int32."""
+    """Block numbers stay below 2^16; kernels compare tags as int32."""
     assert 2**16 < PAD_BLOCK < 2**31
     assert PAD_HORIZON < 0
     assert jnp.int32(PAD_BLOCK) == PAD_BLOCK

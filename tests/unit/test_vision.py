@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision tower: how many tokens, what they depend on, and where the pool starts."""
+"""The vision tower: number of tokens, their receptive fields, and the alignment of the pool."""
 
 import functools
 
@@ -31,7 +31,7 @@ def images(count: int, size: int = 20) -> jax.Array:
 
 
 def test_tokens_are_as_many_as_the_config_says():
-    # 5x5 patches: the last row and column fill no window of the pool and are dropped.
+    # 5x5 patches: the last row and column fill no pooling window and are dropped.
     assert run(tiny(), images(3)).shape == (3, SETTINGS.num_tokens, 12) == (3, 4, 12)
     default = config.Vision()
     features = jax.eval_shape(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image tokenizer: shapes, gradients, bytes, and files that are not what they should be."""
+"""The image tokenizer: shapes, gradients, bytes, and damaged files."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ SETTINGS = config.VQ(
 
 @functools.cache
 def tiny(**changes) -> vq.VQModel:
-    """Arbitrary weights; to initialise them costs seconds of compilation."""
+    """A model with arbitrary weights; real initialisation takes seconds to compile."""
     settings = config.VQ(**{**config.to_dict(SETTINGS), **changes})
     shapes = jax.eval_shape(lambda: vq.VQModel(settings, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_of_equal_codes_the_first_is_taken():
 
 
 def test_the_gradient_reaches_the_encoder_through_the_codes():
-    model = tiny(commitment=0.0)  # leaves the straight-through path alone
+    model = tiny(commitment=0.0)  # leaves only the straight-through path
     pixels = vq.to_float(jnp.asarray(images(1, 8, 8)))
     gradient = jax.jit(jax.grad(lambda m, x: m.loss(x)[0]))(model, pixels)
     for name, leaf in parameters.by_name(gradient).items():
@@ -93,7 +93,7 @@ def test_pixel_norm_sees_one_position_and_group_norm_the_image():
 
 
 def test_equal_codes_decode_to_equal_pixels_unless_shuffled():
-    """Why one code a cell needs `upsampling="shuffle"`; away from the zeros of the border."""
+    """Why one code per cell needs `upsampling="shuffle"`; away from zero padding at the border."""
     for upsampling, varies in (("nearest", False), ("shuffle", True)):
         model = tiny(upsampling=upsampling, norm="pixel")
         pixels = jax.jit(vq.VQModel.decode_latents)(model, jnp.ones((1, 24, 24, 4)))
@@ -109,7 +109,7 @@ def test_bytes_are_truncated_not_rounded():
 
 @pytest.mark.parametrize("changes", [{}, {"mid_attention": True}, {"upsampling": "shuffle"}])
 def test_a_decoder_in_bfloat16_moves_few_grey_levels(changes):
-    """All but its last norm and convolution, whose results are the grey levels."""
+    """All except its last norm and convolution, which produce the grey levels."""
     model = tiny(**changes)
     narrow = vq.for_decoding(model, "bfloat16")
     wide = {name for name, leaf in parameters.by_name(narrow).items() if leaf.dtype == jnp.float32}

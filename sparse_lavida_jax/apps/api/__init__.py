@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints of OpenAI's API, each in a file of its own; `apps/server.py` puts them together."""
+"""The endpoints of OpenAI's API, each in its own file; `apps/server.py` assembles them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request to its place in the queue, and to its result or to a stream of events."""
+"""From a request to its place in the queue, and on to its result or a stream of events."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
 
-POLL_SECONDS = 0.05  # between two looks whether a client is still there
-OPTIONS = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}  # of bodies
+POLL_SECONDS = 0.05  # between checks whether a client is still connected
+OPTIONS = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}  # that bodies may set
 
 
 def service_of(request: fastapi.Request) -> Service:
-    """Returns what does the requests of a server."""
+    """Returns the service behind a server."""
     return request.app.state.service
 
 
@@ -33,14 +33,14 @@ class Asked:
     def __init__(self, request: fastapi.Request, ticket: Ticket):
         self.request, self.ticket = request, ticket
         self._ended = asyncio.wrap_future(ticket.future)
-        # An error that nobody waits for any more is no error of the loop.
+        # If the client has left, asyncio should not log the error as never retrieved.
         self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def goes_on(self) -> bool:
-        """Waits a moment, and returns whether the request still waits or runs.
+        """Waits a moment, and returns whether the request is still waiting or running.
 
         Raises:
-            Cancelled: the client went away; the request is cancelled.
+            Cancelled: the client disconnected; the request is cancelled.
         """
         if (await asyncio.wait([self._ended], timeout=POLL_SECONDS))[0]:
             return False
@@ -53,7 +53,7 @@ class Asked:
         """Returns the result of a request that has ended.
 
         Raises:
-            Exception: what went wrong with it, or `Cancelled`.
+            Exception: the error it raised, or `Cancelled`.
         """
         if self._ended.cancelled():
             raise Cancelled("cancelled while it waited.")
@@ -63,7 +63,7 @@ class Asked:
         """Waits for the result.
 
         Raises:
-            HTTPException: the request is refused, fails, or was cancelled.
+            HTTPException: the request was refused, failed or was cancelled.
         """
         with errors.refusing():
             while await self.goes_on():
@@ -85,13 +85,13 @@ async def queued(
 
     Args:
         shown: reads the images, in another thread (`Service.read`).
-        more: options of the task; those that `asked` names prevail.
+        more: options of the task; those in `asked` take precedence.
 
     Raises:
-        HTTPException: it is refused.
+        HTTPException: the request is refused.
     """
     check_model(request, asked.model)
-    # Without a seed, OpenAI's clients expect another image every time; the reply names it.
+    # Without a seed, OpenAI's clients expect a different image each time; the response states it.
     more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
     given = asked.model_dump(include=OPTIONS, exclude_none=True)
     if "num_inference_steps" in given:
@@ -103,7 +103,7 @@ async def queued(
 
 
 def check_model(request: fastapi.Request, name: str | None) -> None:
-    """Refuses another model than the one that is served.
+    """Refuses any model other than the one being served.
 
     Raises:
         HTTPException: 404.
@@ -116,15 +116,15 @@ def check_model(request: fastapi.Request, name: str | None) -> None:
 async def streamed(
     asked: Asked, events: AsyncIterator[tuple[str, dict[str, Any]]]
 ) -> responses.StreamingResponse:
-    """Returns a stream of events, names and contents, that begins once the request runs.
+    """Returns a stream of named events, which starts once the request runs.
 
-    What is wrong with a request until then gets a code of its own, later it is an event.
+    Errors before that get an HTTP status of their own; later ones become an event.
 
     Args:
-        events: without names ("") where OpenAI's have none; `[DONE]` comes after these.
+        events: with empty names where OpenAI's have none; such a stream ends with `[DONE]`.
 
     Raises:
-        HTTPException: the request is refused, or was cancelled.
+        HTTPException: the request was refused or cancelled.
     """
     with errors.refusing():
         while asked.ticket.state is None and await asked.goes_on():
@@ -150,7 +150,7 @@ async def streamed(
 
 
 def notes(ticket: Ticket, result: Result) -> dict[str, Any]:
-    """Returns what OpenAI's replies have no field for."""
+    """Returns what has no field in OpenAI's responses."""
     return {
         "seeds": list(result.seeds),
         "plans": list(result.plans),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests may say: fields, their ranges, and what is refused because it would be ignored.
+"""What request bodies may contain: fields and their ranges; what would be ignored is refused.
 
-A field that is null counts as left out. Of a field that would change the result and is not
-supported, only the value that changes nothing is taken; fields that can change no result here
-(`PASSED_OVER`) are passed over.
+A null field counts as absent. An unsupported field that could change the result is accepted only
+with the value that changes nothing; fields that cannot change a result here (`PASSED_OVER`) are
+ignored.
 """
 
 import json
@@ -18,7 +18,7 @@ from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.schema import LARGEST_SCALE
 
-MOST_STEPS = 2**20  # the model's own ceiling is told once the request is laid out
+MOST_STEPS = 2**20  # the model's own limit is checked later, when the request is laid out
 MOST_REGISTERS = 1024
 B = TypeVar("B", bound="Body")
 
@@ -26,7 +26,7 @@ Count = Annotated[int, pydantic.Field(ge=1, le=10)]
 Steps = Annotated[int, pydantic.Field(ge=1, le=MOST_STEPS)]
 Scale = Annotated[float, pydantic.Field(ge=0, le=LARGEST_SCALE, allow_inf_nan=False)]
 
-# Who asks, what is kept and for how long: no result depends on it.
+# About the user, storage and caching: no result depends on these.
 PASSED_OVER = {
     "user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "moderation", "parallel_tool_calls",
@@ -34,10 +34,10 @@ PASSED_OVER = {
 
 
 class Body(pydantic.BaseModel):
-    """What every request may say.
+    """The fields that all requests share.
 
     Attributes:
-        neutral: fields that are not supported, with the values that change nothing.
+        neutral: unsupported fields, with the values that change nothing.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -56,7 +56,7 @@ class Body(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _of_what_counts(cls, given: Any) -> Any:
-        """Leaves out what changes nothing."""
+        """Drops fields that change nothing, and refuses unsupported ones that would."""
         if not isinstance(given, dict):
             return given
         found = {name: value for name, value in given.items() if value is not None}
@@ -68,11 +68,11 @@ class Body(pydantic.BaseModel):
 
 
 class ImageBody(Body):
-    """Of images."""
+    """A request for images."""
 
     neutral = {
         "background": ("auto", "opaque"),
-        # Guidance leads away from a masked prompt, not from another one.
+        # Guidance here steers away from a masked prompt; it cannot steer away from another prompt.
         "negative_prompt": ("",),
         **dict.fromkeys(
             ("style", "complexity", "input_fidelity", "markup", "svg", "frame_count"), ()
@@ -80,7 +80,7 @@ class ImageBody(Body):
     }
 
     prompt: str
-    size: str = "auto"  # width x height, as OpenAI has it
+    size: str = "auto"  # width x height, as with OpenAI
     quality: Literal["auto", "low", "medium", "high"] = "auto"
     response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
@@ -108,10 +108,10 @@ class ImageBody(Body):
 
 
 class ChatBody(Body):
-    """Of an answer.
+    """A request for an answer.
 
     Attributes:
-        task: "ground" finds things, one a line of the last message, and answers with JSON.
+        task: "ground" finds things, one per line of the last message, and answers with JSON.
     """
 
     neutral = {
@@ -144,11 +144,11 @@ class ChatBody(Body):
 
 
 async def read(request: fastapi.Request, kind: type[B]) -> B:
-    """Returns the JSON that a request brings.
+    """Returns the JSON body of a request.
 
     Raises:
-        HTTPException: 400, it is none, or is nested too deeply.
-        RequestValidationError: it says something that is not allowed.
+        HTTPException: 400: it is not JSON, or is nested too deeply.
+        RequestValidationError: a field is not allowed.
     """
     try:
         given = parse_json(await request.body())
@@ -158,10 +158,10 @@ async def read(request: fastapi.Request, kind: type[B]) -> B:
 
 
 def checked(given: Any, kind: type[B]) -> B:
-    """Returns what a request says.
+    """Returns the checked fields of a request.
 
     Raises:
-        RequestValidationError: it is not allowed.
+        RequestValidationError: a field is not allowed.
     """
     try:
         return kind.model_validate(given)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers: `POST /v1/chat/completions`, whole or as a stream of the text that is committed.
+"""Answers: `POST /v1/chat/completions`, whole or as a stream of the text committed so far.
 
-What system and developer messages say is put in front of the first question, with a newline in
-between. Messages of one role that follow each other are one, with newlines in between. Earlier
-turns are told as such, and the images of all of them are shown before the first question.
+System and developer messages are put before the first question, separated by a newline.
+Consecutive messages of one role are joined by newlines. Earlier turns are passed to the model as
+such, and the images of all turns are shown before the first question.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
 
-MOST_IMAGES = 16  # of a conversation; the model may take fewer
+MOST_IMAGES = 16  # in a conversation; the model may take fewer
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 router = fastapi.APIRouter()
@@ -29,12 +29,12 @@ router = fastapi.APIRouter()
 
 @dataclasses.dataclass(frozen=True)
 class Talk:
-    """What was said.
+    """The contents of a conversation.
 
     Attributes:
-        question: the last thing.
-        earlier: questions with their answers, before it.
-        images: data URIs of all turns.
+        question: the last message.
+        earlier: earlier questions with their answers.
+        images: data URIs from all turns.
     """
 
     question: str
@@ -44,7 +44,7 @@ class Talk:
 
 @router.post("/v1/chat/completions")
 async def chat(request: fastapi.Request):
-    """Answers what a conversation ends with."""
+    """Answers the last message of a conversation."""
     asked = await bodies.read(request, ChatBody)
     service = asking.service_of(request)
     with errors.refusing():
@@ -76,7 +76,7 @@ async def chat(request: fastapi.Request):
 async def _chunks(
     waiting: asking.Asked, asked: ChatBody
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Yields what is added to each answer, and at last why it ends."""
+    """Yields the text added to each answer, and finally why it ended."""
     service, most = asking.service_of(waiting.request), most_tokens(asked)
     said, name = [""] * asked.n, _name()
 
@@ -105,7 +105,7 @@ async def _chunks(
 
 
 async def _boxes(request: fastapi.Request, asked: ChatBody, talk: Talk) -> dict[str, Any]:
-    """Answers with a list of what was looked for: its label and its box in pixels, or null."""
+    """Answers with the list of things to find: a label and a box in pixels, or null, for each."""
     if talk.earlier or len(talk.images) != 1:
         raise fastapi.HTTPException(400, "things are found in one image, asked in one message.")
     service, scale = asking.service_of(request), [1.0, 1.0]
@@ -130,14 +130,14 @@ async def _boxes(request: fastapi.Request, asked: ChatBody, talk: Talk) -> dict[
 
 
 # ---------------------------------------------------------------------------------------------
-# What was said.
+# Messages.
 
 
 def talk_of(messages: list[dict[str, Any]]) -> Talk:
-    """Returns what messages say, by the rule of this file.
+    """Returns the contents of messages, by the rules at the top of this file.
 
     Raises:
-        RequestError: roles out of order, an unknown one, or contents of other kinds.
+        RequestError: roles out of order, an unknown role, or contents of another kind.
     """
     system, turns, images = [], list[tuple[str, list[str]]](), []
     for message in messages:
@@ -169,7 +169,7 @@ def talk_of(messages: list[dict[str, Any]]) -> Talk:
 
 
 def _parts(content: Any) -> tuple[list[str], list[str]]:
-    """Returns the texts and the data URIs of a message."""
+    """Returns the texts and data URIs in a message."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise RequestError("the content of a message must be a text, or a list of parts.")
@@ -189,22 +189,22 @@ def _parts(content: Any) -> tuple[list[str], list[str]]:
 
 
 def most_tokens(asked: ChatBody) -> int | None:
-    """Returns the most tokens of an answer; None: as many as usual."""
+    """Returns the largest number of tokens in an answer; None: the default."""
     most = asked.max_completion_tokens
     return asked.max_tokens if most is None else most
 
 
 # ---------------------------------------------------------------------------------------------
-# What is answered.
+# Answers.
 
 
 def committed(service: Service, state: Any, row: int, most: int | None) -> str:
-    """Returns the text of an answer up to its first token that is not decoded; "" without one."""
+    """Returns the text of an answer up to its first undecoded token; "" if there is none yet."""
     if state is None or state.making != "text" or row not in state.rows:
         return ""
     ids = state.canvas[state.rows.index(row)][:most]
     masked = (ids[:, 0] == state.mask_id).nonzero()[0]
-    # Half a character shows as a replacement character, until its other tokens are there.
+    # An incomplete character decodes to a replacement character until its other tokens are there.
     return _text(service, ids[: masked[0]] if len(masked) else ids, most).rstrip("\ufffd").rstrip()
 
 
@@ -213,7 +213,7 @@ def _text(service: Service, ids: Any, most: int | None) -> str:
 
 
 def _length(service: Service, ids: Any, most: int | None) -> tuple[int, bool]:
-    """Returns the tokens of an answer, and whether it ends by itself."""
+    """Returns the number of tokens in an answer, and whether it ended by itself."""
     ends = service.pipe.prompts.ends()
     said = ids[:most, 0].tolist()
     end = next((i for i, x in enumerate(said) if x in ends), None)

@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.apps.errors import REFUSED
 
-RETRY_SECONDS = 2  # what a client is told when the queue is full
-STOPPED_SECONDS = 60  # when the server stops
-CLIENT_LEFT = 499  # nobody reads it: nginx's code for a request whose client went away
-SHOWN = 300  # characters of what pydantic says
+RETRY_SECONDS = 2  # Retry-After when the queue is full
+STOPPED_SECONDS = 60  # Retry-After while the server is stopping
+CLIENT_LEFT = 499  # nginx's code for a client that has disconnected; no client receives it
+SHOWN = 300  # characters of pydantic's messages that are repeated
 
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
@@ -26,14 +26,14 @@ ELSEWHERE = "there is nothing at this address, or it is not asked in this way: s
 
 
 def handle(app: fastapi.FastAPI) -> None:
-    """Lets an app answer errors in this shape."""
+    """Makes an app report errors in this shape."""
     app.add_exception_handler(fastapi.exceptions.RequestValidationError, _misread)
     app.add_exception_handler(AnyHTTPException, _refused)
     app.add_exception_handler(Exception, _failed)
 
 
 def body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Returns an error as JSON has it."""
+    """Returns the JSON object of an error."""
     kind = _KINDS.get(code, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
@@ -41,8 +41,8 @@ def body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
 def reply(
     code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> responses.JSONResponse:
-    """Returns an error as an answer."""
-    # What is repeated of a request may hold half a character.
+    """Returns an error as a response."""
+    # Parts of the request that are repeated here may contain lone surrogates.
     message, param = _whole(message), None if param is None else _whole(param)
     return responses.JSONResponse(body(code, message, param), code, headers)
 
@@ -53,7 +53,7 @@ def _whole(text: str) -> str:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Turns what goes wrong with a request into an answer with a code."""
+    """Turns exceptions that a request raises into responses with a status code."""
     try:
         yield
     except (AnyHTTPException, fastapi.exceptions.RequestValidationError):
@@ -75,7 +75,7 @@ def refusing() -> Iterator[None]:
 async def _refused(_: fastapi.Request, error: Exception) -> responses.Response:
     assert isinstance(error, AnyHTTPException)
     code, said = error.status_code, str(error.detail)
-    if not said.endswith("."):  # starlette's own, such as "Not Found"
+    if not said.endswith("."):  # starlette's own messages, such as "Not Found"
         said = ELSEWHERE if code in (404, 405) else f"{said}."
     return reply(code, said, headers=error.headers)
 

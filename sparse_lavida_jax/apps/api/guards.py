@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask, how much a request may bring, and how long it may take to bring it.
+"""Which requests are let in, how large their bodies may be, and how long they may take.
 
-For strangers: a key, the names that a server answers to, no writes by other web pages, bodies of
-bounded size and time, and connections that say nothing or take nothing are closed.
+For a server that strangers can reach: a key, a list of accepted host names, no writes from other
+web pages, limits on the size and time of bodies, and an end to idle or stalled connections.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparse_lavida_jax.apps.api import errors
 
-KEYED = ("/v1/", "/metrics")  # what a key is asked for; the page of a demo has none
+KEYED = ("/v1/", "/metrics")  # paths that need a key; the page of a demo needs none
 READS = ("GET", "HEAD", "OPTIONS")
-HEADER_SECONDS = 15.0  # for the head of a request
+HEADER_SECONDS = 15.0  # for the header of a request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Rules:
     """What is let in.
 
     Attributes:
-        key: that clients send, as OpenAI's do; "": none is asked for.
-        hosts: names it answers to; other `Host` headers are refused, so that no web page that is
-            open in a browser on the machine reaches it by a name of its own. Empty: any.
-        body: bytes of a request.
-        body_seconds: that a client has to send them.
-        send_seconds: that a client has to take each part of an answer.
+        key: that clients must send, as with OpenAI; "": none is needed.
+        hosts: the accepted `Host` headers. Refusing all others keeps a web page that is open in
+            a browser on this machine from reaching the server through a domain of its own (DNS
+            rebinding). Empty: any.
+        body: bytes in the body of a request.
+        body_seconds: the time that a client has to send the body.
+        send_seconds: the time that a client has to accept each part of a response.
     """
 
     key: str = ""
@@ -44,7 +45,7 @@ class Rules:
 
 
 class Guard:
-    """Refuses what the rules do not let in, in the shape of all other errors."""
+    """Refuses what the rules do not let in, with errors in the same shape as all others."""
 
     def __init__(self, app: ASGIApp, rules: Rules):
         self.app, self.rules = app, rules
@@ -61,7 +62,7 @@ class Guard:
 
         async def bounded_receive() -> Message:
             nonlocal brought, whole
-            if whole:  # what comes now is that the client leaves
+            if whole:  # from here on the only message is that the client disconnects
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -104,7 +105,7 @@ class Guard:
 
 
 class Patient(H11Protocol):
-    """A connection that is closed if the head of a request takes longer than `HEADER_SECONDS`."""
+    """A connection that is closed if the header of a request takes over `HEADER_SECONDS`."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -117,7 +118,7 @@ class Patient(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Begins to wait for the head of a request, or ends it."""
+        """Starts or ends the wait for the header of a request."""
         waits = self.conn.their_state is h11.IDLE
         if waits and self._timer is None:
             self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images: `POST /v1/images/generations` and `POST /v1/images/edits`, whole or as a stream."""
+"""Images: `POST /v1/images/generations` and `POST /v1/images/edits`, streamed or not."""
 
 import asyncio
 import base64
@@ -19,22 +19,22 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.results import Result
 
-FILES = 2  # most files of one request: an image and a mask
-FIELDS = 64  # other fields of a form
+FILES = 2  # the most files in a request: an image and a mask
+FIELDS = 64  # other fields in a form
 
 router = fastapi.APIRouter()
 
 
 @router.post("/v1/images/generations")
 async def generate(request: fastapi.Request):
-    """Draws images of a prompt."""
+    """Draws images from a prompt."""
     asked = await bodies.read(request, ImageBody)
     return await _images(request, "generate", asked, lambda: (None, {}), size=_size(asked.size))
 
 
 @router.post("/v1/images/edits")
 async def edit(request: fastapi.Request):
-    """Changes an image as told; with a mask, draws what is transparent in it again."""
+    """Edits an image as instructed; with a mask, redraws its transparent part."""
     async with request.form(max_files=2 * FILES, max_fields=FIELDS) as form:
         files = {
             key: [value for value in form.getlist(key) if not isinstance(value, str)]
@@ -102,7 +102,7 @@ async def _images(
 async def _events(
     waiting: asking.Asked, asked: ImageBody
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Yields what an image looks like while it is drawn, and the image."""
+    """Yields previews of an image while it is drawn, and then the image."""
     ticket, sent = waiting.ticket, 0
     name = "image_generation" if ticket.task == "generate" else "image_edit"
 
@@ -134,10 +134,10 @@ async def _events(
 
 
 def quality(name: str, settings: config.Config) -> dict[str, int]:
-    """Returns the steps that a quality stands for (docs/serving.md has what they cost).
+    """Returns the number of steps for a quality (docs/serving.md lists what they cost).
 
-    "auto" and "medium" are the model's own, "low" half of them, and "high" twice as many. All pass
-    as many registers as were trained: fewer cost the bundled model a quarter of its images.
+    "auto" and "medium" are the model's own, "low" is half of that, and "high" twice as many. All
+    use as many registers as in training: with fewer, a quarter of the bundled model's images fail.
     """
     steps = settings.sampling.num_steps
     most = settings.model.num_cells
@@ -150,7 +150,7 @@ def quality(name: str, settings: config.Config) -> dict[str, int]:
 
 
 def _size(text: str) -> tuple[int, int] | None:
-    """Returns the height and width of a size such as 512x512, width first; None for "auto"."""
+    """Returns the height and width for a size such as 512x512, width first; None for "auto"."""
     if text == "auto":
         return None
     if not (found := re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)):
@@ -169,7 +169,7 @@ def _file(pixels: image_files.Pixels, record: dict[str, Any] | None, asked: Imag
 
 
 def _encoded(result: Result, asked: ImageBody, model: str) -> list[str]:
-    """Returns images that say how they were drawn, by a model of that name: not by its folder."""
+    """Returns images with a record of how they were drawn; the model's name replaces its folder."""
     found = []
     for pixels, record in itertools.zip_longest(result.pixels, result.records):
         if record is not None:
@@ -180,7 +180,7 @@ def _encoded(result: Result, asked: ImageBody, model: str) -> list[str]:
 
 
 def _usage(waiting: asking.Asked, result: Result) -> dict[str, Any]:
-    """Returns the tokens of the prompt, and those that were decoded: cells, and layouts in text."""
+    """Returns the numbers of prompt tokens and of decoded tokens: cells, and layouts in text."""
     tokenizer = asking.service_of(waiting.request).pipe.prompts.tokenizer
     text, image = result.prompted[0]
     cells = sum(map(len, result.tokens))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server counts and measures, for Prometheus (`GET /metrics`; docs/serving.md)."""
+"""What a server counts and measures for Prometheus (`GET /metrics`; docs/serving.md)."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from sparse_lavida_jax.apps.serving import Service
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 TOKENS = (100, 300, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)
-# Of each request, by its task: name, meaning, buckets.
+# Histograms of requests by task: name, description, buckets.
 OF_REQUESTS: dict[str, tuple[str, tuple[float, ...]]] = {
     "queue_seconds": ("Seconds from arrival to the beginning of the batch.", SECONDS),
     "compile_seconds": ("Seconds of programs that ran for the first time, where any did.", SECONDS),
@@ -31,7 +31,7 @@ class Metrics:
     """Histograms of a service and of its endpoints.
 
     Attributes:
-        registry: of all that is told.
+        registry: all metrics that are exported.
     """
 
     def __init__(self, service: Service):
@@ -47,11 +47,11 @@ class Metrics:
         service.watchers.append(self._add)
 
     def text(self) -> bytes:
-        """Returns everything in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
 
     def answered(self, endpoint: str, code: int, seconds: float) -> None:
-        """Adds an answer."""
+        """Records a response."""
         self._latency.labels(endpoint, str(code)).observe(seconds)
 
     def _histogram(self, name: str, meaning: str, labels, buckets) -> prometheus_client.Histogram:
@@ -78,7 +78,7 @@ class Metrics:
 
 
 class Timed:
-    """Measures how long every endpoint takes to answer, streams to their end."""
+    """Measures how long each response takes; for a stream, until its end."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self.app, self.metrics = app, metrics
@@ -94,12 +94,12 @@ class Timed:
         try:
             await self.app(scope, receive, watched_send)
         finally:
-            route = getattr(scope.get("route"), "path", "other")  # any path may be asked for
+            route = getattr(scope.get("route"), "path", "other")  # clients may ask for any path
             self.metrics.answered(route, code, time.monotonic() - began)
 
 
 class Counts(prometheus_client.registry.Collector):
-    """What the service counted."""
+    """The counts of the service."""
 
     def __init__(self, service: Service):
         self.service = service
