@@ -77,7 +77,6 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.optimizer.ema = 0.9995
     c.sampling.layout_temperature = 1.0
     c.train.train_steps = 100_000
-    c.train.microbatches = 4  # four rows at a time fit in a core's cache: a fifth faster
     c.train.seconds = 0.0
     c.train.image_seconds = 0.0
     c.train.eval_every = 10_000
