@@ -336,9 +336,7 @@ def copy(
     return len(wanted)
 
 
-def _as_dtype(
-    name: str, leaf: Any, dtype: str, read: Callable[[], np.ndarray]
-) -> list[Tensor]:
+def _as_dtype(name: str, leaf: Any, dtype: str, read: Callable[[], np.ndarray]) -> list[Tensor]:
     """Returns a parameter in another dtype: in 8 bits, a matrix and its scales.
 
     Args:
