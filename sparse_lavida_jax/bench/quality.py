@@ -3,9 +3,11 @@ r"""Exact scores of small models on the scenes, with 95 % intervals.
 
     python -m sparse_lavida_jax.bench.quality --checkpoint=scenes --prompts=2000
     python -m sparse_lavida_jax.bench.quality --checkpoint=runs/scenes_dense --method=dense
+    python -m sparse_lavida_jax.bench.quality --checkpoint=scenes --card=scenes-with-card
 
 Writes one row per task and method to `bench/results/<device>/quality`. Scores depend on the device
-only through rounding; it is recorded all the same.
+only through rounding; it is recorded all the same. With --card nothing is scored: the rows of the
+checkpoint go into the README of a copy of its folder.
 """
 
 import dataclasses
@@ -14,8 +16,8 @@ import sys
 from absl import app, flags, logging
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.bench.record import Bench, read_rows
+from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
@@ -27,15 +29,19 @@ CHECKPOINT = flags.DEFINE_string(
 PROMPTS = flags.DEFINE_integer("prompts", 2000, "Prompts a task.", lower_bound=1)
 METHOD = flags.DEFINE_string("method", "", "A preset; by default what the model was trained for.")
 ONLY = flags.DEFINE_list("tasks", [], "Tasks to score; by default all that were trained.")
+CARD = flags.DEFINE_string("card", "", "The copy to write, which may be the model folder itself.")
 HELD_OUT = ("draw", "edit", "answer", "point")
 
 
 def main(argv: list[str]) -> None:
-    """Scores every task and prints the table."""
+    """Scores every task and prints the table, or writes it into the card of the model."""
     del argv
     logging.set_verbosity(logging.WARNING)  # messages of the array store
     try:
-        _score()
+        if CARD.value:
+            write_card(CHECKPOINT.value, CARD.value, METHOD.value)
+        else:
+            _score()
     except (config.ConfigError, model_folder.CheckpointError) as error:
         print(f"bench.quality: {error}", file=sys.stderr)
         sys.exit(2)
@@ -72,6 +78,33 @@ def _score() -> None:
             bench.write(f"{settings.name}/{method}/{result.task}", row)
             print(scorers.table(result.metrics).splitlines()[2], flush=True)
     print(scorers.table(metrics))
+
+
+def write_card(checkpoint: str, folder: str, method: str = "") -> None:
+    """Copies a model folder; the README of the copy is a model card with the rows of the model.
+
+    Args:
+        method: see `METHOD`.
+
+    Raises:
+        CheckpointError: there is no such model, or it has no rows, or the copy cannot be written.
+    """
+    source = model_folder.find_model(checkpoint)
+    known = model_folder.lineage(source)
+    method = method or presets.default_preset(model_folder.read_config(source).model)
+    rows = [
+        row
+        for row in read_rows("quality")
+        if row["checkpoint"] in known and row["method"] == method
+    ]
+    if not rows:
+        raise model_folder.CheckpointError(
+            f"{checkpoint} was not scored: leave --card out first, which writes its rows."
+        )
+    rows.sort(key=lambda row: row["task"])
+    metrics = [metric for row in rows for metric in exact.from_json(row).metrics]
+    text = cards.card(source, checkpoint, scorers.table(metrics))
+    model_folder.copy_with_readme(source, folder, text)
 
 
 if __name__ == "__main__":

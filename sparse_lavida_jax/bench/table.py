@@ -20,6 +20,7 @@ from typing import Any
 
 from sparse_lavida_jax.bench.record import read_rows
 from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")
@@ -96,6 +97,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     # From quality: a row, or a task with a row of the sparse model and one of its dense twin.
     "interval": lambda row: wilson_interval(row["correct"], row["total"]),
     "bar": lambda row: bars()["quality"][row["task"]],
+    "chance": lambda row: CHANCE[row["task"]],
     "held": lambda row: _verdict(row["share"] >= row["bar"]),
     "sparse_held": lambda row: row["sparse"]["held"] if "sparse" in row else _verdict(False),
     "difference": lambda row: row["sparse"]["share"] - row["dense"]["share"],

@@ -6,8 +6,14 @@ import re
 import tempfile
 
 from sparse_lavida_jax.checkpoints import hub, model_folder
+from sparse_lavida_jax.data.tokenizer import WORDS
 
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
+_CONVERTED = re.compile(r"^# Converted from (\S+)$", re.MULTILINE)  # as `convert` writes it
+SCORES, USE = "\n## Scores\n", "\n## Use\n"
+# What to draw, by `config.Config.prompts`; a model trained from scratch knows only its own words.
+PROMPTS = {"scenes": "a red circle above a blue square", "chat": "a cat on a red sofa"}
+OWN_PROMPT = "what to draw"
 
 
 def push(folder: pathlib.Path | str, name: str, *, private: bool = False) -> str:
@@ -23,37 +29,50 @@ def push(folder: pathlib.Path | str, name: str, *, private: bool = False) -> str
         return hub.push(new, name, private=private)
 
 
-def card(folder: pathlib.Path, name: str) -> str:
-    """Returns the README of a model folder with metadata for the hub and a section on its use."""
-    path, base = folder / "README.md", model_folder.read_config(folder).train.init_from
+def card(folder: pathlib.Path, name: str, scores: str = "") -> str:
+    """Returns the README of a model folder with metadata for the hub and a section on its use.
+
+    Args:
+        scores: a Markdown table; by default the scores in the README, if it has any.
+    """
+    path, settings = folder / "README.md", model_folder.read_config(folder)
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    said = _FRONT_MATTER.sub("", text).partition("\n## Use\n")[0]  # without an older card
-    is_free = "non-commercial" not in said and not (folder / "official").is_dir()
+    said = _FRONT_MATTER.sub("", text).partition(USE)[0].strip() or f"# {name}"  # no older card
+    converted = _CONVERTED.search(said)
+    base = settings.train.init_from or (converted[1] if converted else "")
+    is_free = "Apache-2.0" in said and "non-commercial" not in said
     lines = [
         "library_name: sparse-lavida-jax",
         "pipeline_tag: any-to-any",
-        f"license: {'apache-2.0' if is_free else 'other'}",
+        f"license: {'apache-2.0' if is_free and not (folder / 'official').is_dir() else 'other'}",
         *([f"base_model: {base.partition('@')[0]}"] if hub.is_id(base) else []),
         "tags: [jax, masked-diffusion, sparse-lavida, text-to-image, image-editing]",
     ]
     front = "\n".join(lines)
+    prompt = OWN_PROMPT if (folder / WORDS).is_file() else PROMPTS[settings.prompts]
+    is_judged = settings.data.source == "scenes"  # by programs of this package, without any files
+    evaluate = f"$ sparse-lavida evaluate {name}\n" if is_judged else ""
     return f"""---
 {front}
 ---
 
-{said.strip() or f"# {name}"}
-
-## Use
-
+{with_scores(said, scores) if scores else said}
+{USE}
 ```python
 from sparse_lavida_jax import SparseLaViDa
 
 pipe = SparseLaViDa.from_pretrained("{name}")
-pipe.generate("a red circle above a blue square", seed=0).image.save("image.png")
+pipe.generate("{prompt}", seed=0).image.save("image.png")
 ```
 
 ```console
-$ sparse-lavida generate "a red circle above a blue square" --checkpoint={name}
-$ sparse-lavida evaluate {name}
-```
+$ sparse-lavida generate "{prompt}" --checkpoint={name}
+{evaluate}```
 """
+
+
+def with_scores(readme: str, table: str) -> str:
+    """Returns a README that ends in a table of scores, which replaces an older one."""
+    said = readme.partition(SCORES)[0].strip()
+    about = "The column `chance` is the share that is right without looking at the image."
+    return f"{said}\n{SCORES}\n{table}\n\n{about}"

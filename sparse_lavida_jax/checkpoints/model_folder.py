@@ -336,6 +336,22 @@ def copy(
     return len(wanted)
 
 
+def copy_with_readme(source: pathlib.Path | str, folder: pathlib.Path | str, readme: str) -> None:
+    """Copies a model folder file by file, with another README. `folder` may be `source` itself.
+
+    Raises:
+        CheckpointError: as `copy`.
+    """
+    source = find_model(source)
+    manifest.verify(source)
+    size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+    with new_model_folder(folder, read_config(source), size) as new:
+        ignored = shutil.ignore_patterns(manifest.MANIFEST, ".*")
+        shutil.copytree(source, new, ignore=ignored, dirs_exist_ok=True)
+        files.write_json(new / MADE_OF, lineage(source), indent=2)
+        (new / "README.md").write_text(readme, encoding="utf-8")
+
+
 def _as_dtype(name: str, leaf: Any, dtype: str, read: Callable[[], np.ndarray]) -> list[Tensor]:
     """Returns a parameter in another dtype: in 8 bits, a matrix and its scales.
 

@@ -6,12 +6,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import tasks, world
 
@@ -46,7 +47,8 @@ class TaskResult:
     @property
     def metrics(self) -> list[Metric]:
         """The lines of a table: the whole, each column, the precision of the drawings."""
-        found = [Metric(self.task, self.share, self.total, self.correct)]
+        chance = CHANCE.get(self.task)
+        found = [Metric(self.task, self.share, self.total, self.correct, chance)]
         for column, (hits, total) in sorted(self.columns.items()):
             found.append(Metric(f"- {column}", hits / total, total, hits))
         if self.attribute_precision is not None and self.columns:
@@ -138,3 +140,8 @@ def as_json(result: TaskResult) -> dict[str, Any]:
     """Returns the values for rows of `bench/quality.py`."""
     low, high = wilson_interval(result.correct, result.total)
     return dataclasses.asdict(result) | {"share": result.share, "interval_95": [low, high]}
+
+
+def from_json(row: Mapping[str, Any]) -> TaskResult:
+    """Returns the scores in a row of `bench/quality.py`."""
+    return TaskResult(**{field.name: row[field.name] for field in dataclasses.fields(TaskResult)})

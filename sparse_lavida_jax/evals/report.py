@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.data import image_files, markdown
 from sparse_lavida_jax.evals import exact, held_out, nearest, scorers
 from sparse_lavida_jax.inference.engine import tokens_passed
@@ -163,7 +164,9 @@ def write(
             judged = f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right."
             parts += ["## Drawn", "![drawn](images/drawn.png)", judged]
         else:
-            parts += _scene_sections(pipe, folder)
+            table, *shown = _scene_sections(pipe, folder)
+            parts += ["## Exact scores", table, *shown]
+            _show_scores(folder / "model", table)
         parts += ["## Speed", _speed(pipe)]
     path = folder / "report.md"
     path.write_text("\n\n".join(parts) + "\n")
@@ -195,7 +198,7 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
-    """Returns exact scores for every trained task, and examples for some."""
+    """Returns a table of exact scores for every trained task, and sections with examples."""
     found, parts = [], []
     prompts = pipe.settings.train.eval_prompts
     for task in [task for task in pipe.settings.data.tasks if task in tasks.TASKS]:
@@ -211,7 +214,15 @@ def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
             name = title.lower()
             _save(sheet(tiles), folder / f"images/{name}.png")
             parts.append(f"## {title}\n\n![{name}](images/{name}.png)")
-    return ["## Exact scores", scorers.table(found), *parts]
+    return [scorers.table(found), *parts]
+
+
+def _show_scores(folder: pathlib.Path, table: str) -> None:
+    """Adds scores to the README of a model folder, if there is one."""
+    readme = folder / "README.md"
+    if readme.is_file():
+        said = cards.with_scores(readme.read_text(encoding="utf-8"), table)
+        model_folder.copy_with_readme(folder, folder, said)
 
 
 def _tiles(sample: tasks.Sample, output: exact.Output) -> list[Tile]:

@@ -28,12 +28,14 @@ class Metric:
         value: in the unit of the benchmark: a share, points, a distance.
         count: the number of items.
         correct: how many of them are correct; None if the value is not a share of correct items.
+        chance: the value without looking at the image (`evals/chance.py`); None: not known.
     """
 
     name: str
     value: float
     count: int
     correct: int | None = None
+    chance: float | None = None
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -46,12 +48,17 @@ class Metric:
 
 
 def table(metrics: Iterable[Metric]) -> str:
-    """Returns a Markdown table of values with their 95 % intervals."""
-    rows = []
+    """Returns a Markdown table of values with their 95 % intervals, and with chance if known."""
+    metrics, rows = [*metrics], []
+    columns = ["score", "value", "right", "of", "95 % interval"]
+    if has_chance := any(one.chance is not None for one in metrics):
+        columns.append("chance")
     for one in metrics:
         interval = one.interval and "{:.3f} to {:.3f}".format(*one.interval)
-        rows.append((one.name, f"{one.value:.5g}", one.correct, one.count, interval))
-    return markdown.table(("score", "value", "right", "of", "95 % interval"), rows)
+        row = [one.name, f"{one.value:.5g}", one.correct, one.count, interval]
+        chance = None if one.chance is None else f"{one.chance:.2f}"
+        rows.append([*row, chance] if has_chance else row)
+    return markdown.table(columns, rows)
 
 
 def mean(name: str, values: Sequence[float | bool]) -> Metric:

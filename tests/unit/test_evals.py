@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correct responses score 1, empty ones 0, and intervals are Wilson's."""
 
+import collections
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import stand_ins
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import grey
-from sparse_lavida_jax.evals import benchmark, exact, scenes, scorers
+from sparse_lavida_jax.evals import benchmark, chance, exact, scenes, scorers
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 
@@ -181,11 +183,32 @@ def test_the_table_has_a_line_for_each_task_and_column():
     result = exact.tally("draw", samples, [world.render(s.target) for s in samples])
     lines = scorers.table(result.metrics).splitlines()
     low, high = scorers.wilson_interval(40, 40)
-    assert lines[2] == f"| draw | 1 | 40 | 40 | {low:.3f} to {high:.3f} |"
+    assert lines[2] == f"| draw | 1 | 40 | 40 | {low:.3f} to {high:.3f} | 0.01 |"
     assert [line.split("|")[1].strip() for line in lines[3:]] == [
         *(f"- {column}" for column in sorted(result.columns)), "- attribute precision",
     ]  # fmt: skip
     assert exact.as_json(result)["interval_95"] == [low, high]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["answer", "answer/held_out", "arithmetic", "reflect", "point", "caption", "detect", "edit",
+     "inpaint", "outpaint"],
+)  # fmt: skip
+def test_chance_is_what_a_reply_gets_that_does_not_look(name):
+    """For text the most frequent right answer to prompts of the same kind, else the image shown."""
+    task, _, split = name.partition("/")
+    samples = [tasks.sample(task, 1, i, split or "test") for i in range(1500)]
+    if tasks.TABLE[task].is_image:
+        replies = [world.render(sample.image) for sample in samples[:200]]
+        share = exact.tally(name, samples[:200], replies).share
+    else:
+        kinds = collections.defaultdict(collections.Counter)
+        for sample in samples:
+            kind = re.findall(r"plus|minus|^\w+ \w+", sample.prompt)
+            kinds[tuple(kind)][sample.answer] += 1
+        share = sum(max(answers.values()) for answers in kinds.values()) / len(samples)
+    assert share == pytest.approx(chance.CHANCE[name], abs=0.03)
 
 
 def test_a_digit_is_judged_by_its_nearest_neighbour():

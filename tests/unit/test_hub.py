@@ -160,6 +160,7 @@ def test_a_released_model_is_converted_once_and_then_found_by_its_id(
     place = model_folder.find_model("them/LaViDa-O")
     assert place == tmp_path / f"cache/sparse-lavida-jax-models/them--LaViDa-O-{COMMIT[:12]}"
     assert "# Converted from them/LaViDa-O\n" in (place / "README.md").read_text()
+    assert "\nbase_model: them/LaViDa-O\n" in cards.card(place, "me/mine")
     (tmp_path / "released" / "model-00000.safetensors").unlink()
     from_torch.convert_from_hub("them/LaViDa-O")  # nothing is left to do
     assert main.main(["main", "--mode=verify", "--src=them/LaViDa-O"]) == 0
@@ -199,6 +200,19 @@ def test_a_path_of_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
     assert hub.is_id("me/model@v1.0")
 
 
+def test_a_card_calls_free_only_what_says_so(folder, tmp_path):
+    copied = tmp_path / "own"
+    said = "# own\n\nWhat may be done with it is for those to say whom they belong to."
+    model_folder.copy("scenes", copied, readme=said)
+    (copied / "words.txt").write_text("dragon\n")
+    card = cards.card(copied, "me/own")
+    assert "\nlicense: other\n" in card
+    assert 'generate "what to draw"' in card
+    assert "base_model" not in card
+    scored = cards.card(copied, "me/own", "| table |")
+    assert "\n## Scores\n\n| table |\n" in scored
+
+
 def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkeypatch):
     pipe, pushed = SparseLaViDa.from_pretrained(folder), {}
     pipe.save_pretrained(tmp_path / "saved")
@@ -223,7 +237,8 @@ def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkey
     assert card.startswith("---\nlibrary_name: sparse-lavida-jax\npipeline_tag: any-to-any\n")
     assert "license: other\n" in card
     assert 'from_pretrained("me/mine")' in card
-    assert "$ sparse-lavida evaluate me/mine\n" in card
+    assert "$ sparse-lavida evaluate" not in card  # its benchmarks need files
+    assert '"a cat on a red sofa" --checkpoint=me/mine\n' in card
     assert cards.card(tmp_path / "pushed", "me/mine") == card
     pipe.source = Origin()
     with pytest.raises(model_folder.CheckpointError, match="no folder of this very model"):

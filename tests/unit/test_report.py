@@ -10,7 +10,9 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import grey
+from sparse_lavida_jax.bench import quality
+from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.data import files, grey
 from sparse_lavida_jax.evals import exact, report
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.scenes import digits, tasks, world
@@ -119,6 +121,7 @@ def test_the_report_has_the_curve_of_the_run(written):
 def test_the_report_has_a_score_for_every_task(written):
     for task in ("draw", "edit", "answer", "point", "infill"):
         assert f"| {task} | 1 | 14 | 14 | 0.785 to 1.000 |" in written[0]
+    assert "| answer | 1 | 14 | 14 | 0.785 to 1.000 | 0.35 |" in written[0]
 
 
 def test_the_images_of_the_report_are_there(written):
@@ -204,6 +207,35 @@ def test_passed_tokens_of_a_text_are_counted_as_by_hand(counted, preset, passed)
     asked = counted.encoder.text_example("a red circle", length=2 * block)
     sampling = dataclasses.replace(counted.settings.sampling, text_preset=preset, text_steps=3)
     assert passed_by(counted, sampling, asked) == passed(1 + 3 + 2, block)
+
+
+def test_the_scores_go_into_the_readme_of_the_model(tmp_path):
+    model_folder.copy("scenes", tmp_path / "model")
+    digest = manifest.digest(tmp_path / "model")
+    for table in ("| first |", "| second |"):
+        report._show_scores(tmp_path / "model", table)
+    readme = (tmp_path / "model" / "README.md").read_text()
+    assert "\n## Scores\n\n| second |\n" in readme
+    assert "first" not in readme
+    assert digest in model_folder.lineage(tmp_path / "model")
+    manifest.verify(tmp_path / "model")
+    report._show_scores(tmp_path / "none", "| third |")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_card_of_the_bundled_model_is_made_of_its_rows(tmp_path):
+    quality.write_card("scenes", str(tmp_path / "scenes"))
+    readme = (tmp_path / "scenes" / "README.md").read_text()
+    assert readme == (model_folder.BUNDLED / "scenes" / "README.md").read_text()
+    assert readme.startswith("---\nlibrary_name: sparse-lavida-jax\n")
+    assert "\nlicense: apache-2.0\n" in readme
+    assert "| point | 0.4235 | 847 | 2000 | 0.402 to 0.445 | 0.02 |" in readme
+    assert "$ sparse-lavida evaluate scenes\n" in readme
+    model_folder.copy("scenes", tmp_path / "unknown", dtype="bfloat16")
+    files.write_json(tmp_path / "unknown" / "made_of.json", [])
+    manifest.write(tmp_path / "unknown")
+    with pytest.raises(model_folder.CheckpointError, match="was not scored: leave --card out"):
+        quality.write_card(str(tmp_path / "unknown"), str(tmp_path / "no"))
 
 
 def test_the_model_card_says_how_it_was_made():

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chance levels of the scenes: the share that is right without looking at the image.
+
+Such a reply is, for text, the right answer that is most frequent among prompts of the same kind;
+for an image, the one that was shown, unchanged. A score near this level means that a model learned
+to write the form of an answer and nothing more. `tests/unit/test_evals.py` counts the levels of
+texts and images again. Tasks that are missing here have no such level: what is left out of a
+sentence (`infill`) can be guessed from the words around it.
+"""
+
+# By task, and by task/held_out; with where the number comes from.
+CHANCE = {
+    # A quarter each: five numbers, colours (blue: a fifth), and twice yes or no.
+    "answer": 0.35,
+    "answer/held_out": 0.38,
+    # The most frequent sum for the given signs, such as 1 minus 1 is 0.
+    "arithmetic": 0.50,
+    # "is correct": half of the images, and those that a change did not spoil.
+    "reflect": 0.59,
+    # One box: 36 cells; small boxes do not overlap large objects enough.
+    "point": 0.02,
+    "point/held_out": 0.02,
+    # A sixth of the scenes holds one object, of 48 kinds.
+    "caption": 0.01,
+    # Two or more objects, of each of which two in three of size, shape and colour are missing.
+    "constrained_caption": 0.0,
+    # A quarter of the scenes holds one object, of 48 kinds in 36 cells; one of both is given.
+    "detect": 0.0,
+    "locate": 0.01,
+    "name": 0.01,
+    # A sixth of the requests names one object of 24 kinds, another sixth its size too.
+    "draw": 0.01,
+    "plan": 0.01,
+    "draw/held_out": 0.0,
+    # One change of one cell.
+    "edit_plan": 0.01,
+    # The image as it is: every instruction changes it, every hole hides an object.
+    "edit": 0.0,
+    "edit/held_out": 0.0,
+    "inpaint": 0.0,
+    "outpaint": 0.0,
+}
