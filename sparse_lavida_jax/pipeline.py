@@ -121,7 +121,7 @@ class SparseLaViDa:
         Args:
             mesh: splits the parameters over several devices (`sharding.RULES`), each of which
                 reads only its own part; results are the same as on one device.
-            dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
+            dtype: of the parameters in memory, "float32" (the default) or "bfloat16".
             task: "image" for images without a layout in text, "text" for text: parameters that
                 only the other task reads are dropped, and requests that need them are refused.
             revision, local_files_only: for a model `org/name` on the hub: see `hub.fetch`.

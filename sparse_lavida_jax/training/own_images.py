@@ -141,7 +141,9 @@ def place_image_tokenizer(
         say(f"{place}: the image tokenizer that is there is kept; delete it to train another")
         return
     sized = vq.read_settings(place) if named else settings.vq
-    pixels = _squares(mixture, ingest.Settings(sized.image_size, sized.factor, 1, settings.seed))
+    most = SHOWN if named else MOST_BYTES // (3 * sized.image_size**2)
+    to = ingest.Settings(sized.image_size, sized.factor, 1, settings.seed)
+    pixels = _squares(mixture, to, most)
     if not named:
         say(
             f"an image tokenizer of {sized.image_size}x{sized.image_size} pixels,"
@@ -200,13 +202,14 @@ def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
         say(f"{place}: {ChatTokenizer(place).vocab_size} tokens, trained on the texts")
 
 
-def _squares(mixture: Recipe, to: ingest.Settings) -> UInt8[np.ndarray, "n side side 3"]:
-    """Returns the first images of a mixture, as many as are used to train an image tokenizer.
+def _squares(
+    mixture: Recipe, to: ingest.Settings, most: int
+) -> UInt8[np.ndarray, "n side side 3"]:
+    """Returns the first images of a mixture, `most` at most.
 
     Raises:
         PrepareError: there is none.
     """
-    most = MOST_BYTES // (3 * to.side**2)
     drawn = (
         square for one in prepare.drafts(mixture, to) for square in (*one.targets, *one.sources)
     )

@@ -23,7 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 from PIL import Image
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import world
 from sparse_lavida_jax.training import metrics, muon
@@ -72,6 +72,7 @@ def train(
     _report(model, seed, workdir, console)
 
 
+@runtime.interrupts_held()
 def fit(
     settings: config.Config,
     survey: UInt8[np.ndarray, "n h w 3"],
@@ -89,7 +90,7 @@ def fit(
 
     Raises:
         ConfigError: a length in seconds, or nothing but warm-up.
-        KeyboardInterrupt: it was asked to stop.
+        KeyboardInterrupt: it was asked to stop, or Ctrl-C was pressed.
     """
     _check(settings)
     seed, steps = settings.seed, settings.train.train_steps
@@ -118,6 +119,7 @@ def fit(
             if is_asked_to_stop(step):
                 jax.block_until_ready(model)
                 raise KeyboardInterrupt
+            runtime.check_interrupt()
             if step % settings.train.log_every == 0 or step == steps - 1:
                 bar.reach(step + 1, (step + 1) / steps, pixel_error=float(terms["pixels"]))
     return model

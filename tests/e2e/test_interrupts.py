@@ -13,14 +13,17 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
+from sparse_lavida_jax import cli
 from sparse_lavida_jax.convert import stand_in
 from sparse_lavida_jax.data import image_files
 
 KILLS = int(os.environ.get("KILLS", "3"))
 CHECKOUT = pathlib.Path(__file__).parents[2]
 SECONDS = 20  # until the interrupt at most, and again until the command has ended
+SAVED = "everything is saved: the same command goes on from there."
 PROGRAM = (
     "import signal, sys\n"
     "from sparse_lavida_jax import cli\n"
@@ -53,9 +56,9 @@ def check(words, rng, folder):
     code, said = interrupted(words, rng.uniform(0, SECONDS))
     assert code in (0, 130), said
     if code:
-        assert said.splitlines()[-1] == "sparse_lavida_jax: stopped."
+        assert said.splitlines()[-1].endswith(("sparse_lavida_jax: stopped.", SAVED)), said
         assert "Traceback" not in said
-    assert not [*folder.rglob(".*.tmp")]
+    assert not [*folder.rglob(".*.tmp"), *folder.rglob("state/*tmp*")]
 
 
 @pytest.mark.slow
@@ -84,3 +87,25 @@ def test_conversion_verification_and_export(tmp_path):
         if model.is_dir():
             check(["verify", model], rng, tmp_path)
             check(["export", model, tmp_path / f"back{attempt}"], rng, tmp_path)
+
+
+@pytest.mark.slow
+def test_preparing_and_training(tmp_path):
+    images, prepared, run = (tmp_path / name for name in ("images", "prepared", "run"))
+    images.mkdir()
+    for number in range(12):
+        pixels = np.full((32, 32, 3), 20 * number, np.uint8)
+        image_files.write(images / f"{number}.png", pixels)
+        (images / f"{number}.txt").write_text(f"number {number}")
+    words = ["prepare", images, prepared, "--config.vq.channels=(8,8,8)",
+             "--config.vq.codebook_size=16", "--config.optimizer.warmup_steps=1"]  # fmt: skip
+    for attempt in range(KILLS):
+        check([*words, "--config.train.train_steps=3000"], random.Random(attempt), tmp_path)
+    few = "--config.train.train_steps=6"
+    assert cli.main(["sparse-lavida", *map(str, words), few]) == 0
+    words = ["train", f"--data={prepared}", f"--workdir={run}", "--config.model.width=32",
+             "--config.model.num_heads=2", "--config.model.num_layers=2",
+             "--config.model.dual_tower_layers=0", "--config.model.generation_width=16",
+             "--config.train.batch_size=2", "--config.train.checkpoint_seconds=1"]  # fmt: skip
+    for attempt in range(KILLS):
+        check(words, random.Random(attempt), tmp_path)
