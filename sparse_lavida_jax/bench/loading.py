@@ -51,8 +51,8 @@ class Loaded:
     """
 
     seconds: float
-    disk_bytes: float
-    device_bytes: float
+    disk_bytes: int
+    device_bytes: int
 
 
 def main(argv: list[str]) -> None:
@@ -107,7 +107,7 @@ def load(folder: pathlib.Path, task: fuse.Task) -> Loaded:
 def scaled(measured: list[Loaded]) -> Loaded:
     """Returns what all layers take, from the two numbers of layers that were measured."""
     few, more = map(dataclasses.asdict, measured)
-    steps = (ALL_LAYERS - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+    steps = (ALL_LAYERS - LAYERS[0]) // (LAYERS[1] - LAYERS[0])
     return Loaded(**{name: few[name] + steps * (more[name] - few[name]) for name in few})
 
 
