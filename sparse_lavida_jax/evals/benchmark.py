@@ -24,7 +24,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import changed
 
 MACHINERY = (
-    "benchmark", "circumstances", "exact", "files", "held_out", "lmms", "nearest", "report", "run",
+    "benchmark", "chance", "circumstances", "exact", "files", "held_out", "lmms", "nearest", "report", "run",
     "scorers",
 )  # fmt: skip
 EXPORT, JUDGED = "export", "judged"  # folders: the input of scorers, and their output
