@@ -24,8 +24,8 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import changed
 
 MACHINERY = (
-    "benchmark", "chance", "circumstances", "exact", "files", "held_out", "lmms", "nearest", "report", "run",
-    "scorers",
+    "benchmark", "chance", "circumstances", "exact", "files", "held_out", "lmms", "nearest",
+    "report", "run", "scorers",
 )  # fmt: skip
 EXPORT, JUDGED = "export", "judged"  # folders: the input of scorers, and their output
 # One token per step at temperature 0, as in the evaluation of the base model (spec Sec. 6).

@@ -202,9 +202,7 @@ def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
         say(f"{place}: {ChatTokenizer(place).vocab_size} tokens, trained on the texts")
 
 
-def _squares(
-    mixture: Recipe, to: ingest.Settings, most: int
-) -> UInt8[np.ndarray, "n side side 3"]:
+def _squares(mixture: Recipe, to: ingest.Settings, most: int) -> UInt8[np.ndarray, "n side side 3"]:
     """Returns the first images of a mixture, `most` at most.
 
     Raises:

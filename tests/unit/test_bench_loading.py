@@ -29,5 +29,5 @@ def test_all_layers_follow_from_two_numbers_of_layers(tmp_path):
 
 
 def test_the_release_has_its_widths():
-    given = loading.settings(4, tiny=False)
-    assert (given.model.width, given.model.num_layers, given.model.dual_tower_layers) == (4096, 4, 2)
+    model = loading.settings(4, tiny=False).model
+    assert (model.width, model.num_layers, model.dual_tower_layers) == (4096, 4, 2)
