@@ -55,6 +55,12 @@ def test_links_lead_somewhere(page):
         assert "://" in target or (CHECKOUT / "docs" / target).resolve().exists(), target
 
 
+def test_every_page_is_on_the_site():
+    listed = set(re.findall(r": (\S+\.md)$", (CHECKOUT / "mkdocs.yml").read_text(), re.MULTILINE))
+    docs = CHECKOUT / "docs"
+    assert {str(path.relative_to(docs)) for path in docs.rglob("*.md")} <= listed
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page):
     text = re.sub(r"there is no config file \S+", "", text_of(page))  # a quoted error
