@@ -9,6 +9,7 @@ import shlex
 import pytest
 
 from sparse_lavida_jax import cli, config, main
+from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.training import own_images
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -99,9 +100,10 @@ def commands():
 @pytest.mark.parametrize("words", list(commands()))
 def test_a_command_of_the_documents_is_understood(words, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
-    # Settings for a folder that a reader would have prepared.
+    # Settings for folders that a reader would have made.
     monkeypatch.setattr(own_images, "from_scratch", lambda _: config.Config())
     monkeypatch.setattr(own_images, "continued", lambda *_: config.Config())
+    monkeypatch.setattr(adapters, "settings_with", lambda settings, _: settings)
     if words[0] == "python":
         assert main.parse(words[2:]) is not None
         return
