@@ -16,8 +16,9 @@ import sys
 from absl import app, flags, logging
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench.record import Bench, read_rows
-from sparse_lavida_jax.checkpoints import cards, model_folder
+from sparse_lavida_jax.bench import card
+from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # messages of the array store
     try:
         if CARD.value:
-            write_card(CHECKPOINT.value, CARD.value, METHOD.value)
+            card.write(CHECKPOINT.value, CARD.value, METHOD.value)
         else:
             _score()
     except (config.ConfigError, model_folder.CheckpointError) as error:
@@ -78,33 +79,6 @@ def _score() -> None:
             bench.write(f"{settings.name}/{method}/{result.task}", row)
             print(scorers.table(result.metrics).splitlines()[2], flush=True)
     print(scorers.table(metrics))
-
-
-def write_card(checkpoint: str, folder: str, method: str = "") -> None:
-    """Copies a model folder; the README of the copy is a model card with the rows of the model.
-
-    Args:
-        method: see `METHOD`.
-
-    Raises:
-        CheckpointError: there is no such model, or it has no rows, or the copy cannot be written.
-    """
-    source = model_folder.find_model(checkpoint)
-    known = model_folder.lineage(source)
-    method = method or presets.default_preset(model_folder.read_config(source).model)
-    rows = [
-        row
-        for row in read_rows("quality")
-        if row["checkpoint"] in known and row["method"] == method
-    ]
-    if not rows:
-        raise model_folder.CheckpointError(
-            f"{checkpoint} was not scored: leave --card out first, which writes its rows."
-        )
-    rows.sort(key=lambda row: row["task"])
-    metrics = [metric for row in rows for metric in exact.from_json(row).metrics]
-    text = cards.card(source, checkpoint, scorers.table(metrics))
-    model_folder.copy_with_readme(source, folder, text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import quality
+from sparse_lavida_jax.bench import card as bench_card
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import files, grey
 from sparse_lavida_jax.evals import exact, report
@@ -224,7 +224,7 @@ def test_the_scores_go_into_the_readme_of_the_model(tmp_path):
 
 
 def test_the_card_of_the_bundled_model_is_made_of_its_rows(tmp_path):
-    quality.write_card("scenes", str(tmp_path / "scenes"))
+    bench_card.write("scenes", str(tmp_path / "scenes"))
     readme = (tmp_path / "scenes" / "README.md").read_text()
     assert readme == (model_folder.BUNDLED / "scenes" / "README.md").read_text()
     assert readme.startswith("---\nlibrary_name: sparse-lavida-jax\n")
@@ -235,7 +235,7 @@ def test_the_card_of_the_bundled_model_is_made_of_its_rows(tmp_path):
     files.write_json(tmp_path / "unknown" / "made_of.json", [])
     manifest.write(tmp_path / "unknown")
     with pytest.raises(model_folder.CheckpointError, match="was not scored: leave --card out"):
-        quality.write_card(str(tmp_path / "unknown"), str(tmp_path / "no"))
+        bench_card.write(str(tmp_path / "unknown"), str(tmp_path / "no"))
 
 
 def test_the_model_card_says_how_it_was_made():
