@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page offers to click: prompts that the bundled model does right with its own settings.
+
+Only models of the small world have these examples; `tests/e2e/test_demo.py` draws the images.
+"""
+
+from sparse_lavida_jax.data.templates import Pixels
+from sparse_lavida_jax.scenes import world
+
+# By task; tasks that are not named have none.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "generate": (
+        "a red circle above a blue square",
+        "three green triangles",
+        "four cyan crosses",
+        "a purple cross below a cyan triangle",
+        "a small yellow square",
+    ),
+    "edit": ("make the red circle green", "replace the red circle with a yellow cross"),
+    "ask": ("is there a red circle?", "how many squares are there?"),
+}
+
+# What tasks about an image start from, until an image is drawn: a cell and what it contains.
+SCENE = {
+    8: world.Object("circle", "red", "large"),
+    20: world.Object("square", "blue", "large"),
+}
+
+
+def start() -> Pixels:
+    """Returns the image that the examples are about."""
+    return world.render(world.Scene.of(SCENE))
