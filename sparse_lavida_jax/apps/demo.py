@@ -174,6 +174,7 @@ def _gallery(tabs: Sequence[_Tab]) -> None:
     kept = gr.Gallery(
         label="Images of this session: click one to take it to every tab",
         columns=8,
+        fit_columns=False,
         height=160,
         object_fit="contain",
         format="png",
@@ -357,9 +358,8 @@ def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[A
     if makes != "image":
         return "" if makes == "text" else gr.skip(), note
     preview = ticket.previews[-1] if ticket.previews else None
-    if preview is None:
-        return gr.skip(), note, gr.skip()
-    return preview, note, passes.drawn(ticket, preview, _layout(service, ticket))
+    seen = passes.drawn(ticket, preview, _layout(service, ticket))
+    return gr.skip() if preview is None else preview, note, seen
 
 
 def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:

@@ -16,8 +16,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "a purple cross below a cyan triangle",
         "a small yellow square",
     ),
-    "edit": ("make the red circle green", "replace the red circle with a yellow cross"),
-    "ask": ("is there a red circle?", "how many squares are there?"),
+    "ask": ("how many squares are there?", "how many circles are there?"),
+    "caption": ("a ___ red circle and a ___ blue square",),
+    "infill": ("a ___ circle is above a blue square",),
+    "ground": ("red circle\nblue square",),
 }
 
 # What tasks about an image start from, until an image is drawn: a cell and what it contains.

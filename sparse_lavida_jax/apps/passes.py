@@ -79,7 +79,7 @@ def counters(ticket: Ticket) -> str:
         rows.append(("a dense model", dense, figures.PARTS["rest"][0]))
     most = max(sparse, dense)
     bars = "".join(
-        f"<span>{name}: <b>{tokens:,}</b></span>"
+        f"<span>{name}: <b>{tokens:,}</b> tokens</span>"
         f'<div style="width: {100 * tokens / most:.1f}%; background: {colour(rgb)}"></div>'
         for name, tokens, rgb in rows
     )
@@ -132,13 +132,15 @@ def legend(settings: presets.StepSettings | None = None) -> str:
     )
 
 
-def drawn(ticket: Ticket, pixels: image_files.Pixels, layout: Sequence[tuple[str, Box]]) -> str:
+def drawn(
+    ticket: Ticket, pixels: image_files.Pixels | None, layout: Sequence[tuple[str, Box]]
+) -> str:
     """Returns the steps of the image drawn last: its layout, then a frame for each step so far.
 
     At most `MOST_FRAMES` steps are shown, evenly chosen. Without an image yet, only the legend.
 
     Args:
-        pixels: the image, final or not.
+        pixels: the image, final or not; None: not decoded yet.
         layout: the boxes that it was drawn from (`layout_boxes`).
     """
     state = next((one for one in ticket.stages[::-1] if one.making == "image"), None)
@@ -148,12 +150,13 @@ def drawn(ticket: Ticket, pixels: image_files.Pixels, layout: Sequence[tuple[str
     rows = cell_rows(state.decoded_at.shape[1], ticket.requests[0].size)
     costs = _costs(state, row)
     cut = len(costs) - done
-    before = f"prompt: {costs[0].total} tokens, once" if cut else "before the first step"
+    before = f"prompt, once<br>{costs[0].total} tokens" if cut else "before step 1"
     shown = [_figure(_boxes(layout), before)]
+    pixels = np.full((1, 1, 3), 255, np.uint8) if pixels is None else pixels
     for step in np.linspace(0, done - 1, min(done, MOST_FRAMES)).round().astype(int):
         png = image_files.encoded(frame(state, row, step, rows, pixels))
         image = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="">'
-        shown.append(_figure(image, f"step {step + 1}: {costs[cut + step].total} tokens"))
+        shown.append(_figure(image, f"step {step + 1}<br>{costs[cut + step].total} tokens"))
     names = ", ".join(f"{i} {html.escape(name)}" for i, (name, _) in enumerate(layout, 1))
     laid_out = f'<div class="legend"><b>Layout:</b> {names}</div>' if layout else ""
     return f'{legend(state.settings)}<div class="passes">{"".join(shown)}</div>{laid_out}'

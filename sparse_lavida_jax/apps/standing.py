@@ -10,7 +10,10 @@ from sparse_lavida_jax.inference.results import Result
 
 MAKING = {"layout": "Laying out", "image": "Drawing", "text": "Writing"}
 MOST_SHARE = 0.97  # of the bar, before it is done
-STYLE = ".standing progress {width: 100%; height: 8px; display: block; margin-top: 4px}"
+STYLE = """
+.standing progress {width: 100%; height: 10px; display: block; margin-top: 4px;
+  accent-color: var(--primary-600)}
+"""
 
 
 class Pace:
@@ -69,15 +72,10 @@ def bar(text: str, share: float | None = None) -> str:
 
 def done(ticket: Ticket, result: Result) -> str:
     """Returns what a finished request took, in time and in tokens."""
-    said = [
-        f"{ticket.seconds:.2f} seconds",
-        f"{result.tokens_passed:,} tokens through the network",
-        f"seed {result.seeds[0]}",
-    ]
-    sparse, dense = passes.counted(ticket)
-    if dense > sparse:
-        said.insert(2, f"{dense / sparse:.1f} times fewer than a dense model")
-    return f'<div class="standing">{" · ".join(said)}</div>{passes.counters(ticket)}'
+    passed, dense = passes.counted(ticket)
+    fewer = f" ({dense / passed:.1f} times fewer than a dense model)" if dense > passed else ""
+    said = f"{passed:,} tokens through the network{fewer}, seed {result.seeds[0]}"
+    return note(f"{ticket.seconds:.2f} seconds, {said}") + passes.counters(ticket)
 
 
 def note(text: str) -> str:
