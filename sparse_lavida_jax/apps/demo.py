@@ -17,6 +17,7 @@ import fastapi
 import gradio as gr
 import gradio.themes
 import numpy as np
+from PIL import Image, ImageDraw
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import examples, passes, standing
@@ -40,6 +41,7 @@ STYLE = """
 .shown-image img, .gallery img {image-rendering: pixelated}
 .shown-image img {object-fit: contain; width: 100%; height: 100%}
 """
+QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 HOW_TO = "A masked diffusion model at work. Click an example or write your own, and watch."
 FONTS = ["system-ui", "sans-serif"]  # gradio's default fonts would be fetched from the internet
 BRUSH = "#ff40c0"
@@ -137,6 +139,8 @@ class _Tab:
                     inputs |= _settings(service, task)
             with gr.Column():
                 outputs = _outputs(task)
+        if spec.draws:
+            outputs.append(gr.HTML(passes.legend()))
         self.output, note = outputs[:2]
 
         async def run(*values: Any) -> AsyncIterator[tuple[Any, ...]]:
@@ -150,46 +154,48 @@ class _Tab:
         how: dict[str, Any] = {"api_name": task, "show_progress": "hidden"}
         starts = [go.click] if lines > 1 else [go.click, self.words.submit]
         self.drawing = gr.on(starts, run, [*inputs.values()], outputs, **how)
-        stop.click(
-            lambda: standing.note("Stopped."),
-            None,
-            note,
-            cancels=[self.drawing],
-            api_visibility="private",
-        )
+        stopped = standing.note("Stopped.")
+        stop.click(lambda: stopped, None, note, cancels=[self.drawing], **QUIET)
 
 
 def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
-    """Adds prompts to click; those about an image also bring the image they are about."""
+    """Adds prompts to click; those about an image also bring the image that they are about."""
     prompts = examples.EXAMPLES.get(task, ())
     if not prompts:
         return
-    image = [] if shown is None else [shown]
-    rows = [[examples.start(), prompt] if image else [prompt] for prompt in prompts]
-    gr.Examples(rows, [*image, words], label="Examples", api_visibility="private")
+    chips = gr.Dataset(
+        components=[words],
+        samples=[[prompt] for prompt in prompts],
+        label="Examples" if shown is None else "Examples, with their own image",
+    )
+    if shown is None:
+        chips.click(lambda sample: sample[0], chips, words, **QUIET)
+    else:
+        chips.click(lambda sample: (examples.start(), sample[0]), chips, [shown, words], **QUIET)
 
 
 def _gallery(tabs: Sequence[_Tab]) -> None:
     """Adds the images of the session; the last one, or one that is clicked, goes to every tab."""
-    kept = gr.Gallery(
-        label="Images of this session: click one to take it to every tab",
-        columns=8,
-        fit_columns=False,
-        height=160,
-        object_fit="contain",
-        format="png",
-        allow_preview=False,
-        interactive=False,
-        elem_classes="gallery",
-        visible=False,
-    )
+    with gr.Column(visible=False) as box:
+        gr.Markdown("**Images of this session.** Click one to take it to every tab.")
+        kept = gr.Gallery(
+            show_label=False,
+            columns=8,
+            fit_columns=False,
+            height=170,
+            object_fit="contain",
+            format="png",
+            allow_preview=False,
+            interactive=False,
+            elem_classes="gallery",
+        )
     takers = [tab.shown for tab in tabs if tab.shown is not None]
 
     def pick(images: list[tuple[str, str]], event: gr.SelectData) -> list[str]:
         return [images[event.index][0]] * len(takers)
 
     if takers:
-        kept.select(pick, kept, takers, api_visibility="private", show_progress="hidden")
+        kept.select(pick, kept, takers, **QUIET)
     for tab in tabs:
         if not TASKS[tab.task].draws:
             continue
@@ -197,15 +203,10 @@ def _gallery(tabs: Sequence[_Tab]) -> None:
 
         def keep(image: Any, words: str, images: Any, count: int = len(others)) -> list[Any]:
             images = [(image, words), *(images or [])][:MOST_KEPT]
-            return [gr.Gallery(images, visible=True), *[image] * count]
+            return [gr.Column(visible=True), images, *[image] * count]
 
-        tab.drawing.success(
-            keep,
-            [tab.output, tab.words, kept],
-            [kept, *others],
-            api_visibility="private",
-            show_progress="hidden",
-        )
+        taken = [tab.output, tab.words, kept]
+        tab.drawing.success(keep, taken, [box, kept, *others], **QUIET)
 
 
 def _settings(service: Service, task: str) -> dict[str, Any]:
@@ -232,12 +233,9 @@ def _outputs(task: str) -> list[Any]:
     makes, label = TASKS[task].makes, TABS[task].result
     if makes == "text":
         return [gr.Textbox(label=label, lines=3), gr.HTML()]
-    if makes == "boxes":
-        boxes = gr.AnnotatedImage(label=label, height=HEIGHT, elem_classes="shown-image")
-        return [boxes, gr.HTML()]
     looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}
     image = gr.Image(format="png", interactive=False, **looks)
-    return [image, gr.HTML(), gr.HTML(passes.legend())]
+    return [image, gr.HTML()]
 
 
 def _image(service: Service, first: image_files.Pixels | None, *, small: bool) -> gr.Image:
@@ -250,6 +248,7 @@ def _image(service: Service, first: image_files.Pixels | None, *, small: bool) -
     given = gr.Image(
         first,
         label="Image",
+        format="png",
         sources=["upload", "clipboard"],
         height=HEIGHT // 2 if small else HEIGHT,
         elem_classes="shown-image",
@@ -342,8 +341,10 @@ async def _run(
     if makes == "image":
         seen = passes.drawn(ticket, result.pixels[0], _layout(service, ticket))
         yield result.pixels[0], note, seen + passes.verdicts(result)
+    elif makes == "text":
+        yield result.text, note
     else:
-        yield (result.text if makes == "text" else _marked(image, result)), note
+        yield _marked(image, result), note + passes.found(result)
 
 
 def _retrieved(future: asyncio.Future[Result]) -> None:
@@ -388,12 +389,16 @@ def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndar
     return np.ascontiguousarray(background[..., :3]), mask
 
 
-def _marked(image: image_files.Pixels, result: Result) -> tuple[Any, list[Any]]:
-    """Returns an image with the boxes of phrases in whole pixels, for gradio.
+def _marked(image: image_files.Pixels, result: Result) -> image_files.Pixels:
+    """Returns an image with the boxes of phrases, each in its colour (`passes.BOXES`).
 
-    Small images are enlarged, so that the edges of boxes are thin lines.
+    Small images are enlarged, so that the lines are thin.
     """
     times = max(1, LEAST_MARKED // max(image.shape[:2]))
-    found = zip(result.prompts, result.boxes, strict=True)
-    boxes = [(tuple(round(x * times) for x in box), phrase) for phrase, box in found if box]
-    return image.repeat(times, axis=0).repeat(times, axis=1), boxes
+    drawn = Image.fromarray(image.repeat(times, axis=0).repeat(times, axis=1))
+    pen, width = ImageDraw.Draw(drawn), max(3, max(drawn.size) // 256)
+    for i, box in enumerate(result.boxes):
+        if box is not None:
+            colour = passes.BOXES[i % len(passes.BOXES)]
+            pen.rectangle([round(x * times) for x in box], outline=colour, width=width)
+    return np.array(drawn)

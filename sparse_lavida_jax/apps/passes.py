@@ -3,8 +3,9 @@
 
 import base64
 import html
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -22,6 +23,8 @@ SIDE = 144  # pixels of a frame, at least
 LEAST_CELL = 4  # pixels of a cell in a frame
 MOST_FRAMES = 12
 FAINT = (205, 205, 205)  # of masks
+# Of the boxes of things that were found, in Okabe and Ito's palette, as in `figures`.
+BOXES = ((213, 94, 0), (0, 114, 178), (0, 158, 115), (204, 121, 167), (230, 159, 0), (0, 0, 0))
 FADED = 0.6  # how far cached tiles are blended with white
 
 Box = tuple[float, float, float, float]  # x1, y1, x2, y2 as shares of width and height
@@ -120,15 +123,11 @@ def legend(settings: presets.StepSettings | None = None) -> str:
     }
     if settings is None or (settings.preset.truncate and settings.preset.cache_response):
         del keys[figures.PARTS["rest"][0]]
-    named = "".join(
-        f'<span><i style="border-color: {colour(rgb)}"></i>{meaning}</span>'
-        for rgb, meaning in keys.items()
-    )
     return (
         '<div class="legend"><b>What you are watching.</b> Every tile starts masked (grey). In each'
         " step, a dense model passes the prompt and all tiles through the network; a sparse one"
         f" passes only the outlined tiles and {count}registers, which stand in for all other"
-        f" masks. The prompt passes once.<br>{named}</div>"
+        f" masks. The prompt passes once.</div>{_keys(keys.items())}"
     )
 
 
@@ -216,12 +215,31 @@ def _at(segments: Sequence[plans.Segment], step: int) -> tuple[plans.Segment, in
     raise IndexError(step)
 
 
+def _keys(meanings: Iterable[tuple[tuple[int, int, int], str]]) -> str:
+    """Returns a line of coloured squares with their meanings."""
+    keys = (
+        f'<span><i style="border-color: {colour(rgb)}"></i>{html.escape(meaning)}</span>'
+        for rgb, meaning in meanings
+    )
+    return f'<div class="legend">{"".join(keys)}</div>'
+
+
 def _figure(image: str, caption: str) -> str:
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
 # ---------------------------------------------------------------------------------------------
 # What is said about images.
+
+
+def found(result: Result) -> str:
+    """Returns the box of each phrase in pixels, beside the colour that it is drawn in."""
+    pairs = zip(result.prompts, result.boxes, strict=True)
+    edges = (
+        f"{phrase}: {', '.join(f'{edge:g}' for edge in box) if box else 'not found'}"
+        for phrase, box in pairs
+    )
+    return _keys(zip(itertools.cycle(BOXES), edges, strict=False))
 
 
 def verdicts(result: Result) -> str:

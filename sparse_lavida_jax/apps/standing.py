@@ -53,7 +53,7 @@ def standing(ticket: Ticket, pace: Pace) -> str:
     said.append(f"{elapsed:.0f} s")
     if expected is not None:
         left = expected - elapsed
-        said.append(f"about {left:.0f} s left" if left >= 1 else "almost done")
+        said.append(f"about {left:.0f} s left" if left >= 1 else "longer than last time")
         share = elapsed / expected
     elif ticket.compiles:
         said.append("the first time often takes a minute")
@@ -73,8 +73,8 @@ def bar(text: str, share: float | None = None) -> str:
 def done(ticket: Ticket, result: Result) -> str:
     """Returns what a finished request took, in time and in tokens."""
     passed, dense = passes.counted(ticket)
-    fewer = f" ({dense / passed:.1f} times fewer than a dense model)" if dense > passed else ""
-    said = f"{passed:,} tokens through the network{fewer}, seed {result.seeds[0]}"
+    more = f" (a dense model: {dense / passed:.1f} times as many)" if dense > passed else ""
+    said = f"{passed:,} tokens through the network{more}, seed {result.seeds[0]}"
     return note(f"{ticket.seconds:.2f} seconds, {said}") + passes.counters(ticket)
 
 
