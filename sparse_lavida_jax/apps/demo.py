@@ -39,7 +39,8 @@ MOST_KEPT = 24  # images in the gallery
 # Small images are shown large, pixel by pixel.
 STYLE = """
 .shown-image img, .gallery img {image-rendering: pixelated}
-.shown-image img {object-fit: contain; width: 100%; height: 100%}
+.shown-image img {object-fit: contain; width: 100%; height: 100%; box-sizing: border-box;
+  padding-top: 30px}
 """
 QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 HOW_TO = "A masked diffusion model at work. Click an example or write your own, and watch."

@@ -19,7 +19,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "ask": ("how many squares are there?", "how many circles are there?"),
     "caption": ("a ___ red circle and a ___ blue square",),
     "infill": ("a ___ circle is above a blue square",),
-    "ground": ("red circle\nblue square",),
+    "ground": ("red circle", "blue square"),
 }
 
 # What tasks about an image start from, until an image is drawn: a cell and what it contains.

@@ -11,8 +11,9 @@ from sparse_lavida_jax.inference.results import Result
 MAKING = {"layout": "Laying out", "image": "Drawing", "text": "Writing"}
 MOST_SHARE = 0.97  # of the bar, before it is done
 STYLE = """
-.standing progress {width: 100%; height: 10px; display: block; margin-top: 4px;
-  accent-color: var(--primary-600)}
+.standing div {height: 8px; margin-top: 6px; border-radius: 2px;
+  background: var(--border-color-primary)}
+.standing div div {margin: 0; background: var(--primary-500)}
 """
 
 
@@ -41,9 +42,9 @@ class Pace:
 def standing(ticket: Ticket, pace: Pace) -> str:
     """Returns where a request stands: how many are before it, or its step and the time."""
     if ticket.began is None:
-        return bar(f"Waiting: {ticket.ahead} before this one")
+        return note(f"Waiting: {ticket.ahead} before this one")
     state, elapsed = ticket.state, time.monotonic() - ticket.began
-    expected, share = pace.expected(ticket), None
+    expected, share = pace.expected(ticket), 0.0
     said = ["Starting"]
     if state is not None:
         said = [f"{MAKING.get(state.making, state.making)}: step {state.steps} of {state.total}"]
@@ -60,14 +61,14 @@ def standing(ticket: Ticket, pace: Pace) -> str:
     return bar(" · ".join(said), share) + passes.counters(ticket)
 
 
-def bar(text: str, share: float | None = None) -> str:
+def bar(text: str, share: float) -> str:
     """Returns a line of text above a bar.
 
     Args:
-        share: of the bar that is full; by default that is not known.
+        share: of the bar that is full.
     """
-    value = "" if share is None else f' value="{min(share, MOST_SHARE):.2f}"'
-    return f'<div class="standing">{text}<progress{value}></progress></div>'
+    full = f'<div style="width: {100 * min(share, MOST_SHARE):.0f}%"></div>'
+    return f'<div class="standing">{text}<div role="progressbar">{full}</div></div>'
 
 
 def done(ticket: Ticket, result: Result) -> str:
