@@ -152,7 +152,7 @@ def drawn(
     before = f"prompt, once<br>{costs[0].total} tokens" if cut else "before step 1"
     shown = [_figure(_boxes(layout), before)]
     pixels = np.full((1, 1, 3), 255, np.uint8) if pixels is None else pixels
-    for step in np.linspace(0, done - 1, min(done, MOST_FRAMES)).round().astype(int):
+    for step in np.linspace(0, done - 1, min(done, MOST_FRAMES)).round().astype(int).tolist():
         png = image_files.encoded(frame(state, row, step, rows, pixels))
         image = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="">'
         shown.append(_figure(image, f"step {step + 1}<br>{costs[cut + step].total} tokens"))

@@ -48,7 +48,7 @@ def standing(ticket: Ticket, pace: Pace) -> str:
     said = ["Starting"]
     if state is not None:
         said = [f"{MAKING.get(state.making, state.making)}: step {state.steps} of {state.total}"]
-        share = state.steps / state.total
+        share = state.steps / max(state.total, 1)
     if ticket.compiles:
         said.append("compiling, once for each size")
     said.append(f"{elapsed:.0f} s")

@@ -87,7 +87,7 @@ FORMS = {
         "needed_image template words",
         label="Describe",
         words=("In these words, if any", ""),
-        info="three underscores are a gap of one token, {4} is a gap of four",
+        info="three underscores are a gap of one token, {4} one of four",
         result="Description",
     ),
     "infill": TaskForm(
@@ -96,7 +96,7 @@ FORMS = {
         "prompt shown batch",
         label="Fill gaps",
         words=("Text with gaps", "a red circle is ___ a blue square"),
-        info="three underscores are a gap of one token, {4} is a gap of four; an image is not needed",
+        info="three underscores are a gap of one token, {4} one of four; no image is needed",
         button="Fill",
         result="Filled",
     ),
