@@ -104,7 +104,7 @@ class Ticket:
     )
     state: Progress | None = dataclasses.field(default=None, repr=False)
     stages: tuple[Progress, ...] = dataclasses.field(default=(), repr=False)
-    compiles: bool = False
+    compiles: bool = dataclasses.field(default=False, repr=False)
     previews: tuple[image_files.Pixels, ...] = dataclasses.field(default=(), repr=False)
     batch: int = 0
     start: int = dataclasses.field(default=0, repr=False)
