@@ -115,7 +115,7 @@ class _Tab:
         with gr.Row():
             with gr.Column():
                 if spec.image:
-                    first = examples.start() if small and spec.image == "needed" else None
+                    first = examples.start() if small and task != "infill" else None
                     self.shown = _image(service, first, small=task == "inpaint")
                     inputs["given"] = self.shown
                 if task == "inpaint":
@@ -156,7 +156,8 @@ class _Tab:
         starts = [go.click] if lines > 1 else [go.click, self.words.submit]
         self.drawing = gr.on(starts, run, [*inputs.values()], outputs, **how)
         stopped = standing.note("Stopped.")
-        stop.click(lambda: stopped, None, note, cancels=[self.drawing], **QUIET)
+        ended = stop.click(None, None, None, cancels=[self.drawing], **QUIET)
+        ended.then(lambda: stopped, None, note, **QUIET)
 
 
 def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
