@@ -380,9 +380,14 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 def readme_tables() -> str:
     """Returns the tables of README.md: quality and speed of the bundled model, whole requests.
 
-    The speed of the bundled model is for drawing, at the largest batch that was measured.
+    The speed of the bundled model is for drawing, sparse against dense, at the largest batch that
+    was measured.
     """
-    speed = [row for row in read_rows("sampling") if row["task"] == "draw"]
+    speed = [
+        row
+        for row in read_rows("sampling")
+        if row["task"] == "draw" and row["method"] in ("dense", "sparse")
+    ]
     most = max((row["batch"] for row in speed), default=0)
     largest = table("sampling", [row for row in speed if row["batch"] == most])
     whole = requests_table(rows_of("whole_requests"))
