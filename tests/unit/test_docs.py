@@ -9,13 +9,14 @@ import shlex
 import pytest
 
 from sparse_lavida_jax import cli, config, main
+from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.training import own_images
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
-PAGES = ("method", "extending", "serving", "troubleshooting")
+PAGES = ("lavida_o", "method", "extending", "serving", "troubleshooting")
 # A command is in backticks, or on a line of its own after a prompt sign.
 COMMANDS = re.compile(
     r"`((?:sparse-lavida|python -m sparse_lavida_jax\.main) [^`]+)`"
@@ -48,10 +49,16 @@ def text_of(page):
     return (CHECKOUT / "docs" / f"{page}.md").read_text()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(path.stem for path in (CHECKOUT / "docs").glob("*.md")))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", text_of(page)):
-        assert (CHECKOUT / "docs" / target).resolve().exists(), target
+        assert "://" in target or (CHECKOUT / "docs" / target).resolve().exists(), target
+
+
+def test_every_page_is_on_the_site():
+    listed = set(re.findall(r": (\S+\.md)$", (CHECKOUT / "mkdocs.yml").read_text(), re.MULTILINE))
+    docs = CHECKOUT / "docs"
+    assert {str(path.relative_to(docs)) for path in docs.rglob("*.md")} <= listed
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -93,9 +100,10 @@ def commands():
 @pytest.mark.parametrize("words", list(commands()))
 def test_a_command_of_the_documents_is_understood(words, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
-    # Settings for a folder that a reader would have prepared.
+    # Settings for folders that a reader would have made.
     monkeypatch.setattr(own_images, "from_scratch", lambda _: config.Config())
     monkeypatch.setattr(own_images, "continued", lambda *_: config.Config())
+    monkeypatch.setattr(adapters, "settings_with", lambda settings, _: settings)
     if words[0] == "python":
         assert main.parse(words[2:]) is not None
         return
