@@ -119,9 +119,8 @@ class SparseLaViDa:
         On GPUs, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
 
         Args:
-            mesh: splits the parameters over several devices (`sharding.RULES`), each of which
-                reads only its own part; results are those of one device up to rounding. Sizes
-                such as {"fsdp": 2, "tensor": 4} make a mesh of all devices.
+            mesh: splits the parameters over several devices (`sharding.RULES`), to the results of
+                one up to rounding; or its sizes, such as {"fsdp": 2, "tensor": 4} for all eight.
             dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
             task: "image" for images without a layout in text, "text" for text: parameters that
                 only the other task reads are dropped, and requests that need them are refused.
@@ -133,8 +132,7 @@ class SparseLaViDa:
 
         Raises:
             model_folder.CheckpointError: there is no such model, or it is damaged.
-            ValueError: the mesh has unknown axes or is not of all devices, or `task` is set
-                together with unmerged adapters.
+            ValueError: a wrong mesh (`sharding.automatic`), or `task` next to unmerged adapters.
         """
         if not merge_adapters and task != "both":
             raise ValueError(f"next to adapters, all parameters are kept: leave task={task!r} out.")
