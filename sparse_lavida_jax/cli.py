@@ -195,10 +195,16 @@ def _settings(text: str) -> tuple[int, int | None]:
     return int(steps), int(registers) if registers else None
 
 
+def _mesh(text: str) -> dict[str, int]:
+    """Reads `fsdp=2,tensor=4`."""
+    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+
+
 # argparse names these in its messages.
 _settings.__name__ = "number of steps such as 12, or 12:16 with the registers"
 _size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
 _registers.__name__ = "number of registers such as 64 or 64:8"
+_mesh.__name__ = "mesh such as tensor=4 or fsdp=2,tensor=4"
 
 
 def _argument(
@@ -235,6 +241,10 @@ _LINES = (
 _CHECKPOINT = (
     "a model folder, a run directory, a bundled model or one of the hub, org/name; by default"
     f" {DEFAULT_MODEL}"
+)
+_OVER = (
+    "split the model over all devices, as tensor=4 or fsdp=2,tensor=4; axes are data, fsdp and"
+    " tensor, and a size of -1 takes the rest"
 )
 ARGUMENTS = {
     # Inputs of a task.
@@ -298,6 +308,7 @@ ARGUMENTS = {
     "checkpoint": _argument("--checkpoint", _CHECKPOINT),
     "adapters": _argument("--adapters", full.ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
     "convert": _argument("--convert", "convert a released LaViDa-O of the hub, once", None),
+    "mesh": _argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
     "batch_size": _argument("--batch-size", "most rows decoded together", int, 16),
     "quiet": _argument("--quiet", "print results and errors, nothing else", None),
     "debug": _argument("--debug", "show where an error comes from", None),
@@ -342,13 +353,13 @@ ARGUMENTS = {
     "warmup": _argument("--warmup", "compile at the start; /ready says when that is done", None),
 }
 
-_MODEL = "checkpoint adapters convert batch_size json quiet debug"
+_MODEL = "checkpoint adapters convert mesh batch_size json quiet debug"
 _SAMPLING = "steps sampler registers temperature quantize"
 _CHATTING = "image_steps sampler registers image_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
-    "checkpoint adapters convert host port batch_size longest_wait max_waiting programs only grace"
-    " api_key insecure warmup quiet debug"
+    "checkpoint adapters convert mesh host port batch_size longest_wait max_waiting programs only"
+    " grace api_key insecure warmup quiet debug"
 )
 
 

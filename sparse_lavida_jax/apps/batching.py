@@ -3,7 +3,7 @@
 
 Waiting requests of one kind (`batches.kind_of`) are done together. Batches of different kinds take
 turns on the device at the ends of their segments. A batch whose programs have not run yet releases
-the device while it compiles and runs them.
+the device while it compiles and runs them, unless the model is split over several devices.
 """
 
 import collections
@@ -84,6 +84,8 @@ class Ticket:
             it is still waiting.
         future: its result.
         state: the progress of the sampler; None before it starts.
+        stages: the latest progress of each stage that decodes its rows, such as layout and image.
+        compiles: whether its batch runs programs that have to be compiled first.
         previews: the first image with the cells decoded so far, oldest first.
         batch, start: the number of rows in its batch, and the index of its own first row there.
         seconds: from the start of its batch to the end.
@@ -101,6 +103,8 @@ class Ticket:
         default_factory=concurrent.futures.Future, repr=False
     )
     state: Progress | None = dataclasses.field(default=None, repr=False)
+    stages: tuple[Progress, ...] = dataclasses.field(default=(), repr=False)
+    compiles: bool = dataclasses.field(default=False, repr=False)
     previews: tuple[image_files.Pixels, ...] = dataclasses.field(default=(), repr=False)
     batch: int = 0
     start: int = dataclasses.field(default=0, repr=False)
@@ -124,6 +128,18 @@ class Ticket:
         """How many earlier requests have not ended; 0 once it runs."""
         queue = [*self.queue]  # which another thread may change
         return queue.index(self) if self.began is None and self in queue else 0
+
+    @property
+    def rows(self) -> range:
+        """The indices of its rows in its batch."""
+        return range(self.start, self.start + len(self.requests))
+
+    def follow(self, state: Progress) -> None:
+        """Keeps the progress of its batch."""
+        self.state = state
+        if not {*self.rows}.isdisjoint(state.rows):
+            before = self.stages[:-1] if state.steps else self.stages
+            self.stages = (*before, state)
 
     def wants_preview(self, state: Progress) -> bool:
         """Whether to make a preview after this segment."""
@@ -217,7 +233,7 @@ class Batch:
         """Does them; if that fails, does each alone, so that only the faulty one gets the error."""
         requests = [request for ticket in self.tickets for request in ticket.requests]
         for ticket, start in self._firsts():
-            ticket.batch, ticket.start = len(requests), start
+            ticket.batch, ticket.start, ticket.stages = len(requests), start, ()
         self.device.take(self)
         try:
             how = {"padding": "served", "programs": self._programs}
@@ -262,7 +278,7 @@ class Batch:
                 done = f"{state.steps} of {state.total} steps of the {state.making}"
                 ticket.fail(Cancelled(f"cancelled after {done}."))
                 continue
-            ticket.state = state
+            ticket.follow(state)
             if start in state.rows and ticket.wants_preview(state):
                 cells = state.canvas[state.rows.index(start)]
                 rows = cell_rows(len(cells), ticket.requests[0].size)
@@ -277,17 +293,23 @@ class Batch:
 
     @contextlib.contextmanager
     def _programs(self, key: Hashable) -> Iterator[None]:
-        """Leaves the device to others while it runs programs that have to be compiled first."""
+        """Leaves the device to others while it runs programs that have to be compiled first.
+
+        Several devices are kept: two programs that both wait for other devices may never end.
+        """
         known = self.batcher.known
         with contextlib.ExitStack() as stack:
             if key not in known:
-                self.device.give()
-                stack.callback(self.device.take, self)
-                stack.enter_context(self.batcher.beside(self.tickets[0].kind))
+                if self.pipe.mesh is None:
+                    self.device.give()
+                    stack.callback(self.device.take, self)
+                    stack.enter_context(self.batcher.beside(self.tickets[0].kind))
                 if key in known:  # another batch compiled it in the meantime
                     stack.close()
                 else:
                     stack.callback(self._add_first, time.monotonic())
+                    for ticket in self.tickets:
+                        ticket.compiles = True
             yield
             known.add(key)
 

@@ -10,6 +10,7 @@ import socket
 from typing import Any
 
 from sparse_lavida_jax import runtime
+from sparse_lavida_jax.apps.commands import mesh_of
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
@@ -49,8 +50,9 @@ def run(name: str, asked: argparse.Namespace) -> int:
         _check_guarded(name, host, key, insecure=asked.insecure)
         runtime.keep_programs()
         model = asked.checkpoint or DEFAULT_MODEL
-        how = {"batch_size": asked.batch_size, "convert": asked.convert}
-        pipe = SparseLaViDa.from_pretrained(model, adapters=asked.adapters or "", **how)
+        how: dict[str, Any] = {"batch_size": asked.batch_size, "convert": asked.convert}
+        how |= {"adapters": asked.adapters or "", "mesh": mesh_of(asked)}
+        pipe = SparseLaViDa.from_pretrained(model, **how)
         limits = Limits(
             waiting=asked.max_waiting,
             longest_wait=asked.longest_wait,
