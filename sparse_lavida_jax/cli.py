@@ -24,7 +24,7 @@ from sparse_lavida_jax import main as full
 from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS
-from sparse_lavida_jax.apps.terminal import quiet, say
+from sparse_lavida_jax.apps.terminal import quiet, say, warnings_said
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import MISTAKE, MISTAKES, STOPPED
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--debug" in rest:
         return _run(program, name, rest)
     try:
-        with quiet("--quiet" in rest):
+        with quiet("--quiet" in rest), warnings_said():
             return _run(program, name, rest)
     except Exception as error:
         sentence, code = _explained(error, name)

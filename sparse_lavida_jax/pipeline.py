@@ -470,9 +470,9 @@ class SparseLaViDa:
             recipe["plan"] = False if record.get("plan") is None else record["plan"]
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
-        made = self.requests(
-            task, record["prompt"], seen, seed=record["seed"], sampling=sampling, **recipe
-        )
+        given = {"seed": record["seed"], "sampling": sampling, **recipe}
+        made = self.requests(task, record["prompt"], seen, **given)
+        made = [dataclasses.replace(one, words=record["prompt"]) for one in made]  # case included
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         model = records.attending(record, self.model)

@@ -77,7 +77,6 @@ def sample(
     if TASKS[task].draws:
         image_files.check_writable(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
-    _tell_unheld(pipe, words)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
 
@@ -93,7 +92,6 @@ def _task(name: str, asked: argparse.Namespace) -> None:
         image_files.check_writable(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
     pipe = _load(asked)
-    _tell_unheld(pipe, *(words or ()))
     # Lines of a batch may set their own numbers; the others use those of the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASKS[name].draws
@@ -227,15 +225,6 @@ def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) 
     return SparseLaViDa.from_pretrained(name, **how)
 
 
-def _tell_unheld(pipe: SparseLaViDa, *words: str) -> None:
-    """Warns about words in prompts that a model never saw in training, if those are known."""
-    if unheld := pipe.prompts.unheld(" ".join(words)):
-        say(
-            f"training never held {', '.join(unheld)} (upper and lower case are different words):"
-            " expect nothing of what they mean."
-        )
-
-
 # ---------------------------------------------------------------------------------------------
 # Other commands.
 
@@ -251,7 +240,6 @@ def _chat(asked: argparse.Namespace) -> None:
         for line in sys.stdin:
             task, _, words = line.strip().partition(" ")
             if task:
-                _tell_unheld(pipe, words)
                 result = talk.say(task, words, callback=callback)
                 asked.out.mkdir(parents=True, exist_ok=True)
                 files = _save(result, asked.out / f"{len(talk.turns)}.png")

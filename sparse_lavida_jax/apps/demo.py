@@ -68,7 +68,10 @@ def make_page(service: Service) -> gr.Blocks:
     )
     with page:
         name = pathlib.Path(service.pipe.source.name).name or "a model"
-        gr.Markdown(f"## Sparse-LaViDa: {name}\nRequests of one kind run together; others wait.")
+        known = service.pipe.prompts.vocabulary
+        knows = f"This model knows {known.knows}.\n\n" if known else ""
+        how = "Requests of one kind run together; others wait."
+        gr.Markdown(f"## Sparse-LaViDa: {name}\n{knows}{how}")
         shown: list[gr.Image] = []  # inputs of tasks
         drawn: list[gr.Image] = []  # outputs of "generate"
         for task, form in TABS.items():
@@ -265,7 +268,7 @@ async def _run(
     except (*REFUSED, QueueFull, Stopped, Cancelled) as error:
         raise gr.Error(str(error), print_exception=False) from error
     passed = f"{result.tokens_passed} tokens through the network, seed {result.seeds[0]}"
-    note = f"{ticket.seconds:.2f} seconds, {passed}"
+    note = f"{ticket.seconds:.2f} seconds, {passed}{_warning(ticket)}"
     if makes == "image":
         yield result.pixels[0], note, "\n".join(result.plans or result.texts)
     else:
@@ -274,12 +277,18 @@ async def _run(
 
 def _standing(ticket: Ticket) -> str:
     if ticket.began is None:
-        return f"waiting: {ticket.ahead} before this one"
+        return f"waiting: {ticket.ahead} before this one{_warning(ticket)}"
     state = ticket.state
     if state is None:
-        return "starting"
+        return f"starting{_warning(ticket)}"
     note = "" if state.steps else " (compiling, once for each size)"
-    return f"{state.making}: step {state.steps} of {state.total}{note}"
+    return f"{state.making}: step {state.steps} of {state.total}{note}{_warning(ticket)}"
+
+
+def _warning(ticket: Ticket) -> str:
+    """Returns a paragraph on words that the model does not know; "" if it knows them all."""
+    warning = ticket.requests[0].warning
+    return f"\n\n{warning[:1].upper()}{warning[1:]}" if warning else ""
 
 
 def _needed(given: Any) -> Any:

@@ -6,6 +6,8 @@ import re
 import tempfile
 
 from sparse_lavida_jax.checkpoints import hub, model_folder
+from sparse_lavida_jax.data.vocabulary import Vocabulary
+from sparse_lavida_jax.scenes import vocabulary
 
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
 
@@ -25,7 +27,8 @@ def push(folder: pathlib.Path | str, name: str, *, private: bool = False) -> str
 
 def card(folder: pathlib.Path, name: str) -> str:
     """Returns the README of a model folder with metadata for the hub and a section on its use."""
-    path, base = folder / "README.md", model_folder.read_config(folder).train.init_from
+    path, settings = folder / "README.md", model_folder.read_config(folder)
+    base = settings.train.init_from
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     said = _FRONT_MATTER.sub("", text).partition("\n## Use\n")[0]  # without an older card
     is_free = "non-commercial" not in said and not (folder / "official").is_dir()
@@ -37,6 +40,9 @@ def card(folder: pathlib.Path, name: str) -> str:
         "tags: [jax, masked-diffusion, sparse-lavida, text-to-image, image-editing]",
     ]
     front = "\n".join(lines)
+    is_ours = settings.prompts == "scenes"
+    known = vocabulary.of_source(settings.data.source) if is_ours else Vocabulary.read(folder)
+    knows = f"\nIt knows {known.knows}.\n" if known else ""
     return f"""---
 {front}
 ---
@@ -44,7 +50,7 @@ def card(folder: pathlib.Path, name: str) -> str:
 {said.strip() or f"# {name}"}
 
 ## Use
-
+{knows}
 ```python
 from sparse_lavida_jax import SparseLaViDa
 

@@ -6,6 +6,7 @@ Tasks that the release has use the released words of `lavida_o/chat.py`; the oth
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from sparse_lavida_jax.data.templates import (
     template_ids,
     too_long,
 )
+from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
 
@@ -68,6 +70,10 @@ class ChatPrompts(PromptLanguage):
         tokenizer.check(settings.model)
         return cls(tokenizer, settings.model, settings.data, codec.factor if codec else 1)
 
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        return Vocabulary.read(self.tokenizer.path.parent)
+
     @property
     def long_answer_tokens(self) -> int:
         return LONG_ANSWER_TOKENS
@@ -75,6 +81,10 @@ class ChatPrompts(PromptLanguage):
     @property
     def text_block_len(self) -> int:
         return self.data.text_block_len
+
+    @property
+    def largest_location(self) -> int:
+        return self.tokenizer.frame
 
     def refusal(self, task: str) -> str:
         kinds = self.data.kinds

@@ -30,8 +30,9 @@ from sparse_lavida_jax.data.templates import (
     template_ids,
     too_long,
 )
+from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o import objective
-from sparse_lavida_jax.scenes import digits, rules, tasks, world
+from sparse_lavida_jax.scenes import digits, rules, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
     LOCATIONS,
     GrammarError,
@@ -284,6 +285,10 @@ class ScenePrompts(PromptLanguage):
     def tokenizer(self) -> Tokenizer:
         return self.encoder.tokenizer
 
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return vocabulary.of_source(self.encoder.data.source)
+
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks
         if {tasks.COMMANDS.get(task, task), ASKED_ALIKE.get(task)} & {*trained}:
@@ -301,6 +306,10 @@ class ScenePrompts(PromptLanguage):
     @property
     def text_block_len(self) -> int:
         return self.encoder.data.text_block_len
+
+    @property
+    def largest_location(self) -> int:
+        return LOCATIONS - 1
 
     # Images.
 

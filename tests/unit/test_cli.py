@@ -38,7 +38,6 @@ def asked(monkeypatch, tmp_path):
 
     class Pipeline(SparseLaViDa):
         settings = config.Config()
-        prompts = types.SimpleNamespace(unheld=lambda words: [])
 
         def __init__(self, name, batch_size, **_):
             calls.append(("load", name, batch_size))
