@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
