@@ -66,7 +66,7 @@ TAKES = {
     "sample": "config checkpoint adapters convert task prompt image picture out seed",
     "evaluate": "config checkpoint adapters convert workdir shard",
     "convert": "dtype format",
-    "export": "format dtype",
+    "export": "format dtype adapters",
     "prepare": "config image_tokenizer tokenizer",
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
@@ -197,13 +197,14 @@ def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
 
 
 def _export(asked: flags.FlagValues, settings: config.Config) -> str:
-    from sparse_lavida_jax.convert import to_torch
+    from sparse_lavida_jax.convert import adapters, to_torch
 
+    weights = adapters.parse(asked.adapters)
     if asked.format or asked.dtype:
         kind = asked.format or "safetensors"
-        count = model_folder.copy(asked.src, asked.dst, kind, dtype=asked.dtype)
+        count = adapters.copy(asked.src, asked.dst, weights, kind, dtype=asked.dtype)
         return f"{asked.dst}: {count} tensors"
-    done = to_torch.export(asked.src, asked.dst)
+    done = to_torch.export(asked.src, asked.dst, adapters=weights)
     return f"{_written(asked.dst, done)}, safetensors files: {done.num_shards}"
 
 
@@ -450,7 +451,10 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
         raise UsageError(f"--task={asked.task} needs --image=FILE, the image it is about.")
     if mode == "sample" and path is not None:
         return config.read(path)
+    from sparse_lavida_jax.convert import adapters
+
     settings = model_folder.read_config(model_folder.find_model(checkpoint))
+    settings = adapters.settings_with(settings, adapters.parse(asked.adapters))
     if path is not None:  # these replace the checkpoint's evaluation settings
         return config.read(path, settings)
     if mode == "evaluate":  # results go to a folder of their own

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import cards, manifest, model_folder
+from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.data.example import Example
@@ -150,8 +150,8 @@ class SparseLaViDa:
         loaded = model_folder.load_model(folder, sharding=split, dtype=dtype)
         settings, model, weights = loaded.config, loaded.model, lora_folders.parse(adapters)
         if weights:
-            how = {"merge": merge_adapters}
-            model = lora_folders.added(model, settings.model, folder, weights, **how)
+            added = lora_folders.added(model, settings, folder, weights, merge=merge_adapters)
+            model, settings = added
         textual = settings.model.understanding_only
         codec = None if textual else ImageCodec(loaded.vq_folder, settings.model)
         language = LANGUAGES[settings.prompts]
@@ -168,29 +168,31 @@ class SparseLaViDa:
         return cls(model, settings, prompts, codec, batch_size, source)
 
     def save_pretrained(self, folder: pathlib.Path | str) -> None:
-        """Writes the model folder that this was loaded from to a new folder, with safetensors.
+        """Writes the model folder that this was loaded from, adapters added, to a new folder.
 
         Raises:
             CheckpointError: `folder` contains something else, the disk is full, or this was not
-                loaded from a folder, or the folder has changed since.
+                loaded from a folder, or that has changed since.
         """
-        model_folder.copy(self._loaded_from(), folder)
+        weights = lora_folders.parse(self.source.adapters)
+        lora_folders.copy(self._loaded_from(weights), folder, weights)
 
     def push_to_hub(self, name: str, *, private: bool = False) -> str:
         """Uploads that folder with a card to the hub as `org/name`; returns its address there.
 
         Raises:
-            CheckpointError: as `save_pretrained`, or see `cards.push`.
+            CheckpointError: it has adapters, or as `save_pretrained`, or see `cards.push`.
         """
-        return cards.push(self._loaded_from(), name, private=private)
+        return cards.push(self._loaded_from({}), name, private=private)
 
-    def _loaded_from(self) -> pathlib.Path:
+    def _loaded_from(self, weights: Mapping[str, float]) -> pathlib.Path:
         if self.source.name:
             found = model_folder.find_model(self.source.name, local_files_only=True)
-            if manifest.digest(found) == self.source.sha256:
+            if lora_folders.digest(found, weights) == self.source.sha256:
                 return found
         raise model_folder.CheckpointError(
-            "there is no folder of this very model: write the one you trained or load it anew."
+            "there is no folder of this very model: write the one you trained or load it anew. With"
+            " adapters, push the folder that save_pretrained writes."
         )
 
     @property

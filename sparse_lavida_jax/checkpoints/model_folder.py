@@ -286,15 +286,19 @@ def copy(
     *,
     dtype: str = "",
     readme: str | None = None,
+    settings: config.Config | None = None,
+    change: Callable[[str, np.ndarray], np.ndarray] | None = None,
 ) -> int:
     """Copies a model folder, storing its parameters as `kind`; returns the number of parameters.
 
-    The copy records the folder it was derived from, so that adapters for that one still fit.
+    Unless its parameters change, the copy records the folder it was derived from, so that adapters
+    for that one still fit.
 
     Args:
         dtype: float32 or bfloat16; or int8 or float8, for the matrices of the layers only, with
             a scale per column; by default unchanged.
-        readme: replaces the README of `source`.
+        readme, settings: replace those of `source`.
+        change: returns a parameter of the copy, given its name on disk and its value.
 
     Raises:
         CheckpointError: `source` is damaged or in 8 bits already, `folder` holds something else, or
@@ -308,21 +312,37 @@ def copy(
             f"the matrices in {source} are in 8 bits already: start from the model that it was made"
             " of."
         )
-    wanted = [one for name in store.leaves for one in _as_dtype(store, name, dtype)]
+
+    def read(name: str) -> np.ndarray:
+        array = store.read_one(name)
+        return array if change is None else change(name, array)
+
+    leaves = store.leaves.items()
+    wanted = [
+        one
+        for name, leaf in leaves
+        for one in _as_dtype(name, leaf, dtype, functools.partial(read, name))
+    ]
     size = sum(one.nbytes for one in wanted)
-    with new_model_folder(folder, read_config(source), size) as new:
+    with new_model_folder(folder, settings or read_config(source), size) as new:
         written = (stores.PARAMS, stores.FILES, INDEX, arrays.TENSORS, manifest.MANIFEST, ".*")
         shutil.copytree(source, new, ignore=shutil.ignore_patterns(*written), dirs_exist_ok=True)
         stores.write_params(new, wanted, kind)
-        files.write_json(new / MADE_OF, [*lineage(source)], indent=2)
+        files.write_json(new / MADE_OF, lineage(source) if change is None else [], indent=2)
+        if settings is not None:
+            write_config(new, settings)
         if readme is not None:
             (new / "README.md").write_text(readme)
     return len(wanted)
 
 
-def _as_dtype(store: stores.ParamsReader, name: str, dtype: str) -> list[Tensor]:
-    """Returns a parameter in another dtype: in 8 bits, a matrix and its scales."""
-    leaf, read = store.leaves[name], functools.partial(store.read_one, name)
+def _as_dtype(name: str, leaf: Any, dtype: str, read: Callable[[], np.ndarray]) -> list[Tensor]:
+    """Returns a parameter in another dtype: in 8 bits, a matrix and its scales.
+
+    Args:
+        leaf: has its shape and dtype.
+        read: returns it.
+    """
     module, _, last = name.rpartition("/")
     if dtype in quantize.DTYPES:
         if last != "kernel" or not module.startswith(quantize.STACKS):

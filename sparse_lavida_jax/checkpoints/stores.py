@@ -310,27 +310,39 @@ def cause_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keeps the store from logging a page for each failure, which it raises as well."""
+    """Keeps the store from logging a page for each failure, which it raises as well.
+
+    Only what the store itself logs is left out, from any thread: a server may load a model while
+    it logs other things.
+    """
     # A task of the store may fail later, in another thread.
     logging.getLogger("asyncio").addFilter(_is_news)
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+
+    def is_of_others(record: logging.LogRecord) -> bool:  # a new function for each call
+        return not _is_of_the_store(record)
+
+    logger = logging.getLogger("absl")  # the one that the store uses
+    logger.addFilter(is_of_others)
     try:
         yield
     except BaseException:
         gc.collect()  # futures whose results were never retrieved complain now, silenced
         raise
     finally:
-        logging.disable(before)
+        logger.removeFilter(is_of_others)
 
 
 def silence_background() -> None:
     """Keeps the store's writing threads from logging errors that it raises later anyway."""
-    logging.getLogger("absl").addFilter(_is_none_of_the_store)
+    logging.getLogger("absl").addFilter(_is_no_error_of_the_store)
 
 
-def _is_none_of_the_store(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname)
+def _is_of_the_store(record: logging.LogRecord) -> bool:
+    return "orbax" in record.pathname
+
+
+def _is_no_error_of_the_store(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and _is_of_the_store(record))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -19,7 +19,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, hub, manifest, model_folder
+from sparse_lavida_jax.checkpoints import arrays, hub, manifest, model_folder, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import files
@@ -120,22 +120,40 @@ def digest(base: pathlib.Path, weights: Mapping[str, float]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest() if weights else parts[0]
 
 
+def settings_with(settings: config.Config, weights: Mapping[str, float]) -> config.Config:
+    """Returns the settings of a model with adapters: those of the last run that trained any.
+
+    The model stays that of the base, except for the attention that it was trained for: adapters
+    that were trained sparsely make it sample sparsely. Folders of PEFT change nothing.
+
+    Raises:
+        CheckpointError: there are no adapters, or their settings are damaged.
+    """
+    for folder in map(find, weights):
+        if (folder / "config.json").is_file():
+            theirs = model_folder.read_config(folder)
+            attention = theirs.model.trained_attention
+            model = dataclasses.replace(settings.model, trained_attention=attention)
+            settings = dataclasses.replace(theirs, model=model)
+    return settings
+
+
 # ---------------------------------------------------------------------------------------------
 # Adding adapters to a model.
 
 
 def added(
-    model: M, settings: config.Model, base: pathlib.Path, weights: Mapping[str, float], *,
+    model: M, settings: config.Config, base: pathlib.Path, weights: Mapping[str, float], *,
     merge: bool = True,
-) -> M:  # fmt: skip
-    """Returns a model with adapters added, each times its weight.
+) -> tuple[M, config.Config]:  # fmt: skip
+    """Returns a model with adapters added, each times its weight, and its settings.
 
     Likewise, parameters that were trained whole move from the base's values towards the trained
     ones by the weight.
 
     Args:
-        model: the parameters of `base`, not fused.
-        base: the folder it was read from.
+        model, settings: of `base`, not fused.
+        base: the folder they were read from.
         weights: by adapter name.
         merge: adds them to their matrices, except for 8-bit ones; otherwise they are kept separate
             as one adapter, which takes a little longer and rounds nothing. Logits are the same to
@@ -146,7 +164,7 @@ def added(
             another base or to other matrices.
     """
     shapes = arrays.by_layer(jax.eval_shape(lambda: model))
-    found = [read(name, settings, base) for name in weights]
+    found = [read(name, settings.model, base) for name in weights]
     for one in found:
         _check(one, shapes)
     model = _with_whole(model, found, [*weights.values()])
@@ -169,7 +187,9 @@ def added(
             raise CheckpointError(f"an adapter of {path} cannot be kept apart: merge it.")
         return linear
 
-    return with_linears(model, with_adapter)
+    settings, model = settings_with(settings, weights), with_linears(model, with_adapter)
+    model.settings = settings.model
+    return model, settings
 
 
 def _check(one: Adapters, shapes: Mapping[str, Any]) -> None:
@@ -226,10 +246,81 @@ def _with_whole(model: M, found: Sequence[Adapters], weights: Sequence[float]) -
 def _moved(name: str, base: Any, found: Sequence[Adapters], weights: Sequence[float]) -> np.ndarray:
     pairs = zip(found, weights, strict=True)
     steps = [(weight, one.whole[name]) for one, weight in pairs if name in one.whole]
+    if not steps:
+        return base
     if [weight for weight, _ in steps] == [1]:
         return steps[0][1]
     wide = np.asarray(base, np.float32)
     return wide + sum(weight * (whole.astype(np.float32) - wide) for weight, whole in steps)
+
+
+# ---------------------------------------------------------------------------------------------
+# Adding adapters to a model on disk.
+
+
+class Merging(NamedTuple):
+    """How a model folder changes when adapters are added to it.
+
+    Attributes:
+        settings: of the resulting model.
+        change: returns a parameter of the resulting model, given its name on disk and its value.
+    """
+
+    settings: config.Config
+    change: Callable[[str, np.ndarray], np.ndarray]
+
+
+def merging(base: pathlib.Path, weights: Mapping[str, float]) -> Merging:
+    """Returns how adapters, each times its weight, change a model folder.
+
+    Sums are computed in float32, and rounded to the dtype of the base.
+
+    Raises:
+        CheckpointError: as `added`, or the matrices of the base are in 8 bits.
+    """
+    settings, stored = model_folder.read_config(base), stores.open_params(base)
+    if weights and (narrow := stores.narrow_dtype(base)):
+        raise CheckpointError(
+            f"the matrices in {base} are in 8 bits ({narrow}), and adapters are not rounded to"
+            " that: add them to the model that it was made of."
+        )
+    found = [read(name, settings.model, base) for name in weights]
+    for one in found:
+        _check(one, stored.leaves)
+
+    def change(name: str, array: np.ndarray) -> np.ndarray:
+        path = name.removesuffix("/kernel")
+        wide = _moved(name, array, found, [*weights.values()])
+        for one, weight in zip(found, weights.values(), strict=True):
+            if path in one.factors and path != name:
+                a, b = one.factors[path]
+                wide = np.asarray(wide, np.float32) + np.float32(weight) * (a @ b)
+        return wide.astype(array.dtype, copy=False)
+
+    return Merging(settings_with(settings, weights), change)
+
+
+def copy(
+    source: pathlib.Path | str,
+    folder: pathlib.Path | str,
+    weights: Mapping[str, float],
+    kind: stores.Format = "safetensors",
+    *,
+    dtype: str = "",
+) -> int:
+    """Copies a model folder with adapters added to it; see `model_folder.copy`.
+
+    Raises:
+        CheckpointError: as `merging`, or as `model_folder.copy`.
+    """
+    source = model_folder.find_model(source)
+    if not weights:
+        return model_folder.copy(source, folder, kind, dtype=dtype)
+    readme = source / "README.md"
+    said = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    said = f"{said.rstrip()}\n\nThe adapters `{written(weights)}` were added to it.\n"
+    how = merging(source, weights)._asdict()
+    return model_folder.copy(source, folder, kind, dtype=dtype, readme=said, **how)
 
 
 # ---------------------------------------------------------------------------------------------

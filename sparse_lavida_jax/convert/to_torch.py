@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder, stores, tensors
 from sparse_lavida_jax.checkpoints.tensors import INDEX, SHARD_BYTES
+from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import names
+from sparse_lavida_jax.convert.adapters import Merging
 from sparse_lavida_jax.convert.from_torch import OFFICIAL, UNUSED, WORDS
 from sparse_lavida_jax.convert.settings import (
     OURS,
@@ -48,12 +50,14 @@ class _Model:
 
     Attributes:
         placed: the file of each released tensor; empty for a model that was not converted.
+        merging: adds adapters to the parameters.
     """
 
     folder: pathlib.Path
     settings: config.Config
     vq: image_tokenizer.VQModel | None
     placed: dict[str, str]
+    merging: Merging
 
     @property
     def has_registers(self) -> bool:
@@ -63,7 +67,11 @@ class _Model:
 
 
 def export(
-    src: pathlib.Path | str, dst: pathlib.Path | str, *, max_shard_bytes: int = SHARD_BYTES
+    src: pathlib.Path | str,
+    dst: pathlib.Path | str,
+    *,
+    adapters: Mapping[str, float] | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
     """Writes the PyTorch folder `dst` from a model folder, run directory or bundled name `src`.
 
@@ -71,17 +79,19 @@ def export(
     them; the released code ignores them.
 
     Args:
+        adapters: names of adapters to add to the parameters, with their weights.
         max_shard_bytes: of one safetensors file; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: there is no model in `src`, or it is damaged, or `dst` cannot be written.
+        CheckpointError: there is no model in `src`, or it is damaged, or the adapters do not fit
+            it, or `dst` cannot be written.
         ConvertError: the model has no released form, or `dst` is not empty.
     """
     folder, dst = model_folder.find_model(src), pathlib.Path(dst).resolve()
     if dst.exists() and (dst.is_file() or any(dst.iterdir())):
         raise ConvertError(f"{dst} exists, and an export replaces nothing. Choose another folder.")
     manifest.verify(folder)
-    model = _look_through(folder)
+    model = _look_through(folder, lora_folders.merging(folder, adapters or {}))
     denoiser, tokenizer = list(_of_denoiser(model)), list(_of_tokenizer(model))
     together = not model.placed or any(one.startswith(names.VQ_PREFIX) for one in model.placed)
     in_shards = denoiser + tokenizer if together else denoiser
@@ -100,9 +110,8 @@ def export(
     return Exported(len(exported), sum(tensor.size for tensor in exported), shards)
 
 
-def _look_through(folder: pathlib.Path) -> _Model:
-    settings = model_folder.read_config(folder)
-    vq = None
+def _look_through(folder: pathlib.Path, merging: Merging) -> _Model:
+    settings, vq = merging.settings, None
     if (folder / "vq").is_dir():
         vq, vq_settings = image_tokenizer.load(folder / "vq")
         settings = dataclasses.replace(settings, vq=vq_settings)
@@ -110,7 +119,7 @@ def _look_through(folder: pathlib.Path) -> _Model:
         raise ConvertError(f"{folder} has no image tokenizer, and a released model needs one.")
     index = folder / OFFICIAL / INDEX
     placed = tensors.read_index(index) if index.is_file() else {}
-    return _Model(folder, settings, vq, placed)
+    return _Model(folder, settings, vq, placed, merging)
 
 
 def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
@@ -123,9 +132,13 @@ def _of_denoiser(model: _Model) -> Iterator[tensors.Tensor]:
         )
     store = stores.open_params(model.folder)
     store.check({ours: name.our_shape for ours, name in table.items()})
+
+    def read(ours: str) -> np.ndarray:
+        return model.merging.change(ours, store.read_one(ours))
+
     for ours, leaf in store.leaves.items():  # in this order they are read in batches
         if not table[ours].optional or model.has_registers:
-            yield _official(table[ours], leaf.dtype, functools.partial(store.read_one, ours))
+            yield _official(table[ours], leaf.dtype, functools.partial(read, ours))
     if (model.folder / UNUSED).is_file():
         yield from tensors.list_tensors(model.folder / UNUSED).values()
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import torch_folder
 
 from sparse_lavida_jax import cli, main
@@ -54,6 +56,37 @@ def test_the_short_command_does_the_same(tmp_path, folder, capsys):
     assert front("verify", tmp_path / "model") == 0
     assert front("export", f"--src={tmp_path / 'model'}", f"--dst={tmp_path / 'back'}") == 0
     assert (tmp_path / "back" / torch_folder.INDEX).is_file()
+
+
+def test_adapters_go_into_an_export(tmp_path, folder, capsys):
+    assert front("convert", folder, tmp_path / "model", "--dtype=float32") == 0
+    module = "model.transformer.blocks.0.attn_out"
+    width, _ = torch_folder.arbitrary()[f"{module}.weight"].shape
+    factors = {"A": np.full((1, width), 0.5, np.float32), "B": np.ones((width, 1), np.float32)}
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    safetensors.numpy.save_file(
+        {f"base_model.model.{module}.lora_{side}.weight": x for side, x in factors.items()},
+        mine / "adapter_model.safetensors",
+    )
+    told = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
+    (mine / "adapter_config.json").write_text(json.dumps(told))
+    words = ("export", tmp_path / "model")
+    assert front(*words, tmp_path / "plain") == 0
+    assert front(*words, tmp_path / "back", f"--adapters={mine}:0.25") == 0
+    plain, back = torch_folder.read(tmp_path / "plain"), torch_folder.read(tmp_path / "back")
+    changed = {name for name in plain if plain[name].tobytes() != back[name].tobytes()}
+    assert changed == {f"{module}.weight"}
+    difference = back[f"{module}.weight"] - plain[f"{module}.weight"]
+    np.testing.assert_allclose(difference, 0.25 * 2 * 0.5, atol=1e-5)
+    # Into a model folder of ours, before it is rounded to 8 bits, but not after.
+    narrow = tmp_path / "narrow"
+    assert front(*words, narrow, "--dtype=int8", f"--adapters={mine}") == 0
+    capsys.readouterr()
+    assert front("export", narrow, tmp_path / "no", f"--adapters={mine}", "--format=orbax") == 2
+    assert "add them to the model that it was made of" in capsys.readouterr().err
+    assert front("verify", tmp_path / "model", f"--adapters={mine}") == 2
+    assert "takes no --adapters" in capsys.readouterr().err
 
 
 def test_the_short_command_shows_how_it_is_used(capsys):

@@ -3,6 +3,7 @@
 
 import errno
 import json
+import logging
 import os
 import pathlib
 import resource
@@ -599,6 +600,22 @@ def test_a_disk_that_fills_up_in_the_background_is_one_sentence(states, capfd, c
     assert states.restore(make_state())[0] == 1
     assert caplog.records == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_only_the_store_is_silenced(caplog):
+    def log(name, path):
+        record = logging.LogRecord(name, logging.ERROR, path, 1, "said", (), None)
+        logging.getLogger(name).handle(record)
+
+    with stores.silence():
+        with stores.silence():
+            pass
+        log("absl", "site-packages/orbax/checkpoint/futures.py")
+        assert caplog.records == []
+        log("absl", "site-packages/mine.py")
+        log("mine", "mine.py")
+    log("absl", "site-packages/orbax/checkpoint/futures.py")
+    assert [record.name for record in caplog.records] == ["absl", "mine", "absl"]
 
 
 def test_the_best_state_and_one_every_so_often_are_kept(tmp_path):

@@ -172,7 +172,9 @@ def saved(folder, model, base, **changes):
 
 
 def loaded_with(base, weights, **how):
-    return adapters.added(model_folder.load_model(base).model, MODEL, base, weights, **how)
+    loaded = model_folder.load_model(base)
+    model, _ = adapters.added(loaded.model, loaded.config, base, weights, **how)
+    return model
 
 
 def equal(one, other):
@@ -275,10 +277,41 @@ def test_several_merged_and_kept_apart_predict_the_same(moved, base, tmp_path):
 def test_adapters_stay_next_to_a_base_in_8_bits(moved, base, tmp_path):
     weights = {saved(tmp_path / "mine", moved, base): 1.0}
     model = quantize.quantized(model_folder.load_model(base).model, "int8")
-    ours = adapters.added(model, MODEL, base, weights)
+    ours, _ = adapters.added(model, config.Config(model=MODEL), base, weights)
     assert ours.joint_layers.generation.q.kernel.dtype == jnp.int8
     for near, exact in zip(logits(ours), logits(moved), strict=True):
         assert np.abs(near - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("stored", ["safetensors", "orbax"])
+def test_a_copy_with_adapters_holds_what_loading_with_them_gives(moved, base, tmp_path, stored):
+    weights = {
+        saved(tmp_path / "one", moved, base): 0.5,
+        saved(tmp_path / "other", moved, base, targets="q$"): -1.0,
+    }
+    model_folder.copy(base, tmp_path / "base", stored)
+    adapters.copy(tmp_path / "base", tmp_path / "new", weights)
+    copied = model_folder.load_model(tmp_path / "new")
+    for name, leaf in parameters.by_name(loaded_with(base, weights)).items():
+        np.testing.assert_allclose(parameters.by_name(copied.model)[name], leaf, atol=1e-6)
+    readme = (tmp_path / "new" / "README.md").read_text()
+    assert readme == f"\n\nThe adapters `{adapters.written(weights)}` were added to it.\n"
+    # Adding the same adapters again would be a mistake: it is another model.
+    with pytest.raises(model_folder.CheckpointError, match="were trained next to the model"):
+        adapters.copy(tmp_path / "new", tmp_path / "again", weights)
+    model_folder.copy(base, tmp_path / "narrow", dtype="int8")
+    with pytest.raises(model_folder.CheckpointError, match="add them to the model that it was"):
+        adapters.copy(tmp_path / "narrow", tmp_path / "again", weights)
+
+
+def test_adapters_trained_sparsely_make_their_base_sample_sparsely(moved, base, tmp_path):
+    mine = saved(tmp_path / "mine", moved, base)
+    full = config.Config(model=dataclasses.replace(MODEL, trained_attention="full"))
+    model = model_folder.load_model(base).model
+    sparse, settings = adapters.added(model, full, base, {mine: 1.0})
+    assert settings.model == sparse.settings == MODEL
+    assert settings.lora == LORA
+    assert adapters.settings_with(full, {}) == full
 
 
 def test_the_words_of_a_command_line_are_weights_by_name():

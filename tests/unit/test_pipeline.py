@@ -375,8 +375,11 @@ def test_a_model_is_loaded_with_adapters_and_says_so(tmp_path):
     after = half.model.joint_layers.attn_out.kernel[...]
     np.testing.assert_allclose(after - before, (whole - before) / 2, atol=1e-6)
     assert np.abs(after - before).max() > 0.01
-    with pytest.raises(model_folder.CheckpointError, match="no folder of this very model"):
-        half.save_pretrained(tmp_path / "copy")
+    half.save_pretrained(tmp_path / "copy")
+    copied = model_folder.load_model(tmp_path / "copy").model.joint_layers.attn_out.kernel[...]
+    np.testing.assert_allclose(copied, after, atol=1e-6)
+    with pytest.raises(model_folder.CheckpointError, match="push the folder that save_pretrained"):
+        half.push_to_hub("me/mine")
     apart = load(adapters=half.source.adapters, merge_adapters=False)
     np.testing.assert_array_equal(apart.model.joint_layers.attn_out.kernel[...], before)
     with pytest.raises(ValueError, match="next to adapters, all parameters are kept"):
