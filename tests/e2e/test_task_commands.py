@@ -74,7 +74,7 @@ def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
     ]
     batch.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     out = tmp_path / "out.png"
-    words = [f"--batch={batch}", f"--out={out}", "--num-images=2", "--guidance=1.5", "--json"]
+    words = [f"--batch={batch}", f"--out={out}", "--num-images=2", "--guidance=1.5", "--json-full"]
     told = json.loads(run("generate", *words))
     assert told["files"] == [str(tmp_path / f"out-{i}.png") for i in range(4)]
     assert told["seeds"] == [7, 8, 1, 2]
