@@ -97,8 +97,6 @@ def get_config(blocks: str = "plan") -> ml_collections.ConfigDict:
     c.train = dict(
         train_steps=100_000,
         batch_size=16,
-        # Four rows at a time fit in the caches of a CPU core: a step takes two thirds of the time.
-        microbatches=4,
         seconds=620.0,
         checkpoint_seconds=120.0,
         image_seconds=220.0,

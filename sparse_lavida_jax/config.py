@@ -383,7 +383,8 @@ class Train(Section):
     stage: Literal["denoiser", "vq"] = "denoiser"
     train_steps: Positive = 1000
     batch_size: Positive = 16  # examples; as many rows, unless `data.packing` is above 1
-    microbatches: Positive = 1  # parts of a batch, processed in turn; same gradient as the whole
+    # Parts of a batch, processed in turn; same gradient as the whole. 0: one, on a CPU several.
+    microbatches: Count = 0
     loss_chunk: Count = 0  # tokens per row whose logits exist at a time (saves memory); 0: all
     # Consecutive steps with a non-finite gradient that may be skipped; one more ends the run.
     skip_steps: Count = 0
@@ -406,7 +407,7 @@ class Train(Section):
     eval_prompts: Count = 64  # prompts per task in the report; 0: no report
 
     def _rules(self):
-        divides = self.batch_size % self.microbatches == 0
+        divides = self.batch_size % (self.microbatches or 1) == 0
         yield "microbatches", divides, f"it must divide {self.batch_size=}"
 
 
@@ -571,7 +572,7 @@ class Config(Section):
             " leaves.",
         )
         yield (
-            train.batch_size % (data.packing * train.microbatches),
+            train.batch_size % (data.packing * (train.microbatches or 1)),
             f"Train.batch_size={train.batch_size} examples do not make whole rows of"
             f" Data.packing={data.packing} in each of Train.microbatches={train.microbatches}.",
         )

@@ -192,7 +192,8 @@ def axes_of(mesh: Mapping[str, int], devices: int = 0) -> dict[str, int]:
 
 def rows_of(settings: config.Config, axes: Mapping[str, int]) -> int:
     """Returns the rows of a microbatch on one device of a mesh."""
-    rows = settings.train.batch_size // (settings.data.packing * settings.train.microbatches)
+    parts = settings.data.packing * (settings.train.microbatches or 1)
+    rows = settings.train.batch_size // parts
     return math.ceil(rows / math.prod(axes.get(axis, 1) for axis in BATCH_AXES))
 
 
@@ -231,7 +232,7 @@ def lowered_step(settings: config.Config, state, batch, learning_rate_scale) -> 
         batch,
         learning_rate_scale,
         settings=settings.optimizer,
-        microbatches=settings.train.microbatches,
+        microbatches=settings.train.microbatches or 1,
         loss_chunk=settings.train.loss_chunk,
     )
 

@@ -277,8 +277,6 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
         train=config.Train(
             train_steps=100_000, seconds=CPU_SECONDS if on_cpu else 0.0,
             batch_size=16 if on_cpu else 64, eval_prompts=24,
-            # Two rows at a time fit in the caches of a CPU core: a step takes 0.7 of the time.
-            microbatches=8 if on_cpu else 1,
         ),
     )  # fmt: skip
 

@@ -139,6 +139,20 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(microbatches):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("backend", "rows_at_a_time", "parts"),
+    [("cpu", 4, 1), ("cpu", 3, 2), ("cpu", 2, 2), ("cpu", 0, 4), ("gpu", 1, 1)],
+)
+def test_a_cpu_passes_as_many_rows_at_a_time_as_its_caches_hold(
+    backend, rows_at_a_time, parts, monkeypatch
+):
+    batch = tiny.batch(["image"] * 4, tiny.model_settings())
+    row = batch.understanding.layout.block.shape[1] + batch.generation.layout.block.shape[1]
+    monkeypatch.setattr(training_step, "CPU_TOKENS", rows_at_a_time * row + 1)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert training_step.default_microbatches(batch) == parts
+
+
 # ---------------------------------------------------------------------------------------------
 # One step.
 
