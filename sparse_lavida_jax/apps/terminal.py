@@ -27,13 +27,15 @@ class _Sayer(logging.Handler):
 
 @contextlib.contextmanager
 def warnings_said() -> Iterator[None]:
-    """Says what the package logs, such as warnings about unknown words."""
+    """Says what the package logs, such as warnings about unknown words, and only once."""
     log, sayer = logging.getLogger("sparse_lavida_jax"), _Sayer(logging.WARNING)
     log.addHandler(sayer)
+    before, log.propagate = log.propagate, False  # some library adds a handler to the root
     try:
         yield
     finally:
         log.removeHandler(sayer)
+        log.propagate = before
 
 
 @contextlib.contextmanager

@@ -251,6 +251,7 @@ def test_a_request_says_how_many_are_before_it_and_then_its_step(stages):
     stages.pipe.go.release()
     assert stages.pipe.at_step.acquire(timeout=staged.PATIENCE)
     assert demo._standing(first) == "text: step 1 of 3"
+    assert demo._standing(stages.submit("ask", "hexagon")).endswith("\n\nUnknown: 'hexagon'.")
     second.cancel()
     assert demo._standing(third) == "waiting: 1 before this one"
 
