@@ -504,7 +504,7 @@ class SparseLaViDa:
             ImageError: `shown` is not an image, or a mask or a box does not fit it.
             ConfigError: sampling settings out of range.
 
-        Warns once if the model was never trained for the settings.
+        Logs a warning about words, and once about settings, that the model never saw in training.
         """
         side = 0 if self.codec is None else self.codec.image_size
         made = RequestMaker(self.settings, self.prompts, side).make(task, words, shown, given)

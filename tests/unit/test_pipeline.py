@@ -335,6 +335,18 @@ def test_an_image_is_drawn_again_with_the_attention_that_drew_it(caplog):
     assert "by pallas_gpu, which does not run here" in message
 
 
+def test_a_recorded_prompt_keeps_its_case():
+    """Images of earlier versions were drawn from prompts in any case."""
+    given = stand_ins.settings()
+    made = pipeline.SparseLaViDa(
+        tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
+    )
+    drawn = made.generate("A Red circle", seed=4, steps=1)
+    assert drawn.prompts == ("a red circle",)
+    (record,) = drawn.records
+    assert made.replay(record | {"prompt": "A Red circle"}).prompts == ("A Red circle",)
+
+
 # ---------------------------------------------------------------------------------------------
 # Parameters of one task.
 
