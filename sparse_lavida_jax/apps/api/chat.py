@@ -98,8 +98,8 @@ async def _chunks(
         text = _text(service, ids, most)
         if rest := text[len(said[row]) :]:
             yield chunk(row, {"content": rest})
-        name, last = chunk(row, {}, _reason(service, ids, most))
-        yield name, last | {"sparse_lavida": asking.notes(waiting.ticket, result)}
+        _, last = chunk(row, {}, _reason(service, ids, most))
+        yield "", last | {"sparse_lavida": asking.notes(waiting.ticket, result)}
     if asked.stream_options.get("include_usage"):
         counted = {"usage": _usage(service, result, most)}
         yield "", _reply(waiting, name, "chat.completion.chunk", []) | counted
