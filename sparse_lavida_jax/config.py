@@ -596,4 +596,5 @@ def read(path: pathlib.Path, base: Config | None = None) -> Config:
     Raises:
         ConfigError: there is no such file, it cannot be run, or a setting is wrong.
     """
-    return changed(base or Config(), schema.run(path, "get_config"))
+    given = schema.run(path, "get_config")
+    return build(Config, given) if base is None else changed(base, given)

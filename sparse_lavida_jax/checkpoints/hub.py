@@ -64,6 +64,7 @@ def push(folder: pathlib.Path, name: str, *, private: bool = False) -> str:
 def _library(name: str) -> types.ModuleType:
     try:
         import huggingface_hub
+        import huggingface_hub.errors  # the package does not import it by itself
     except ImportError:
         raise CheckpointError(
             f"there is no folder {name} here, and models of the hub need a package that is not"

@@ -26,6 +26,12 @@ def test_what_the_release_drops_is_dropped(name):
     assert (data.prompt_drop, data.source_drop) == (0.1, 0.5)
 
 
+@pytest.mark.parametrize("name", ["sft_1024", "lavida_o_lora", "lavida_o_branch"])
+def test_a_run_from_the_release_keeps_its_form_of_prompts(name):
+    (path,) = (path for path in CONFIGS if path.stem == name)
+    assert config.read(path).prompts == "chat"
+
+
 def test_unknown_section_lists_the_known_ones():
     with pytest.raises(config.ConfigError, match="It has: name, seed, prompts, model, vq"):
         config.build(config.Config, {"modle": {}})

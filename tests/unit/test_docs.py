@@ -9,13 +9,14 @@ import shlex
 import pytest
 
 from sparse_lavida_jax import cli, config, main
+from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.training import own_images
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
-PAGES = ("method", "extending", "serving", "troubleshooting")
+PAGES = ("lavida_o", "method", "extending", "serving", "troubleshooting")
 # A command is in backticks, or on a line of its own after a prompt sign.
 COMMANDS = re.compile(
     r"`((?:sparse-lavida|python -m sparse_lavida_jax\.main) [^`]+)`"
@@ -48,10 +49,16 @@ def text_of(page):
     return (CHECKOUT / "docs" / f"{page}.md").read_text()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(path.stem for path in (CHECKOUT / "docs").glob("*.md")))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", text_of(page)):
-        assert (CHECKOUT / "docs" / target).resolve().exists(), target
+        assert "://" in target or (CHECKOUT / "docs" / target).resolve().exists(), target
+
+
+def test_every_page_is_on_the_site():
+    listed = set(re.findall(r": (\S+\.md)$", (CHECKOUT / "mkdocs.yml").read_text(), re.MULTILINE))
+    docs = CHECKOUT / "docs"
+    assert {str(path.relative_to(docs)) for path in docs.rglob("*.md")} <= listed
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -88,6 +95,15 @@ def commands():
             whole = not any("..." in word or word == "COMMAND" for word in words)
             if whole and words != ["sparse-lavida", "prepare"]:  # only mentioned
                 yield pytest.param(words, id=f"{page.stem}: {' '.join(words)}")
+
+
+def test_the_time_of_a_conversion_follows_from_the_rows():
+    rows = {row["layers"]: row["median_s"] for row in record.read_rows("convert")}
+    each = (rows[6] - rows[3]) / 3
+    page = " ".join(text_of("lavida_o").split())
+    assert f"{(rows[6] + 26 * each) / 60:.0f} minutes on two CPU cores" in page
+    told = f"{rows[3]:.0f} s with 3 layers and {rows[6]:.0f} s with 6"
+    assert told in page and f"{each:.0f} s for each of the 26 further layers" in page
 
 
 @pytest.mark.parametrize("words", list(commands()))

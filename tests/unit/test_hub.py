@@ -7,6 +7,8 @@ import http.server
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 import threading
 from typing import ClassVar
 
@@ -106,6 +108,12 @@ def test_a_model_is_fetched_by_its_id_and_then_found_without_the_hub(serve, fold
     again = SparseLaViDa.from_pretrained("me/model", local_files_only=True)
     ours, theirs = again.model.final_norm.weight[...], pipe.model.final_norm.weight[...]
     np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_process_that_never_used_the_library_finds_its_errors():
+    fetch = "from sparse_lavida_jax.checkpoints.hub import *; fetch('me/m', local_files_only=True)"
+    done = subprocess.run([sys.executable, "-c", fetch], capture_output=True, text=True)
+    assert "CheckpointError: there is no folder me/m here, it is not in the cache" in done.stderr
 
 
 def test_half_a_download_is_refused(serve, folder, tmp_path):
