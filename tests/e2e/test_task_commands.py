@@ -48,7 +48,8 @@ def run(model, capsys):
     return done
 
 
-def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
+def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the folder of --out is created below it
     out, steps = tmp_path / "out" / "one.png", tmp_path / "steps.gif"
     told = run("generate", PROMPT, "--seed=3", "--steps=4", f"--out={out}", f"--save-steps={steps}")
     assert told == f"{out}: {PROMPT}\n"
