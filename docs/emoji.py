@@ -2,11 +2,11 @@
 """Makes a plain folder of 400 emoji with their names, to train on (docs/own_images.md).
 
     python docs/emoji.py emoji            # needs npm; takes 73 MB
-    python docs/emoji.py emoji FILE.tgz   # the package that `npm pack` has left
+    python docs/emoji.py emoji FILE.tgz   # with a package that `npm pack` downloaded
 
-Faces, animals, plants and food, 64 pixels a side: the first 400 of them in the order of Unicode.
-They are Noto Emoji, copyright Google, under the Apache License 2.0; the npm package holds them with
-the names that Unicode gives them. The folder says so in its README.md.
+Faces, animals, plants and food with 64 pixels per side: the first 400 in the order of Unicode.
+They are Noto Emoji, copyright Google, Apache License 2.0, from an npm package that also has their
+Unicode names. The README.md of the folder says so.
 """
 
 import hashlib

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the images of `docs/method.md` from the code that they show.
+"""Draws the images of `docs/method.md` with the code that they explain.
 
-python docs/method.py            # writes docs/method_*.png
-python docs/method.py --no-model # without the last one, which draws with the bundled model
+    python docs/method.py              # writes docs/method_*.png
+    python docs/method.py --no-model   # all but the last one
+
+The bundled model draws the last one.
 """
 
 import dataclasses
@@ -22,12 +24,12 @@ HERE = pathlib.Path(__file__).resolve().parent
 BLOCKS = np.array([[0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4]], np.int32)
 NAMES = ("P", "P", "P", "1", "1", "2", "2", "3", "3", "R", "4", "4", "R")
 LAST_CLEAN = 2
-PROMPT_TOKENS = 60  # of a prompt and its layout, about
+PROMPT_TOKENS = 60  # approximately those of a prompt with its layout
 CAPTION = "a red circle above a blue square"
 
 
 def main() -> None:
-    """Writes them all."""
+    """Writes all images."""
     training = make_layout(np.arange(BLOCKS.shape[1])[None], BLOCKS, LAST_CLEAN)
     figures.visibility_matrix(training, NAMES).save(HERE / "method_training.png")
     held = np.flatnonzero(BLOCKS[0] <= LAST_CLEAN + 1)
@@ -53,7 +55,7 @@ def with_preset(settings: config.Config, preset: str) -> config.Sampling:
 
 
 def unmasking() -> Image.Image:
-    """Draws one prompt by the dense and by the sparse sampler; returns their steps, row by row."""
+    """Draws a prompt with the dense and the sparse sampler; returns a row of steps for each."""
     pipe, rows = SparseLaViDa.from_pretrained("scenes"), []
     for preset in ("dense", "sparse"):
         frames: list[np.ndarray] = []

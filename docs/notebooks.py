@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the notebooks and keeps what they print: `docs/notebooks.md`, with its images next to it.
+"""Runs the notebooks and writes what they show to `docs/notebooks.md`, with images next to it.
 
     python docs/notebooks.py                # needs pip install 'sparse-lavida-jax[colabs]'
-    python docs/notebooks.py train_small    # its part of the page alone
+    python docs/notebooks.py train_small    # only its part of the page
 
 The notebooks themselves are committed without outputs; they run whole.
 """
@@ -19,14 +19,14 @@ import nbformat
 HERE = pathlib.Path(__file__).resolve().parent
 COLABS = HERE.parent / "colabs"
 IMAGES = HERE / "notebooks"
-SECONDS = 900  # until a cell is given up
+SECONDS = 900  # limit for a cell
 MOST_LINES = 12  # of one output
 HEAD = """# What the notebooks show
 
-Printed and drawn by the notebooks of [`colabs/`](../colabs) on two CPU cores with the bundled
-model, kept by `python docs/notebooks.py`. Seconds hold compilation, on a machine that did other
-work too; [speed.md](speed.md) has what was measured."""
-# What differs from machine to machine.
+What the notebooks of [`colabs/`](../colabs) print and draw with the bundled model on two CPU cores;
+written by `python docs/notebooks.py`. Times include compilation, on a machine that was also doing
+other work. Measurements are in [speed.md](speed.md)."""
+# Differs between machines.
 PATHS = re.compile(r"(/[\w.+-]+)*/tmp\w+")
 
 

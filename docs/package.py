@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the wheel, installs it in a new environment, uses it elsewhere: `docs/package.md`.
+"""Builds the wheel, installs it in a new environment and uses it there; writes `docs/package.md`.
 
     python docs/package.py [PYTHON...]    # for instance python3.12
 
-Takes the committed files alone, so that what was forgotten is missed. Kept is what is printed, and
-what pip would install for accelerators, with `python3` and with every other Python that is named.
+Only committed files are used, so a forgotten one is noticed. The page shows what is printed, and
+what pip would install for accelerators with `python3` and every other Python that is named.
 """
 
 import json
@@ -18,8 +18,8 @@ import tempfile
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = """# The package, outside the checkout
 
-What a wheel of the committed files prints in a new environment, in an empty folder; kept by
-`python docs/package.py`.
+A wheel is built from the committed files, installed in a new environment and used in an empty
+folder; written by `python docs/package.py`.
 """
 BUILD = (
     "git clone --quiet {checkout} sparse-lavida-jax",
@@ -37,15 +37,15 @@ USE = (
 EXTRAS = ("gpu", "tpu")
 ACCELERATORS = """## On accelerators
 
-What pip resolves the extras to (`--dry-run`), on Linux. Nothing of it was installed by this, and
-there was no GPU or TPU to run it on.
+The packages that pip would install for the extras on Linux (`--dry-run`). They were not installed,
+because there was no GPU or TPU to run them on.
 
-| Python | extra | jax and what it needs for the device | packages in all |
+| Python | extra | jax and its packages for the device | packages in total |
 | --- | --- | --- | --- |
 """
 # In addition, a GPU's extra brings NVIDIA's libraries.
 OF_JAX = re.compile(r"jax|jaxlib|jax-cuda.*|libtpu")
-# What differs from machine to machine.
+# Differs between machines.
 MACHINE = re.compile(r"(/[\w.+-]+)*/(env|elsewhere)\b|(?<=Linux)-\S+")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes `docs/page.png`: what `sparse-lavida demo` shows, after it drew, answered and found things.
+"""Takes `docs/page.png`: the page of `sparse-lavida demo` after it drew, answered and pointed.
 
     python docs/page.py    # needs pip install 'sparse-lavida-jax[demo]' playwright, and a Chromium
 
@@ -24,7 +24,7 @@ from playwright.sync_api import Page, sync_playwright
 HERE = pathlib.Path(__file__).resolve().parent
 PORT = 7861
 ADDRESS = f"http://127.0.0.1:{PORT}"
-SECONDS = 180  # until it is given up
+SECONDS = 180  # limit until the page answers
 PASSED = "tokens through the network"
 ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 

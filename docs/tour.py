@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every task of `sparse-lavida` and keeps what it draws and prints, for the README.
+"""Runs every task of `sparse-lavida` and writes what it draws and prints to `docs/tour.md`.
 
     python docs/tour.py                               # docs/tour.md and docs/tour.png
     python docs/tour.py --dense=runs/scenes_dense     # docs/steps.gif too
 
-The bundled model and the first seed; nothing is picked. The animation has a dense model next to it,
-which `configs/scenes_dense.py` trains.
+Uses the bundled model and the first seed, without selection. In the animation, the model that
+`configs/scenes_dense.py` trains is next to it. Afterwards, look at the results: describe the model
+in `MODEL`, and mark wrong results in the page with a line `# wrong: ...` below them.
 """
 
 import argparse
@@ -26,11 +27,16 @@ from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.inference import engine
 
 HERE = pathlib.Path(__file__).resolve().parent
-PAGE = """# Every task, by its command
+MODEL = """It is the model that `configs/scenes_long.py` trained for 34,000 steps
+([more](training.md#the-bundled-model)). It draws well, but does not use what an image shows, so
+most results that depend on an image are wrong."""
+PAGE = f"""# Every task, by its command
 
-The small model of the package, the first seed, nothing picked; kept by `python docs/tour.py`.
-`cut.png` is the middle of `out.png`. What the model gets wrong stands here too: how often it does,
-says the table of the README.
+Results of the bundled model with the first seed, without selection, made by
+`python docs/tour.py`.
+{MODEL}
+Wrong results are marked with `# wrong`; the [README](../README.md#how-good-how-fast) has the scores
+of all tasks. `cut.png` is the middle of `out.png`.
 
 ![what the commands drew](tour.png)
 """

@@ -41,7 +41,7 @@ def summary(rows: Rows) -> str:
         steps = " to ".join(map(str, sorted({min(all_steps), max(all_steps)})))
         steps = f"{own[0]['after']}, then {steps}" if own[0]["after"] else steps
         lines.append((*told, f"{_passes(own):.1f}", steps, len({row["seed"] for row in own})))
-    return markdown.table(["way", *tasks, "passes", "steps of training", "seeds"], lines)
+    return markdown.table(["way", *tasks, "passes", "training steps", "seeds"], lines)
 
 
 def _grouped(rows: Rows) -> dict[str, list[Row]]:
@@ -93,16 +93,17 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
         plot(rows, folder / f"{name}.png")
         parts += [
             f"## {rows[0]['question']}",
-            f"`configs/{name}.py`, {rows[0]['total']} prompts a task: mean and standard deviation"
-            " over seeds of the share right; forward passes of what is decoded together.",
+            f"`configs/{name}.py`: the share of {rows[0]['total']} prompts per task answered"
+            " correctly, mean and standard deviation over seeds, and the number of forward passes.",
             summary(rows),
             f"![{name}]({name}.png)",
         ]
     if speed := of_bundled_model(record.read_rows("sampling")):
         parts += [
             "## What do cache and truncation bring?",
-            "`python -m sparse_lavida_jax.bench.sampling --batch=1`, 2 and 4: the bundled model,"
-            " medians of rows timed in turn; tokens are those of one response, padding left out.",
+            "`python -m sparse_lavida_jax.bench.sampling --batch=1`, and with 2 and 4, with the"
+            " bundled model. Times are medians of rows that were timed in turn; tokens are those of"
+            " one response, without padding.",
             table.table("sampling", speed),
         ]
     path = folder / "ablations.md"
@@ -166,7 +167,7 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
             _plot_curve(axes, rows)
         else:
             _plot_bars(axes, ways, tasks)
-        axes.set_ylabel("share right")
+        axes.set_ylabel("share correct")
         axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 

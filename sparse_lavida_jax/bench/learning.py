@@ -322,8 +322,8 @@ MEASURED = {
     "full plan, equal operations": lambda row: _at(row, "operations")["full"],
     "merged plan, equal operations": lambda row: _at(row, "operations")["merged"],
     "full plan, equal CPU time": lambda row: _at(row, "seconds")["full"],
-    "drawn right": lambda row: row["scores"]["full"]["share"],
-    "drawn right, merged": lambda row: row["scores"]["merged"]["share"],
+    "drawn correctly": lambda row: row["scores"]["full"]["share"],
+    "drawn correctly, merged": lambda row: row["scores"]["merged"]["share"],
 }
 
 
@@ -350,8 +350,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
             found = [value(row) for row in own.values() if "scores" in row or value not in SCORED]
             told.append(_mean(found, 3))
         lines.append((here, method, len(own), *told))
-    heads = ("world", "way", "seeds", "tokens with a loss an operation, over dense", *MEASURED)
-    return markdown.table(heads, lines)
+    taught = "tokens with a loss per operation, relative to dense"
+    return markdown.table(("world", "way", "seeds", taught, *MEASURED), lines)
 
 
 SCORED = tuple(value for name, value in MEASURED.items() if name.startswith("drawn"))

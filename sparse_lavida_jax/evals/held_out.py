@@ -20,7 +20,7 @@ def compare(model: Denoiser, data: MixtureBatches) -> str:
     """Returns a sentence or two and a table of the mean losses of both, by group."""
     held = {group: numbers for group, numbers in data.held.items() if numbers}
     if not held:
-        return f"No record was held back: that takes {FEWEST} of a group."
+        return f"No record was held out: that needs at least {FEWEST} records in a group."
     counts = ", ".join(
         f"{len(numbers)} of {len(data.records[group])} ({group})" for group, numbers in held.items()
     )
@@ -28,13 +28,13 @@ def compare(model: Denoiser, data: MixtureBatches) -> str:
     for group, numbers in held.items():
         taken = data.taken[group]
         learned = [taken[i] for i in range(min(len(numbers), len(taken)))]
-        for called, which in (("held back", numbers), ("learned from", learned)):
+        for called, which in (("held out", numbers), ("trained on", learned)):
             found = losses(model, data, group, which)
             means = (f"{found[name]:.4f}" if name in found else "" for name in NAMES)
             lines.append((group, called, len(which), *means))
     return (
-        f"Records that training never took: {counts}. Next to them as many that it learned from:"
-        " the further the losses are apart, the more is remembered.\n\n"
+        f"Records that were never trained on: {counts}, compared with as many that were. The larger"
+        " the difference between their losses, the more the model has memorised.\n\n"
     ) + markdown.table(("group", "records", "number", *NAMES), lines)
 
 

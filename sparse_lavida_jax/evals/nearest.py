@@ -50,15 +50,15 @@ def compare(
         tiles += [(drawn[i], asked[i]), (image, f"nearest: {records[found[i]].asked[0]}")]
     same = (codes == known[found]).mean(axis=(1, 2)) >= REMEMBERED
     said = (
-        f"Captions of training images, drawn, each next to the nearest of {len(records)} training"
-        f" images. {same.sum()} of {len(drawn)} samples share at least {REMEMBERED:.0%} of their"
-        " codes with it: they are remembered."
+        f"Samples for captions of training images, each next to the nearest of {len(records)}"
+        f" training images. {same.sum()} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
+        " their codes with it: they are memorised."
     )
     if many:
         distance = frechet_distance(table[codes].mean(axis=(1, 2)), table[known].mean(axis=(1, 2)))
         said += (
             " Fréchet distance to the training images, in features of the model's own image"
-            f" tokenizer: {distance:.4f} ({len(drawn)} samples). It is no FID."
+            f" tokenizer: {distance:.4f} ({len(drawn)} samples). This is not an FID."
         )
     return said, tiles
 

@@ -102,8 +102,8 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     if settings.data.source == "prepared" and not settings.train.init_from:
         return (
             f"# {settings.name}\n\nA Sparse-LaViDa trained from scratch {how} on the images and"
-            f" texts of `{pathlib.Path(settings.data.folder).name}`. What may be done with it is"
-            " for those to say whom they belong to.\n"
+            f" texts of `{pathlib.Path(settings.data.folder).name}`. Their owners decide how"
+            " it may be used.\n"
         )
     if settings.train.init_from:
         base = pathlib.Path(settings.train.init_from).name
@@ -145,7 +145,7 @@ def write(
     if data is not None:
         parts += ["## While it trained", _losses(log)]
         if settings.data.held_out:
-            parts += ["## Held back", held_out.compare(pipe.model, data)]
+            parts += ["## Held-out records", held_out.compare(pipe.model, data)]
         parts += _newest_sheet(folder)
         records = [] if pipe.codec is None else data.captioned(nearest.MOST_RECORDS)
         if records:
@@ -160,7 +160,7 @@ def write(
         parts += ["## While it trained", _curve(log)]
         if settings.data.source == "digits":
             scores = check(pipe, folder / "images/drawn.png")
-            judged = f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} right."
+            judged = f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} correct."
             parts += ["## Drawn", "![drawn](images/drawn.png)", judged]
         else:
             parts += _scene_sections(pipe, folder)
@@ -264,8 +264,8 @@ def _speed(pipe: SparseLaViDa) -> str:
     passed = [tokens_passed(settings.model, one, example, block) for one in samplings]
     return (
         f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
-        f" this machine: sparse {sparse:.1f} ms an image, dense {dense:.1f} ms:"
-        f" **{dense / sparse:.1f} times faster**. Tokens passed through the model an image:"
+        f" this machine: sparse {sparse:.1f} ms per image, dense {dense:.1f} ms:"
+        f" **{dense / sparse:.1f} times faster**. Tokens passed through the model per image:"
         f" sparse {passed[0]}, dense {passed[1]}."
     )
 

@@ -115,5 +115,5 @@ def test_a_notebook_runs(name, programs, tmp_path, monkeypatch):
     if name == "train_own_images":
         assert "['purple', 'dragon']" in said
         (report,) = [one["text/markdown"] for one in shown if "text/markdown" in one]
-        assert "never took: 7 of 150 (text_to_image)" in report
+        assert "never trained on: 7 of 150 (text_to_image)" in report
         assert len(drawn) == 3

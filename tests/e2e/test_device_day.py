@@ -81,5 +81,5 @@ def test_a_dry_run_goes_through_every_part_and_ends_with_the_bars(tmp_path):
             break
     assert done.returncode == 0, done.stdout[-4000:]
     assert list(parts(tmp_path)) == DRY
-    assert "## Whole requests, held against their bars" in done.stdout
+    assert "## Whole requests, compared with their bars" in done.stdout
     assert (tmp_path / "cpu" / "headline").is_dir() and (tmp_path / "cpu" / "training").is_dir()

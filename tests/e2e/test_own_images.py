@@ -78,7 +78,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert "2 layers of width 32 is trained from scratch" in printed.err
     report = (run / "report.md").read_text()
     assert "each next to the nearest of 29 training images" in report
-    assert "No record was held back: that takes 100 of a group." in report
+    assert "No record was held out: that needs at least 100 records in a group." in report
     assert image_files.read(run / "images/nearest.png").shape[1] > 4 * 32
     assert "on the images and texts of `prepared`" in (run / "model/README.md").read_text()
     asked = ("generate", "a purple square", "--checkpoint", run, "--steps", 2, "--out", out)

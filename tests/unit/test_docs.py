@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from sparse_lavida_jax import cli, config, main
-from sparse_lavida_jax.bench import record
+from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.training import own_images
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -97,21 +97,13 @@ def commands():
                 yield pytest.param(words, id=f"{page.stem}: {' '.join(words)}")
 
 
-def test_the_time_of_a_conversion_follows_from_the_rows():
-    rows = {row["layers"]: row["median_s"] for row in record.read_rows("convert")}
-    each = (rows[6] - rows[3]) / 3
-    page = " ".join(text_of("lavida_o").split())
-    assert f"{(rows[6] + 26 * each) / 60:.0f} minutes on two CPU cores" in page
-    told = f"{rows[3]:.0f} s with 3 layers and {rows[6]:.0f} s with 6"
-    assert told in page and f"{each:.0f} s for each of the 26 further layers" in page
-
-
 @pytest.mark.parametrize("words", list(commands()))
 def test_a_command_of_the_documents_is_understood(words, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
-    # Settings for a folder that a reader would have prepared.
+    # Settings for folders that a reader would have made.
     monkeypatch.setattr(own_images, "from_scratch", lambda _: config.Config())
     monkeypatch.setattr(own_images, "continued", lambda *_: config.Config())
+    monkeypatch.setattr(adapters, "settings_with", lambda settings, _: settings)
     if words[0] == "python":
         assert main.parse(words[2:]) is not None
         return

@@ -261,9 +261,9 @@ def test_a_loss_is_measured_on_whole_batches(with_held, monkeypatch):
         lambda model, batch, chunk: seen.append(batch) or (0, {"image_nll": len(seen)}),
     )
     said = held_out.compare(tiny.denoiser(with_held.settings.model), with_held)
-    assert "never took: 4 of 17 (draw), 3 of 12 (understand)" in said
-    assert "| draw | held back | 4 |  | 1.0000 |" in said
-    assert "| draw | learned from | 4 |  | 2.0000 |" in said
+    assert "never trained on: 4 of 17 (draw), 3 of 12 (understand)" in said
+    assert "| draw | held out | 4 |  | 1.0000 |" in said
+    assert "| draw | trained on | 4 |  | 2.0000 |" in said
     assert len(seen) == 4
 
 
@@ -271,7 +271,7 @@ def test_nothing_is_held_back_of_few_records(folder, tokenizer):
     mixed = batches(folder, tokenizer, data={"held_out": 0.25})
     assert not any(mixed.held.values())
     said = held_out.compare(tiny.denoiser(mixed.settings.model), mixed)
-    assert said == "No record was held back: that takes 100 of a group."
+    assert said == "No record was held out: that needs at least 100 records in a group."
 
 
 # --- mistakes ----------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers and tables of the pages are those of the committed rows, texts those of the scripts."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+from sparse_lavida_jax.bench import ablation_report, learning, record, table
+
+CHECKOUT = pathlib.Path(__file__).parents[2]
+
+
+def page(name):
+    return (CHECKOUT / name).read_text()
+
+
+def on_one_line(text):
+    return " ".join(text.split())
+
+
+def test_ways_to_train_are_compared_as_measured():
+    assert learning.summary(record.read_rows("learning")) in page("docs/training.md")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CHECKOUT.glob("configs/ablation_*")))
+def test_the_tables_of_the_ablations_are_those_of_the_rows(name):
+    newest = ablation_report.newest(record.read_rows(ablation_report.SUITE))
+    rows = [row for row in newest if row["ablation"] == name]
+    assert ablation_report.summary(rows) in page("docs/ablations.md")
+
+
+def test_the_speed_of_the_bundled_model_is_that_of_the_rows():
+    rows = ablation_report.of_bundled_model(record.read_rows("sampling"))
+    assert table.table("sampling", rows) in page("docs/ablations.md")
+
+
+def test_training_steps_of_the_full_model_are_those_that_were_compiled():
+    rows = [row for row in record.read_rows("aot") if row["task"] == "train_step"]
+    assert rows
+    for row in map(table.View, rows):
+        exchanged, formula = row["exchanged"] / 1e9, row["expected_bytes"]["total"] / 1e9
+        assert f" | {exchanged:.1f} | {formula:.1f} | " in page("docs/training.md"), row["id"]
+
+
+def test_the_memory_of_a_chunked_loss_is_that_of_the_rows():
+    gb = {
+        (row["task"], row["method"]): f"{row['bytes']['temporaries'] / 1e9:.1f}"
+        for row in record.read_rows("training")
+        if row["task"].startswith("cross_entropy/")
+    }
+    told = on_one_line(page("docs/training.md"))
+    longer, shorter = "cross_entropy/4096", "cross_entropy/1024"
+    assert f"needs {gb[longer, 'chunk512']} GB in addition" in told
+    assert f"instead of {gb[longer, 'plain']}. At 1,024" in told
+    assert f"{gb[shorter, 'chunk512']} instead of {gb[shorter, 'plain']}, because" in told
+
+
+def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
+    share = {
+        row["model"]: f"{row['share']:.2f}".lstrip("0")
+        for row in record.read_rows("quality")
+        if row["task"] == "draw" and row["method"] == "sparse"
+    }
+    told = on_one_line(page("docs/training.md"))
+    assert f"It draws {share['scenes_long']} of its prompts correctly" in told
+    four, one = share["scenes_g4"], share["scenes"]
+    assert f"{four} of the prompts are drawn correctly with four codes and {one} with one" in told
+
+
+def test_the_time_of_a_conversion_follows_from_the_rows():
+    rows = {row["layers"]: row["median_s"] for row in record.read_rows("convert")}
+    each = (rows[6] - rows[3]) / 3
+    told = on_one_line(page("docs/lavida_o.md"))
+    assert f"{(rows[6] + 26 * each) / 60:.0f} minutes on two CPU cores" in told
+    assert f"{rows[3]:.0f} s with 3 layers and {rows[6]:.0f} s with 6" in told
+    assert f"{each:.0f} s for each of the 26 further layers" in told
+
+
+def test_pages_tell_the_same_time_for_the_tests():
+    for name in ("README.md", "CONTRIBUTING.md"):
+        found = re.search(r"two cores,?(?: the suite takes)? about ([\w ]+ hour)", page(name))
+        assert found is not None and found[1] == "a quarter of an hour", name
+
+
+def texts_of(script):
+    """Returns the texts of a script's constants in capitals, with those in braces filled in."""
+    texts = {}
+    for node in ast.parse(page(f"docs/{script}.py")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.JoinedStr):
+            name, code = ast.unparse(node.targets[0]), ast.unparse(node.value)
+            texts[name] = eval(code, dict(texts))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [("tour", ["PAGE"]), ("notebooks", ["HEAD"]), ("package", ["PAGE", "ACCELERATORS"])],
+)
+def test_a_page_has_the_text_of_the_script_that_writes_it(script, names):
+    for name in names:
+        assert texts_of(script)[name] in page(f"docs/{script}.md")
