@@ -69,6 +69,17 @@ def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
     assert f"{four} of the prompts are drawn correctly with four codes and {one} with one" in told
 
 
+def test_the_whole_request_on_a_cpu_is_that_of_the_rows():
+    rows = record.read_rows("cpu")
+    sparse = next(table.View(row) for row in rows if row["method"] == "sparse")
+    sparse["other"] = table.row_of(rows, sparse, "dense_lean")
+    ratio = sparse["other"]["tokens"]["useful"] / sparse["tokens"]["useful"]
+    share = 100 * sparse["share_of_token_ratio"]
+    told = on_one_line(page("docs/speed.md"))
+    assert f"{sparse['times_faster']:.1f} times (bar 4, met)" in told
+    assert f"and {share:.0f} % of the ratio of tokens, which is {ratio:.1f} (bar" in told
+
+
 def test_the_time_of_a_conversion_follows_from_the_rows():
     rows = {row["layers"]: row["median_s"] for row in record.read_rows("convert")}
     each = (rows[6] - rows[3]) / 3
