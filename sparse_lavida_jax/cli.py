@@ -194,13 +194,13 @@ def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
 # Commands.
 
 
-_MODEL = "checkpoint adapters convert batch_size json json_full quiet debug"
+_MODEL = "checkpoint adapters convert mesh batch_size json json_full quiet debug"
 _SAMPLING = "steps sampler registers temperature quantize"
 _CHATTING = "image_steps sampler registers image_temperature layout_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
-    "checkpoint adapters convert host port batch_size longest_wait max_waiting programs only grace"
-    " api_key insecure warmup quiet debug"
+    "checkpoint adapters convert mesh host port batch_size longest_wait max_waiting programs only"
+    " grace api_key insecure warmup quiet debug"
 )
 
 

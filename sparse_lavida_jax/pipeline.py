@@ -105,7 +105,7 @@ class SparseLaViDa:
         name: str | pathlib.Path,
         batch_size: int = 16,
         *,
-        mesh: jax.sharding.Mesh | None = None,
+        mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
         dtype: str | None = None,
         task: fuse.Task = "both",
         revision: str | None = None,
@@ -116,11 +116,11 @@ class SparseLaViDa:
     ) -> S:
         """Loads a model folder, a run directory, or a bundled model or one from the hub by name.
 
-        On one GPU, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
+        On GPUs, or for one task, the parameters are fused for sampling (`fuse.for_inference`).
 
         Args:
-            mesh: splits the parameters over several devices (`sharding.RULES`), each of which
-                reads only its own part; results are the same as on one device.
+            mesh: splits the parameters over several devices (`sharding.RULES`), to the results of
+                one up to rounding; or its sizes, such as {"fsdp": 2, "tensor": 4} for all eight.
             dtype: of the parameters, "float32" or "bfloat16"; by default as stored.
             task: "image" for images without a layout in text, "text" for text: parameters that
                 only the other task reads are dropped, and requests that need them are refused.
@@ -132,15 +132,10 @@ class SparseLaViDa:
 
         Raises:
             model_folder.CheckpointError: there is no such model, or it is damaged.
-            ValueError: the mesh has unknown axes, or `task` is set together with a mesh or with
-                unmerged adapters.
+            ValueError: a wrong mesh (`sharding.automatic`), or `task` next to unmerged adapters.
         """
-        whole = mesh is not None or not merge_adapters
-        if whole and task != "both":
-            raise ValueError(
-                "over a mesh, and next to adapters, all parameters are kept: leave"
-                f" task={task!r} out."
-            )
+        if not merge_adapters and task != "both":
+            raise ValueError(f"next to adapters, all parameters are kept: leave task={task!r} out.")
         attention.admit_kernel()
         where: Any = {"revision": revision, "local_files_only": local_files_only}
         if convert:
@@ -163,8 +158,8 @@ class SparseLaViDa:
         named = f"{name}@{revision}" if revision else str(name)
         digest = lora_folders.digest(folder, weights)
         source = Origin(named, digest, lora_folders.written(weights))
-        if not whole and (jax.default_backend() == "gpu" or task != "both"):
-            model = fuse.for_inference(model, task=task)
+        if merge_adapters and (jax.default_backend() == "gpu" or task != "both"):
+            model = fuse.for_inference(model, task=task, mesh=attention.mesh_of(model))
         return cls(model, settings, prompts, codec, batch_size, source)
 
     def save_pretrained(self, folder: pathlib.Path | str) -> None:
@@ -199,6 +194,11 @@ class SparseLaViDa:
     def model(self) -> Denoiser:
         """The denoiser."""
         return self.engine.model
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The mesh that the parameters are split over; None for a single device."""
+        return attention.mesh_of(self.model)
 
     @property
     def batch_size(self) -> int:

@@ -33,7 +33,7 @@ class Staged(SparseLaViDa):
         tokenizer=types.SimpleNamespace(encode=str.split),
     )
     codec = None
-    batch_size = 1  # not a property here
+    batch_size, mesh = 1, None  # not properties here
 
     def __init__(self, batch_size=1):
         self.batch_size = batch_size

@@ -48,10 +48,16 @@ def _settings(text: str) -> tuple[int, int | None]:
     return int(steps), int(registers) if registers else None
 
 
+def _mesh(text: str) -> dict[str, int]:
+    """Reads `fsdp=2,tensor=4`."""
+    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+
+
 # argparse names these in its messages.
 _settings.__name__ = "number of steps such as 12, or 12:16 with the registers"
 _size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
 _registers.__name__ = "number of registers such as 64 or 64:8"
+_mesh.__name__ = "mesh such as tensor=4 or fsdp=2,tensor=4"
 
 
 def _argument(
@@ -91,6 +97,10 @@ _LINES = (
 _CHECKPOINT = (
     "the model: a folder, a run directory, a bundled model, or org/name on the Hugging Face hub;"
     f" by default {DEFAULT_MODEL}"
+)
+_OVER = (
+    "split the model over all devices, as tensor=4 or fsdp=2,tensor=4; the axes are data, fsdp and"
+    " tensor, and a size of -1 takes the rest; by default one device"
 )
 _OUT = (
     f"the image file to write ({', '.join(SUFFIXES)}); several images get numbers; folders are"
@@ -210,6 +220,7 @@ ARGUMENTS = {
     "convert": _argument(
         "--convert", "convert a released LaViDa-O from the hub first; this is done only once", None
     ),
+    "mesh": _argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
     "batch_size": _argument(
         "--batch-size", "largest number of rows that are decoded together, 1 to 1024", int, 16
     ),

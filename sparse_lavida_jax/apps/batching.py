@@ -3,7 +3,7 @@
 
 Waiting requests of one kind (`batches.kind_of`) are done together. Batches of different kinds take
 turns on the device at the ends of their segments. A batch whose programs have not run yet releases
-the device while it compiles and runs them.
+the device while it compiles and runs them, unless the model is split over several devices.
 """
 
 import collections
@@ -277,13 +277,17 @@ class Batch:
 
     @contextlib.contextmanager
     def _programs(self, key: Hashable) -> Iterator[None]:
-        """Leaves the device to others while it runs programs that have to be compiled first."""
+        """Leaves the device to others while it runs programs that have to be compiled first.
+
+        Several devices are kept: two programs that both wait for other devices may never end.
+        """
         known = self.batcher.known
         with contextlib.ExitStack() as stack:
             if key not in known:
-                self.device.give()
-                stack.callback(self.device.take, self)
-                stack.enter_context(self.batcher.beside(self.tickets[0].kind))
+                if self.pipe.mesh is None:
+                    self.device.give()
+                    stack.callback(self.device.take, self)
+                    stack.enter_context(self.batcher.beside(self.tickets[0].kind))
                 if key in known:  # another batch compiled it in the meantime
                     stack.close()
                 else:

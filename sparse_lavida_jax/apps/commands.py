@@ -23,6 +23,7 @@ from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
@@ -238,7 +239,19 @@ def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) 
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
     adapters = asked.adapters or recorded.get("adapters") or ""
     how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
-    return SparseLaViDa.from_pretrained(name, **how)
+    return SparseLaViDa.from_pretrained(name, mesh=mesh_of(asked), **how)
+
+
+def mesh_of(asked: argparse.Namespace) -> jax.sharding.Mesh | None:
+    """Returns the mesh that `--mesh` names.
+
+    Raises:
+        UsageError: it has an unknown axis, or is not of all devices.
+    """
+    try:
+        return asked.mesh and sharding.automatic(asked.mesh)
+    except ValueError as error:
+        raise UsageError(f"--mesh: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------

@@ -237,8 +237,9 @@ async def _run(
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
     makes = TASKS[task].makes
+    painted = None
     if task == "inpaint":
-        image, options["mask"] = _painted(image)
+        painted = _painted(image)
     elif TASKS[task].image == "needed":
         image = _needed(image)
     if makes == "boxes":
@@ -254,6 +255,12 @@ async def _run(
     whole = {"steps", "registers", "seed", "rounds"} & options.keys()
     options |= {name: int(options[name]) for name in whole}  # sliders return 3.0 for 3
     try:
+        # What waits is kept no larger than the model needs it.
+        if painted is not None:
+            image, known = await asyncio.to_thread(service.with_hole, *painted)
+            options |= known
+        elif image is not None:
+            image = await asyncio.to_thread(service.small, image)
         looks = EVERY if makes == "image" else 0
         ticket = service.submit(task, words, image, previews=looks, **options)
         waited = asyncio.wrap_future(ticket.future)

@@ -11,6 +11,7 @@ import socket
 from typing import Any
 
 from sparse_lavida_jax import runtime
+from sparse_lavida_jax.apps.commands import mesh_of
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
@@ -53,8 +54,9 @@ def run(name: str, asked: argparse.Namespace) -> int:
         # Clients are told; what strangers ask for stays out of the log.
         logging.getLogger(requests.__name__).setLevel(logging.ERROR)
         model = asked.checkpoint or DEFAULT_MODEL
-        how = {"batch_size": asked.batch_size, "convert": asked.convert}
-        pipe = SparseLaViDa.from_pretrained(model, adapters=asked.adapters or "", **how)
+        how: dict[str, Any] = {"batch_size": asked.batch_size, "convert": asked.convert}
+        how |= {"adapters": asked.adapters or "", "mesh": mesh_of(asked)}
+        pipe = SparseLaViDa.from_pretrained(model, **how)
         limits = Limits(
             waiting=asked.max_waiting,
             longest_wait=asked.longest_wait,

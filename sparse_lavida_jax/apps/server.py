@@ -24,7 +24,7 @@ from fastapi import HTTPException, responses
 from sparse_lavida_jax.apps.api import asking, chat, errors, images
 from sparse_lavida_jax.apps.api.guards import Guard, Rules
 from sparse_lavida_jax.apps.api.metrics import Metrics, Timed
-from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.version import __version__
 
 FORM_ROOM = 2**20  # bytes in a request besides its images
@@ -52,12 +52,16 @@ def make_app(
     app.state.metrics = Metrics(service)
     for one in (images.router, chat.router, router):
         app.include_router(one)
-    # base64 turns three bytes into four
-    body = FORM_ROOM + images.FILES * service.limits.upload * 4 // 3
-    app.add_middleware(Guard, rules=Rules(**{"body": body, **limits}, hosts=hosts, key=key))
+    limits = {"body": body_limit(service.limits), **limits}
+    app.add_middleware(Guard, rules=Rules(**limits, hosts=hosts, key=key))
     app.add_middleware(Timed, metrics=app.state.metrics)
     errors.handle(app)
     return app
+
+
+def body_limit(limits: Limits) -> int:
+    """Returns the bytes that the body of a request may have."""
+    return FORM_ROOM + images.FILES * limits.upload * 4 // 3  # base64 turns three bytes into four
 
 
 def _card(request: fastapi.Request) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped,
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
+from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
@@ -191,6 +192,21 @@ class Service:
     def small(self, image: image_files.Pixels) -> image_files.Pixels:
         """Returns an image no larger than the model can see, to save memory while it waits."""
         return images.shrunk(image, self.largest_side)
+
+    def with_hole(
+        self, image: image_files.Pixels, mask: Any
+    ) -> tuple[image_files.Pixels, dict[str, Any]]:
+        """Returns what `small` does, and the option that has the masked part drawn again.
+
+        Args:
+            mask: see `SparseLaViDa.inpaint`.
+
+        Raises:
+            ImageError: a mask of another size, or an empty one.
+        """
+        hole = self.pipe.prompts.on_canvas(regions.hole(image, mask, None))
+        cells = self.pipe.settings.model.grid_size
+        return self.small(image), {"known": regions.untouched(hole, cells)}
 
     def image(self, contents: bytes, name: str = "the image") -> image_files.Pixels:
         """Returns the pixels of an uploaded file.

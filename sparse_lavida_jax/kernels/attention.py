@@ -316,12 +316,18 @@ def mesh_in_use(params: PyTree) -> contextlib.AbstractContextManager:
 
     Without it a kernel is not split over the mesh, and the compiler cannot split it.
     """
+    mesh = mesh_of(params)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def mesh_of(params: PyTree) -> Mesh | None:
+    """Returns the mesh that parameters are split over; None for a single device."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             mesh = leaf.sharding.mesh
             if isinstance(mesh, Mesh) and mesh.size > 1:
-                return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
+                return mesh
+    return None
 
 
 def _lacks_for_gpu() -> str | None:

@@ -10,16 +10,22 @@ once and does little with it, so what matters is how often, and in what pieces, 
   copied first, which doubles the memory traffic. The same holds for a tile of the text head. On
   TPUs the stack is scanned, as in training;
 * parameters that the task never reads are left out.
+
+Over a mesh, every device holds its own columns of queries, keys and values (and of gate and up)
+side by side, so that taking them apart moves nothing between devices.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from sparse_lavida_jax.models import text_head
+from sparse_lavida_jax.kernels.sharded import HEADS_AXIS
+from sparse_lavida_jax.models import sharding, text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Branch, Layer, Linear, Rotary, rotate
 from sparse_lavida_jax.models.quantize import QuantizedLinear, side_by_side
@@ -58,17 +64,29 @@ class FusedBranch(Branch):
         branch: of one layer, or of a stack.
         attn_out: the output projection shared by the layer's branches.
         dtype: of the parameters.
+        devices: that its columns are split over.
         ends: whether the branch ends with this layer's keys and values, so that everything
             after them is dropped.
     """
 
-    def __init__(self, branch: Branch, attn_out: Linear, dtype: jnp.dtype, *, ends: bool = False):
+    def __init__(
+        self,
+        branch: Branch,
+        attn_out: Linear,
+        dtype: jnp.dtype,
+        devices: int = 1,
+        *,
+        ends: bool = False,
+    ):
         def matrix(*linears: Linear, width: int | None = None) -> Linear:
-            if narrow := [one for one in linears if isinstance(one, QuantizedLinear)]:
-                return side_by_side(narrow, width)
-            kernels = [_kernel(linear)[..., :width].astype(dtype) for linear in linears]
-            return Matrix(jnp.concatenate(kernels, axis=-1) if len(kernels) > 1 else kernels[0])
+            def joined(arrays: Iterable[Array]) -> Array:
+                return _joined([one[..., :width] for one in arrays], devices)
 
+            if narrow := [one for one in linears if isinstance(one, QuantizedLinear)]:
+                return side_by_side(narrow, joined)
+            return Matrix(joined(_kernel(linear)[..., :width].astype(dtype) for linear in linears))
+
+        self.devices = devices
         self.num_heads, self.dtype = branch.num_heads, branch.dtype
         self.attn_norm = _cast(branch.attn_norm, dtype)
         self.into = matrix(branch.q, branch.k, branch.v)
@@ -83,12 +101,13 @@ class FusedBranch(Branch):
         self, x: Float[Array, "b s e"], turn: Rotary
     ) -> tuple[Float[Array, "b s hd"], Float[Array, "b s hd"], Float[Array, "b s hd"]]:
         x = self.attn_norm(x).astype(self.dtype)
-        q, k, v = jnp.split(self.into(x), 3, axis=-1)
+        q, k, v = _parted(self.into(x), 3, self.devices)
         q, k = (rotate(part, turn, self.num_heads) for part in (q, k))
         return q, k, v
 
     def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        gate, up = jnp.split(self.gate_up(self.mlp_norm(x).astype(self.dtype)), 2, axis=-1)
+        hidden = self.gate_up(self.mlp_norm(x).astype(self.dtype))
+        gate, up = _parted(hidden, 2, self.devices)
         return x + self.down(jax.nn.silu(gate) * up)
 
 
@@ -99,6 +118,7 @@ class FusedLayer(Layer):
         self,
         layer: Layer,
         dtype: jnp.dtype,
+        devices: int = 1,
         *,
         without: tuple[str, ...] = (),
         ending: tuple[str, ...] = (),
@@ -106,8 +126,8 @@ class FusedLayer(Layer):
         for name in ("understanding", "generation"):
             branch = getattr(layer, name, None)
             if branch is not None and name not in without:
-                fused = FusedBranch(branch, layer.attn_out, dtype, ends=name in ending)
-                setattr(self, name, fused)
+                how = {"devices": devices, "ends": name in ending}
+                setattr(self, name, FusedBranch(branch, layer.attn_out, dtype, **how))
 
     def finish(
         self, branch: Branch, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"]
@@ -160,7 +180,11 @@ class FusedDenoiser(Denoiser):
 
 
 def for_inference(
-    model: Denoiser, *, task: Task = "both", by_layer: bool | None = None
+    model: Denoiser,
+    *,
+    task: Task = "both",
+    by_layer: bool | None = None,
+    mesh: Mesh | None = None,
 ) -> FusedDenoiser:
     """Returns the parameters fused for sampling, in the dtype they are multiplied in.
 
@@ -173,6 +197,7 @@ def for_inference(
         task: "image" draws images and leaves out what only text uses; "text" writes text, about
             text and seen images, and leaves out what only generated images use.
         by_layer: whether every layer has its own arrays; by default on GPUs.
+        mesh: that the parameters are split over, before and after.
 
     Raises:
         ValueError: the model is already fused, has adapters, or has no images but is to draw.
@@ -187,14 +212,16 @@ def for_inference(
     later = ("understanding",) if task == "image" else without
     ending = ("understanding",) if task == "image" else ()
     dtype = jnp.dtype(model.settings.compute_dtype)
+    devices = 1 if mesh is None else mesh.shape.get(HEADS_AXIS, 1)
 
     def fused(stack: Layer, number: int, without: tuple[str, ...], ending: tuple[str, ...] = ()):
         if not by_layer:
-            return FusedLayer(stack, dtype, without=without)
+            return FusedLayer(stack, dtype, devices, without=without)
         return [
             FusedLayer(
                 jax.tree.map(lambda leaf, i=i: leaf[i], stack),
                 dtype,
+                devices,
                 without=without,
                 ending=ending if i == number - 1 else (),
             )
@@ -203,12 +230,32 @@ def for_inference(
 
     joint = fused(model.joint_layers, model.settings.num_joint_layers, without, ending)
     split = fused(model.split_layers, model.settings.num_split_layers, later)
-    return FusedDenoiser(model, joint, split, task)
+    whole = FusedDenoiser(model, joint, split, task)
+    return whole if mesh is None else sharding.placed(whole, mesh)
 
 
 def parameter_bytes(model: Denoiser) -> int:
     """Returns the bytes of all parameters."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+
+
+def _joined(arrays: list[Array], devices: int) -> Array:
+    """Concatenates columns, of each device separately; all at once if they cannot be split."""
+    if len(arrays) == 1:
+        return arrays[0]
+    devices = _dividing(devices, arrays[0].shape[-1])
+    own = [one.reshape(*one.shape[:-1], devices, -1) for one in arrays]
+    return jnp.concatenate(own, axis=-1).reshape(*own[0].shape[:-2], -1)
+
+
+def _parted(x: Float[Array, "b s _w"], number: int, devices: int) -> list[Float[Array, "b s _n"]]:
+    """Undoes `_joined` for a product with it, of `number` equal parts."""
+    own = x.reshape(*x.shape[:-1], _dividing(devices, x.shape[-1] // number), -1)
+    return [part.reshape(*x.shape[:-1], -1) for part in jnp.split(own, number, axis=-1)]
+
+
+def _dividing(devices: int, width: int) -> int:
+    return 1 if width % devices else devices
 
 
 def _cast(tree, dtype: jnp.dtype):

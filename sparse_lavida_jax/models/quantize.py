@@ -18,7 +18,7 @@ model on example inputs, and its product with quantised weights alone first make
 and multiplies that, which saves no memory traffic unless the compiler fuses it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -128,12 +128,17 @@ def method_of(model: nnx.Module) -> str:
     return next(found, "")
 
 
-def side_by_side(parts: Sequence[QuantizedLinear], out_width: int | None) -> QuantizedLinear:
-    """Concatenates matrices of the same inputs, each cut to its first `out_width` outputs."""
+def side_by_side(
+    parts: Sequence[QuantizedLinear], joined: Callable[[Iterable[Array]], Array]
+) -> QuantizedLinear:
+    """Concatenates matrices of the same inputs.
+
+    Args:
+        joined: concatenates columns: those of the matrices, and their scales.
+    """
     whole = jax.tree.map(lambda leaf: leaf, parts[0])
     for name in ("kernel", "scale"):
-        cut = [getattr(part, name)[..., :out_width] for part in parts]
-        setattr(whole, name, nnx.Param(jnp.concatenate(cut, axis=-1)))
+        setattr(whole, name, nnx.Param(joined(getattr(part, name)[...] for part in parts)))
     return whole
 
 

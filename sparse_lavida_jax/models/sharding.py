@@ -27,10 +27,10 @@ AnyMesh = Mesh | AbstractMesh
 # The last axes of a parameter, by its path in the model; axes before them (layers) are not split.
 # Every parameter matches exactly one rule.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"(^|/)(q|k|v|gate|up|fc1)/kernel$", ("fsdp", "tensor")),
+    (r"(^|/)(q|k|v|gate|up|fc1|into|gate_up)/kernel$", ("fsdp", "tensor")),
     (r"(^|/)(attn_out|down|out|fc2)/kernel$", ("tensor", "fsdp")),
     (r"^text_embedding$|^image_embedding/table$", ("tensor", "fsdp")),
-    (r"^text_head/kernel$|^image_head/logits/kernel$", ("fsdp", "tensor")),
+    (r"^text_head/(tiles/\d+/)?kernel$|^image_head/logits/kernel$", ("fsdp", "tensor")),
     (r"^image_(embedding/(merge|cell|code)|head/(spread|cell|code))/kernel$", ("fsdp", "tensor")),
     (r"^vision/(pool|tower/patch_embedding)/kernel$", ("fsdp", "tensor")),
     # Adapters: split like their matrix, but not along the rank.
@@ -86,19 +86,48 @@ def spec_of(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     ))  # fmt: skip
 
 
-def over(mesh: Mesh) -> ChooseSharding:
+def over(mesh: Mesh | Mapping[str, int]) -> ChooseSharding:
     """Returns an argument for `model_folder.load_model` that splits parameters over a mesh.
 
+    Args:
+        mesh: see `automatic`.
+
     Raises:
-        ValueError: the mesh has unknown axes.
+        ValueError: as `automatic`.
     """
-    _check_axes(mesh.axis_names)
-    mesh = Mesh(mesh.devices, mesh.axis_names)  # automatic axes, unlike `jax.make_mesh`
+    mesh = automatic(mesh)
 
     def choose(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
         return NamedSharding(mesh, spec_of(name, shape, mesh))
 
     return choose
+
+
+def placed(model: T, mesh: Mesh) -> T:
+    """Returns a model with its parameters split over a mesh."""
+    choose = over(mesh)
+
+    def place(path, leaf):
+        return jax.device_put(leaf, choose(leaf_name(path), leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(place, model)
+
+
+def automatic(mesh: Mesh | Mapping[str, int]) -> Mesh:
+    """Returns a mesh with automatic axes, unlike those of `jax.make_mesh`.
+
+    Args:
+        mesh: the same, with axes of any type; or sizes of axes, -1 for all remaining devices.
+
+    Raises:
+        ValueError: an unknown axis, or sizes whose product is not the number of devices.
+    """
+    if not isinstance(mesh, Mesh):
+        whole = whole_sizes(mesh, jax.device_count())
+        axis_types = (jax.sharding.AxisType.Auto,) * len(whole)
+        return jax.make_mesh(tuple(whole.values()), tuple(whole), axis_types=axis_types)
+    _check_axes(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -114,11 +143,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh | None:
     Raises:
         ValueError: an unknown axis, or sizes whose product is not the number of devices.
     """
-    if not sizes:
-        return None
-    whole = whole_sizes(sizes, jax.device_count())
-    automatic = (jax.sharding.AxisType.Auto,) * len(whole)
-    return jax.make_mesh(tuple(whole.values()), tuple(whole), axis_types=automatic)
+    return automatic(sizes) if sizes else None
 
 
 def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:

@@ -107,13 +107,13 @@ def test_an_image_is_drawn(page, service):
 @pytest.fixture
 def masks(service, monkeypatch):
     """The masks that the model is asked to draw in."""
-    seen, requests = [], service.pipe.requests
+    seen, with_hole = [], service.with_hole
 
-    def spy(*given, **more):
-        seen.append(more["mask"])
-        return requests(*given, **more)
+    def spy(image, mask):
+        seen.append(mask)
+        return with_hole(image, mask)
 
-    monkeypatch.setattr(service.pipe, "requests", spy, raising=False)
+    monkeypatch.setattr(service, "with_hole", spy)
     return seen
 
 
@@ -313,6 +313,15 @@ def test_what_is_painted_is_the_mask():
     assert np.argwhere(mask).tolist() == [[1, 2]]
     with pytest.raises(gr.Error, match="give one"):
         demo._painted({"background": None, "layers": [], "composite": None})
+
+
+def test_a_painted_image_is_kept_no_larger_than_the_model_needs_it(service):
+    image, mask = np.zeros((1000, 600, 3), np.uint8), np.zeros((1000, 600), bool)
+    mask[:200] = True
+    small, kept = service.with_hole(image, mask)
+    assert max(small.shape) == service.largest_side
+    (asked,) = service.pipe.requests("inpaint", "a", image, mask=mask)
+    np.testing.assert_array_equal(kept["known"], asked.known)
 
 
 def test_boxes_are_drawn_where_the_model_named_any():

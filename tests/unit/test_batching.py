@@ -218,6 +218,14 @@ def test_programs_that_never_ran_do_not_keep_others_from_the_device(stepping):
     assert stepping._batcher.known == {False, "new"}
 
 
+def test_several_devices_are_kept_by_programs_that_never_ran(stepping):
+    held, stepping.pipe.mesh = [], object()
+    stepping.pipe.at["new", 0] = lambda: held.append(stepping._batcher.device._user)
+    ticket = stepping.submit("ask", "new 2")
+    ticket.future.result(staged.PATIENCE)
+    assert held[0].tickets == [ticket] and ticket.first > 0
+
+
 def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
     dropped, stepping = [], Service(Stepping(), Limits(programs=3))
     monkeypatch.setattr(batching.jax, "clear_caches", lambda: dropped.append(1))

@@ -2,6 +2,7 @@
 """Every launcher calls the same main with its flags, as its dry run shows."""
 
 import itertools
+import json
 import os
 import pathlib
 import shlex
@@ -12,6 +13,8 @@ import sys
 
 import pytest
 import yaml
+
+from sparse_lavida_jax import cli
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
@@ -24,7 +27,7 @@ ENVIRONMENT = {
 MAIN = ["-m", "sparse_lavida_jax.main"]
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 # Where a process that ends also ends the run, a stopped process needs another exit code.
-STOPPED = {"tpu_pod.sh": ["--stopped_exit_code=75"], "xpk.sh": ["--stopped_exit_code=75"]}
+STOPPED = {name: ["--stopped_exit_code=75"] for name in ("tpu_pod.sh", "xpk.sh", "gcluster.sh")}
 
 
 def run(script, *words, **environment):
@@ -59,7 +62,8 @@ def test_a_dry_run_shows_the_call_of_main(script):
 def test_without_flags_a_script_says_what_it_takes(script):
     shown = run(script)
     assert shown.returncode == 2
-    assert f"launch/{script} [--dry-run] --config=" in shown.stderr
+    said = " ".join(shown.stderr.split())
+    assert f"launch/{script} [--dry-run] --config=" in said
     lines = (LAUNCH / script).read_text().splitlines()[2:]
     header = itertools.takewhile(lambda line: line.startswith("#"), lines)
     assert shown.stderr.splitlines() == [line[1:].removeprefix(" ") for line in header]
@@ -116,6 +120,21 @@ def test_skypilot_passes_the_flags_through_its_yaml(tmp_path):
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert {"SLURM_STEP_NODELIST=10.0.0.1", "SLURM_PROCID=1", "SLURM_NTASKS=2"} < set(ran)
     assert "JAX_LOCAL_DEVICE_IDS=0,1,2,3" in ran
+
+
+def test_a_gke_cluster_gets_a_slice_with_the_share_on_it():
+    def submitted(**environment):
+        shown = run("gcluster.sh", "--dry-run", *FLAGS, **environment)
+        return shlex.split(shown.stdout)
+
+    usual = submitted(SHARE="claim")
+    assert usual[:3] == ["gcluster", "job", "submit"]
+    assert {"--mount=claim;/mnt/share;rw", "--cluster=mine", "--restarts=100"} < set(usual)
+    assert "--topology=4x4x4" in usual
+    small = submitted(TYPE="v6e-8", SLICES="2")
+    assert {"--compute-type=v6e-8", "--num-slices=2"} < set(small)
+    assert not any(word.startswith("--topology") for word in small)
+    assert "--topology=8x16" in submitted(TYPE="ct6e-standard-4t", TOPOLOGY="8x16")
 
 
 def test_a_killed_run_is_started_again_and_a_failed_one_is_not(tmp_path):
@@ -223,3 +242,25 @@ def test_shellcheck_finds_nothing():
     scripts = [*SCRIPTS, LAUNCH.with_name(".ci") / "run"]
     found = subprocess.run([SHELLCHECK, *map(str, scripts)], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
+
+
+def test_what_containers_start_is_a_command_line_of_ours():
+    """The image's own command, and that of the KServe manifest, whose probes ask the server."""
+    said = (LAUNCH.parent / "Containerfile").read_text()
+    lines = [line.split(maxsplit=1) for line in said.splitlines() if line[:1].isupper()]
+    started = {word: rest for word, rest in lines}
+    assert json.loads(started["ENTRYPOINT"]) == ["sparse-lavida"]
+    service = yaml.safe_load((LAUNCH / "kserve.yaml").read_text())
+    (container,) = service["spec"]["predictor"]["containers"]
+    for words in (json.loads(started["CMD"]), container["args"]):
+        asked = cli.parser_of(words[0]).parse_args(words[1:])
+        assert asked.warmup and asked.host == "0.0.0.0"
+    assert asked.port == container["ports"][0]["containerPort"]
+    assert container["env"][0]["name"] == "SPARSE_LAVIDA_API_KEY"
+    probes = ("startupProbe", "readinessProbe", "livenessProbe")
+    paths = [container[probe]["httpGet"]["path"] for probe in probes]
+    assert paths == ["/health", "/ready", "/health"]
+    assert {container[probe]["httpGet"]["port"] for probe in probes} == {asked.port}
+    for line in said.splitlines():
+        if line.startswith("COPY "):
+            assert all((LAUNCH.parent / name).exists() for name in line.split()[1:-1]), line

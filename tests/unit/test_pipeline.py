@@ -364,12 +364,6 @@ def test_a_model_that_is_loaded_for_images_keeps_what_they_read_and_writes_no_te
         drawing.ask(None, "what is it?")
 
 
-def test_over_a_mesh_no_task_is_asked_for():
-    mesh = jax.make_mesh((1,), ("data",))
-    with pytest.raises(ValueError, match="leave task='text' out"):
-        pipeline.SparseLaViDa.from_pretrained("scenes", mesh=mesh, task="text")
-
-
 def test_a_model_is_loaded_with_adapters_and_says_so(tmp_path):
     base = model_folder.load_model("scenes")
     given = dataclasses.replace(base.config, lora=config.Lora(rank=1, targets="attn_out$"))

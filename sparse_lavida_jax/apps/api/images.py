@@ -16,7 +16,6 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.apps.api import asking, bodies, errors
 from sparse_lavida_jax.apps.api.bodies import ImageBody
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.results import Result
 
 FILES = 2  # the most files in a request: an image and a mask
@@ -57,9 +56,7 @@ async def edit(request: fastapi.Request):
             if not masks:
                 return service.small(image), {}
             mask = image_files.read_transparent(masks[0].file.read(), "the mask")
-            hole = service.pipe.prompts.on_canvas(regions.hole(image, mask, None))
-            cells = service.pipe.settings.model.grid_size
-            return service.small(image), {"known": regions.untouched(hole, cells)}
+            return service.with_hole(image, mask)
 
         return await _images(request, "inpaint" if masks else "edit", asked, read)
 

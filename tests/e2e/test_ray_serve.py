@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two replicas behind Ray Serve: one is killed under load, and no request is lost."""
+
+import concurrent.futures
+import importlib
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+
+import pytest
+import stand_ins
+
+# Ray gives its proxy five seconds to start, which are few on a busy machine; it reads this early.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
+WHY = "pip install 'sparse-lavida-jax[ray]' to test the replicas"
+ray = pytest.importorskip("ray", reason=WHY)
+pytest.importorskip("ray.serve", reason=WHY)
+httpx = pytest.importorskip("httpx", reason=WHY)
+
+from ray import serve  # noqa: E402
+
+LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
+KEY, PATIENCE, CLIENTS = "a key", 240, 8
+WANTED = {"prompt": "a red circle", "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def launched():
+    sys.path.insert(0, str(LAUNCH))
+    yield importlib.import_module("ray_serve")
+    sys.path.remove(str(LAUNCH))
+
+
+@pytest.fixture(scope="module")
+def address(launched, tmp_path_factory):
+    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("ray") / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    path = os.pathsep.join([str(LAUNCH), *sys.path])
+    here = {"env_vars": {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=here)
+    try:
+        serve.start(http_options={"port": port})
+        how = {"least": 2, "most": 2, "warmup": False, "key": KEY, "doors": 1, "batch_size": 2}
+        serve.run(launched.app(launched.Settings(checkpoint=str(folder), **how)))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def drawn(address, seed):
+    """Asks for an image; retries what was answered 503, as OpenAI's client does."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for _ in range(5):
+        reply = httpx.post(
+            f"{address}/v1/images/generations",
+            json=WANTED | {"seed": seed},
+            headers=headers,
+            timeout=PATIENCE,
+        )
+        if reply.status_code != 503:
+            return reply
+        time.sleep(1)
+    return reply
+
+
+def replicas():
+    """Returns the processes of the replicas of the model."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"ray::ServeReplica:default:model" in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_replica_that_is_killed_under_load_loses_no_request(address):
+    assert httpx.get(f"{address}/health", timeout=PATIENCE).json()["status"] == "ok"
+    refused = httpx.post(f"{address}/v1/images/generations", json=WANTED, timeout=PATIENCE)
+    assert refused.status_code == 401
+    assert refused.json()["error"]["type"] == "authentication_error"
+    before = replicas()
+    assert len(before) == 2
+    with concurrent.futures.ThreadPoolExecutor(CLIENTS) as clients:
+        asked = [clients.submit(drawn, address, seed) for seed in range(CLIENTS)]
+        time.sleep(1)
+        assert not all(one.done() for one in asked)
+        os.kill(before[0], signal.SIGKILL)
+        replies = [one.result(PATIENCE) for one in asked]
+    assert [reply.status_code for reply in replies] == [200] * CLIENTS
+    # The other replica draws the same image.
+    again = drawn(address, 0).json()["data"][0]["b64_json"]
+    assert again == replies[0].json()["data"][0]["b64_json"]
+
+
+def test_without_a_key_nothing_is_deployed(launched, monkeypatch):
+    monkeypatch.delenv(launched.KEY, raising=False)
+    with pytest.raises(ValueError, match="clients need a key"):
+        launched.app(launched.Settings())
+    assert launched.app(launched.Settings(insecure=True))
+
+
+def test_a_replica_whose_requests_all_fail_is_not_healthy(launched):
+    replica = object.__new__(launched.Replica)
+    replica.failures = 0
+    for outcome in ["failed"] * 4 + ["done"] + ["failed"] * 5:
+        replica.check_health()
+        replica._count(None, outcome)
+    with pytest.raises(RuntimeError, match="the last 5 requests failed"):
+        replica.check_health()
