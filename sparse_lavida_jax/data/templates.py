@@ -127,7 +127,6 @@ class PromptLanguage(Protocol):
         fill_in: words that ask to fill the gaps of a text.
         answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
         text_block_len: tokens of a text block.
-        largest_location: the coordinate of the right and of the lower edge of an image.
         locates_in_one_step: whether all boxes are decoded in one step, as released.
     """
 
@@ -156,8 +155,6 @@ class PromptLanguage(Protocol):
     def long_answer_tokens(self) -> int: ...
     @property
     def text_block_len(self) -> int: ...
-    @property
-    def largest_location(self) -> int: ...
 
     def refusal(self, task: str) -> str:
         """Returns why the model cannot do a task; "" if it can."""
@@ -295,7 +292,7 @@ class PromptLanguage(Protocol):
         edges = [int(edge) for edge in _EDGE.findall(tokens)]
         if len(edges) != 4 or not (edges[0] < edges[2] and edges[1] < edges[3]):
             return ""
-        x1, y1, x2, y2 = (min(edge / self.largest_location, 1) for edge in edges)
+        x1, y1, x2, y2 = (min(edge / self.frame, 1) for edge in edges)
         row = ROWS[min(int((y1 + y2) / 2 * 3), 2)]
         column = COLUMNS[min(int((x1 + x2) / 2 * 3), 2)]
         return f" at the {f'{row} {column}'.strip() or 'centre'}"
@@ -305,6 +302,11 @@ class PromptLanguage(Protocol):
         return self.tokenizer.decode(ids[: len(self.template_ids(template)[0]), 0].tolist())
 
     # Boxes.
+
+    @property
+    def frame(self) -> int:
+        """The largest coordinate of location tokens: an image's right and bottom edge."""
+        ...
 
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
         """Returns examples that locate things in an image."""

@@ -307,10 +307,6 @@ class ScenePrompts(PromptLanguage):
     def text_block_len(self) -> int:
         return self.encoder.data.text_block_len
 
-    @property
-    def largest_location(self) -> int:
-        return LOCATIONS - 1
-
     # Images.
 
     def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
@@ -420,6 +416,10 @@ class ScenePrompts(PromptLanguage):
         return dataclasses.replace(empty, response=response, given=given)
 
     # Boxes.
+
+    @property
+    def frame(self) -> int:
+        return LOCATIONS - 1
 
     def locate_one(self, phrase: str, image: Pixels) -> Example:
         (example,) = self.locate([phrase], image)
