@@ -177,6 +177,8 @@ class Progress:
         decoded_at: the block that decoded each token (`SamplerState`).
         blocks: those of the segment that has just ended; none before the first step.
         rows: request numbers of the first rows; any further rows fill the batch up.
+        plan, settings: what each step passes.
+        prompted: for each of `rows`, the tokens in its whole prompt, with anything given.
     """
 
     making: str
@@ -187,6 +189,9 @@ class Progress:
     blocks: range
     mask_id: int
     rows: tuple[int, ...] = ()
+    plan: Sequence[plans.Segment] = ()
+    settings: StepSettings | None = None
+    prompted: tuple[int, ...] = ()
 
     def after(self, block: int) -> Int[np.ndarray, "b l g"]:
         """Returns the canvas as it was after a block, whole tokens at a time."""
@@ -316,7 +321,8 @@ def sample(
 
     def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
         assert callback is not None
-        callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id))
+        how = {"plan": segments, "settings": settings}
+        callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id, **how))
 
     mask_id = _mask_id(model.settings, settings.kind)
     canvas, given = _first_canvas(examples, mask_id)

@@ -13,9 +13,14 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.sampling.state import NOT_DECODED
 
+CELLS = 4
+SETTINGS = presets.step_settings(config.Sampling(), config.Config().model, "image")
 PATIENCE = 20  # seconds; time limit of a test
 TOKENS = (np.array([[5], [0]], np.int32),)  # a word and the end of text
 
@@ -84,7 +89,13 @@ class Staged(SparseLaViDa):
 
 
 def after(making, steps, rows=1, total=3):
-    """Images of four cells; each step decodes one."""
-    decoded = np.repeat(np.arange(4)[None] < steps, rows, axis=0).astype(np.int32)
-    canvas = decoded[..., None]
-    return Progress(making, steps, total, canvas, decoded, range(1), 0, (*range(rows),))
+    """Images of four cells; each step decodes one. Prompts have two tokens."""
+    cells, blocks = np.arange(CELLS), FIRST_BLOCK + np.arange(CELLS, dtype=np.int32)
+    canvas = np.repeat(cells[None] < steps, rows, axis=0).astype(np.int32)[..., None]
+    decoded_at = np.where(canvas[..., 0] > 0, blocks, NOT_DECODED)
+    step = np.arange(total, dtype=np.int32)
+    decode = np.where(step < CELLS, step, plans.PAD_POSITION)[:, None, None].repeat(rows, axis=1)
+    plan = plans.SamplingPlan(decode, blocks[None].repeat(rows, axis=0))
+    segments = plans.segments(plan, passes_clean="newest", passes_rest=False)
+    more = {"plan": segments, "settings": SETTINGS, "prompted": (2,) * rows}
+    return Progress(making, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)

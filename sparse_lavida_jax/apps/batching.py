@@ -84,6 +84,8 @@ class Ticket:
             it is still waiting.
         future: its result.
         state: the progress of the sampler; None before it starts.
+        stages: the latest progress of each stage that decodes its rows, such as layout and image.
+        compiles: whether its batch runs programs that have to be compiled first.
         previews: the first image with the cells decoded so far, oldest first.
         batch, start: the number of rows in its batch, and the index of its own first row there.
         seconds: from the start of its batch to the end.
@@ -101,6 +103,8 @@ class Ticket:
         default_factory=concurrent.futures.Future, repr=False
     )
     state: Progress | None = dataclasses.field(default=None, repr=False)
+    stages: tuple[Progress, ...] = dataclasses.field(default=(), repr=False)
+    compiles: bool = dataclasses.field(default=False, repr=False)
     previews: tuple[image_files.Pixels, ...] = dataclasses.field(default=(), repr=False)
     batch: int = 0
     start: int = dataclasses.field(default=0, repr=False)
@@ -124,6 +128,18 @@ class Ticket:
         """How many earlier requests have not ended; 0 once it runs."""
         queue = [*self.queue]  # which another thread may change
         return queue.index(self) if self.began is None and self in queue else 0
+
+    @property
+    def rows(self) -> range:
+        """The indices of its rows in its batch."""
+        return range(self.start, self.start + len(self.requests))
+
+    def follow(self, state: Progress) -> None:
+        """Keeps the progress of its batch."""
+        self.state = state
+        if not {*self.rows}.isdisjoint(state.rows):
+            before = self.stages[:-1] if state.steps else self.stages
+            self.stages = (*before, state)
 
     def wants_preview(self, state: Progress) -> bool:
         """Whether to make a preview after this segment."""
@@ -217,7 +233,7 @@ class Batch:
         """Does them; if that fails, does each alone, so that only the faulty one gets the error."""
         requests = [request for ticket in self.tickets for request in ticket.requests]
         for ticket, start in self._firsts():
-            ticket.batch, ticket.start = len(requests), start
+            ticket.batch, ticket.start, ticket.stages = len(requests), start, ()
         self.device.take(self)
         try:
             how = {"padding": "served", "programs": self._programs}
@@ -262,7 +278,7 @@ class Batch:
                 done = f"{state.steps} of {state.total} steps of the {state.making}"
                 ticket.fail(Cancelled(f"cancelled after {done}."))
                 continue
-            ticket.state = state
+            ticket.follow(state)
             if start in state.rows and ticket.wants_preview(state):
                 cells = state.canvas[state.rows.index(start)]
                 rows = cell_rows(len(cells), ticket.requests[0].size)
@@ -292,6 +308,8 @@ class Batch:
                     stack.close()
                 else:
                     stack.callback(self._add_first, time.monotonic())
+                    for ticket in self.tickets:
+                        ticket.compiles = True
             yield
             known.add(key)
 

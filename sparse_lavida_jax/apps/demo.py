@@ -3,21 +3,24 @@
 
 Needs the extra packages `sparse-lavida-jax[demo]`. The page shares the queue of the server that it
 is mounted in: requests are batched where possible, users see how many are ahead of them, and "Stop"
-(or closing the page) frees the device at the end of the segment.
+(or closing the page) frees the device at the end of the segment. Images show which tokens each step
+passed through the network (`apps/passes.py`).
 """
 
 import asyncio
 import inspect
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import fastapi
 import gradio as gr
 import gradio.themes
 import numpy as np
+from PIL import Image, ImageDraw
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.apps import examples, passes, standing
 from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service
@@ -31,10 +34,16 @@ POLL_SECONDS = 0.2  # between two looks at the progress
 KEEP_SECONDS = 3600  # for which uploads and images stay on disk
 HEIGHT = 384  # pixels of an image on the page
 MOST_GUIDANCE = 8.0
+LEAST_MARKED = 768  # pixels of the longer side of an image with boxes
+MOST_KEPT = 24  # images in the gallery
 # Small images are shown large, pixel by pixel.
-STYLE = (
-    ".shown-image img {object-fit: contain; image-rendering: pixelated; width: 100%; height: 100%}"
-)
+STYLE = """
+.shown-image img, .gallery img {image-rendering: pixelated}
+.shown-image img {object-fit: contain; width: 100%; height: 100%; box-sizing: border-box;
+  padding-top: 30px}
+"""
+QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
+HOW_TO = "A masked diffusion model at work. Click an example or write your own, and watch."
 FONTS = ["system-ui", "sans-serif"]  # gradio's default fonts would be fetched from the internet
 BRUSH = "#ff40c0"
 AS_TRAINED = "as trained"
@@ -57,7 +66,7 @@ def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fas
         ssr_mode=False,
         mcp_server=False,
         theme=gradio.themes.Default(font=FONTS, font_mono=["monospace"]),
-        css=STYLE,
+        css=STYLE + passes.STYLE + standing.STYLE,
     )
 
 
@@ -68,18 +77,15 @@ def make_page(service: Service) -> gr.Blocks:
     )
     with page:
         name = pathlib.Path(service.pipe.source.name).name or "a model"
-        gr.Markdown(f"## Sparse-LaViDa: {name}\nRequests of one kind run together; others wait.")
-        shown: list[gr.Image] = []  # inputs of tasks
-        drawn: list[gr.Image] = []  # outputs of "generate"
-        for task, form in TABS.items():
-            if not service.pipe.prompts.refusal(task):
-                with gr.Tab(form.label):
-                    _tab(service, task, shown, drawn)
-        if drawn and shown:
-            share = gr.Button("Take the image just drawn over to the other tabs")
-            share.click(
-                lambda image: [image] * len(shown), drawn[0], shown, api_visibility="private"
-            )
+        gr.Markdown(f"## Sparse-LaViDa: {name}\n{HOW_TO}")
+        pace = standing.Pace()
+        service.watchers.append(pace.watch)
+        tasks = [task for task in TABS if not service.pipe.prompts.refusal(task)]
+        tabs = []
+        for task in tasks:
+            with gr.Tab(TABS[task].label):
+                tabs.append(_Tab(service, task, pace))
+        _gallery(tabs)
     page.queue(max_size=None, default_concurrency_limit=None)  # the service has its own queue
     return page
 
@@ -88,45 +94,121 @@ def make_page(service: Service) -> gr.Blocks:
 # A tab: inputs of a task on the left, its output on the right.
 
 
-def _tab(service: Service, task: str, shown: list[gr.Image], drawn: list[gr.Image]) -> None:
-    form, spec = TABS[task], TASKS[task]
-    inputs: dict[str, Any] = {}
-    with gr.Row():
-        with gr.Column():
-            if task == "inpaint":
-                inputs["given"] = _editor(service, shown)
-            elif spec.image:
-                inputs["given"] = _image(service, shown)
-            label, value = form.words
-            lines = 3 if spec.makes == "boxes" else 1
-            inputs["words"] = gr.Textbox(
-                label=label, value=value, info=form.info or None, lines=lines
-            )
-            if task == "reflect":
-                most = service.limits.images
-                inputs["rounds"] = gr.Slider(1, most, 3, step=1, label="Attempts")
-            if task == "ask":
-                inputs["long"] = gr.Checkbox(label="Answer step by step")
-            with gr.Accordion("Settings", open=False):
-                inputs |= _settings(service, task)
-            with gr.Row():
-                go = gr.Button(form.button or form.label, variant="primary")
-                stop = gr.Button("Stop", variant="stop")
-        with gr.Column():
-            outputs = _outputs(task)
-    if task == "generate":
-        drawn.append(outputs[0])
+class _Tab:
+    """A tab, made where it stands in the page.
 
-    async def run(*values: Any) -> AsyncIterator[tuple[Any, ...]]:
-        async for shown in _run(service, task, dict(zip(inputs, values, strict=True))):
-            yield shown
+    Args:
+        pace: how long requests take.
 
-    # The input names for programs that call the page.
-    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, named) for name in inputs])
-    run.__signature__ = signature
-    event = go.click(run, [*inputs.values()], outputs, api_name=task, show_progress="hidden")
-    stop.click(None, None, None, cancels=[event], api_visibility="private")
+    Attributes:
+        shown: the input for an image; None if the task has none.
+        words: the text box.
+        output: what the task makes.
+        drawing: the event that runs the task.
+    """
+
+    def __init__(self, service: Service, task: str, pace: standing.Pace):
+        form, spec = TABS[task], TASKS[task]
+        self.task, self.shown = task, None
+        small = service.pipe.prompts.encoder is not None
+        inputs: dict[str, Any] = {}
+        with gr.Row():
+            with gr.Column():
+                if spec.image:
+                    first = examples.start() if small and task != "infill" else None
+                    self.shown = _image(service, first, small=task == "inpaint")
+                    inputs["given"] = self.shown
+                if task == "inpaint":
+                    inputs["given"] = _editor(service, self.shown)
+                label, value = form.words
+                lines = 3 if spec.makes == "boxes" else 1
+                self.words = gr.Textbox(
+                    label=label, value=value, info=form.info or None, lines=lines
+                )
+                inputs["words"] = self.words
+                if small:
+                    _examples(task, self.shown, self.words)
+                if task == "reflect":
+                    most = service.limits.images
+                    inputs["rounds"] = gr.Slider(1, most, 3, step=1, label="Attempts")
+                if task == "ask":
+                    inputs["long"] = gr.Checkbox(label="Answer step by step")
+                with gr.Row():
+                    go = gr.Button(form.button or form.label, variant="primary", scale=3)
+                    stop = gr.Button("Stop", scale=1, min_width=80)
+                with gr.Accordion("Settings", open=False):
+                    inputs |= _settings(service, task)
+            with gr.Column():
+                outputs = _outputs(task)
+        if spec.draws:
+            outputs.append(gr.HTML(passes.legend()))
+        self.output, note = outputs[:2]
+
+        async def run(*values: Any) -> AsyncIterator[tuple[Any, ...]]:
+            async for made in _run(service, task, dict(zip(inputs, values, strict=True)), pace):
+                yield made
+
+        # The input names for programs that call the page.
+        named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        signature = inspect.Signature([inspect.Parameter(name, named) for name in inputs])
+        run.__signature__ = signature
+        how: dict[str, Any] = {"api_name": task, "show_progress": "hidden"}
+        starts = [go.click] if lines > 1 else [go.click, self.words.submit]
+        self.drawing = gr.on(starts, run, [*inputs.values()], outputs, **how)
+        stopped = standing.note("Stopped.")
+        ended = stop.click(None, None, None, cancels=[self.drawing], **QUIET)
+        ended.then(lambda: stopped, None, note, **QUIET)
+
+
+def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
+    """Adds prompts to click; those about an image also bring the image that they are about."""
+    prompts = examples.EXAMPLES.get(task, ())
+    if not prompts:
+        return
+    chips = gr.Dataset(
+        components=[words],
+        samples=[[prompt] for prompt in prompts],
+        label="Examples" if shown is None else "Examples, with their own image",
+    )
+    if shown is None:
+        chips.click(lambda sample: sample[0], chips, words, **QUIET)
+    else:
+        chips.click(lambda sample: (examples.start(), sample[0]), chips, [shown, words], **QUIET)
+
+
+def _gallery(tabs: Sequence[_Tab]) -> None:
+    """Adds the images of the session; the last one, or one that is clicked, goes to every tab."""
+    with gr.Column(visible=False) as box:
+        gr.Markdown("**Images of this session.** Click one to take it to every tab.")
+        kept = gr.Gallery(
+            show_label=False,
+            columns=8,
+            fit_columns=False,
+            height=170,
+            object_fit="contain",
+            format="png",
+            allow_preview=False,
+            interactive=False,
+            elem_classes="gallery",
+        )
+    takers = [tab.shown for tab in tabs if tab.shown is not None]
+
+    def pick(images: list[tuple[str, str]], event: gr.SelectData) -> list[str]:
+        return [images[event.index][0]] * len(takers)
+
+    if takers:
+        kept.select(pick, kept, takers, **QUIET)
+    for tab in tabs:
+        if not TASKS[tab.task].draws:
+            continue
+        others = [one for one in takers if one is not tab.shown]
+
+        def keep(image: Any, words: str, images: Any, count: int = len(others)) -> list[Any]:
+            images = [(image, words), *(images or [])][:MOST_KEPT]
+            return [gr.Column(visible=True), images, *[image] * count]
+
+        taken = [tab.output, tab.words, kept]
+        tab.drawing.success(keep, taken, [box, kept, *others], **QUIET)
 
 
 def _settings(service: Service, task: str) -> dict[str, Any]:
@@ -152,43 +234,38 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
 def _outputs(task: str) -> list[Any]:
     makes, label = TASKS[task].makes, TABS[task].result
     if makes == "text":
-        return [gr.Textbox(label=label, lines=3), gr.Markdown()]
-    if makes == "boxes":
-        boxes = gr.AnnotatedImage(label=label, height=HEIGHT, elem_classes="shown-image")
-        return [boxes, gr.Markdown()]
+        return [gr.Textbox(label=label, lines=3), gr.HTML()]
     looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}
     image = gr.Image(format="png", interactive=False, **looks)
-    return [image, gr.Markdown(), gr.Textbox(label="Said about it: layout or verdict")]
+    return [image, gr.HTML()]
 
 
-def _image(
-    service: Service, shown: list[gr.Image], editor: gr.ImageEditor | None = None
-) -> gr.Image:
+def _image(service: Service, first: image_files.Pixels | None, *, small: bool) -> gr.Image:
     """Returns an image input; a file that is not an image is refused on upload.
 
     Args:
-        editor: where the image can be sent to be painted on.
+        first: what it shows at first.
+        small: whether it is shown above an editor.
     """
     given = gr.Image(
+        first,
         label="Image",
+        format="png",
         sources=["upload", "clipboard"],
-        height=HEIGHT if editor is None else HEIGHT // 2,
+        height=HEIGHT // 2 if small else HEIGHT,
         elem_classes="shown-image",
         buttons=BUTTONS,
     )
 
     # Not a subclass: gradio writes a .pyi file next to the source of every component class.
     given.preprocess = lambda payload: _read(service, payload)
-    if editor is None:
+    if not small:
         given.upload(lambda _: None, given, None, api_visibility="private")
-    else:
-        given.change(lambda image: image, given, editor, api_visibility="private")
-    shown.append(given)
     return given
 
 
-def _editor(service: Service, shown: list[gr.Image]) -> gr.ImageEditor:
-    """Returns an image input with an editor below it, in which the image is painted on."""
+def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
+    """Returns an editor in which the image of an input is painted on."""
     editor = gr.ImageEditor(
         label="Paint over what shall be drawn again",
         sources=[],  # its own upload would show nothing, without an error, for a broken file
@@ -198,10 +275,9 @@ def _editor(service: Service, shown: list[gr.Image]) -> gr.ImageEditor:
         height=HEIGHT + 80,
         format="png",
         buttons=BUTTONS,
-        render=False,
+        value=shown.value and examples.start(),
     )
-    _image(service, shown, editor)
-    editor.render()
+    shown.change(lambda image: image, shown, editor, api_visibility="private")
     whole = editor.preprocess
 
     def read(payload: Any) -> Any:
@@ -229,7 +305,7 @@ def _read(service: Service, file: Any) -> image_files.Pixels | None:
 
 
 async def _run(
-    service: Service, task: str, inputs: dict[str, Any]
+    service: Service, task: str, inputs: dict[str, Any], pace: standing.Pace
 ) -> AsyncIterator[tuple[Any, ...]]:
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
@@ -261,32 +337,49 @@ async def _run(
         looks = EVERY if makes == "image" else 0
         ticket = service.submit(task, words, image, previews=looks, **options)
         waited = asyncio.wrap_future(ticket.future)
+        waited.add_done_callback(_retrieved)
         try:
             while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
-                preview = ticket.previews[-1] if ticket.previews else gr.skip()
-                first, *rest = {"image": (preview, ""), "text": ("",)}.get(makes, (gr.skip(),))
-                yield first, _standing(ticket), *rest
+                yield _meanwhile(service, ticket, pace)
             result = await waited
         finally:
             ticket.cancel()
     except (*REFUSED, QueueFull, Stopped, Cancelled) as error:
         raise gr.Error(str(error), print_exception=False) from error
-    passed = f"{result.tokens_passed} tokens through the network, seed {result.seeds[0]}"
-    note = f"{ticket.seconds:.2f} seconds, {passed}"
+    note = standing.done(ticket, result)
     if makes == "image":
-        yield result.pixels[0], note, "\n".join(result.plans or result.texts)
+        seen = passes.drawn(ticket, result.pixels[0], _layout(service, ticket))
+        yield result.pixels[0], note, seen + passes.verdicts(result)
+    elif makes == "text":
+        yield result.text, note
     else:
-        yield (result.text if makes == "text" else _marked(image, result)), note
+        yield _marked(image, result), note + passes.found(result)
 
 
-def _standing(ticket: Ticket) -> str:
-    if ticket.began is None:
-        return f"waiting: {ticket.ahead} before this one"
-    state = ticket.state
-    if state is None:
-        return "starting"
-    note = "" if state.steps else " (compiling, once for each size)"
-    return f"{state.making}: step {state.steps} of {state.total}{note}"
+def _retrieved(future: asyncio.Future[Result]) -> None:
+    """Takes note of how a request ended, so that nothing is logged if nobody waits for it."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[Any, ...]:
+    """Returns the values of a tab's outputs before the result is there."""
+    makes, note = TASKS[ticket.task].makes, standing.standing(ticket, pace)
+    if makes != "image":
+        return "" if makes == "text" else gr.skip(), note
+    preview = ticket.previews[-1] if ticket.previews else None
+    seen = passes.drawn(ticket, preview, _layout(service, ticket))
+    return gr.skip() if preview is None else preview, note, seen
+
+
+def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:
+    """Returns the boxes that an image is drawn from, if the model laid it out first."""
+    stage = next((one for one in ticket.stages[::-1] if one.making == "layout"), None)
+    if stage is None:
+        return []
+    prompts = service.pipe.prompts
+    text = prompts.text(stage.canvas[stage.rows.index(ticket.start)])
+    return passes.layout_boxes(text, prompts.frame)
 
 
 def _needed(given: Any) -> Any:
@@ -305,7 +398,16 @@ def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndar
     return np.ascontiguousarray(background[..., :3]), mask
 
 
-def _marked(image: image_files.Pixels, result: Result) -> tuple[Any, list[Any]]:
-    """Returns an image with the boxes of phrases in whole pixels, for gradio."""
-    found = zip(result.prompts, result.boxes, strict=True)
-    return image, [(tuple(round(x) for x in box), phrase) for phrase, box in found if box]
+def _marked(image: image_files.Pixels, result: Result) -> image_files.Pixels:
+    """Returns an image with the boxes of phrases, each in its colour (`passes.BOXES`).
+
+    Small images are enlarged, so that the lines are thin.
+    """
+    times = max(1, LEAST_MARKED // max(image.shape[:2]))
+    drawn = Image.fromarray(image.repeat(times, axis=0).repeat(times, axis=1))
+    pen, width = ImageDraw.Draw(drawn), max(3, max(drawn.size) // 256)
+    for i, box in enumerate(result.boxes):
+        if box is not None:
+            colour = passes.BOXES[i % len(passes.BOXES)]
+            pen.rectangle([round(x * times) for x in box], outline=colour, width=width)
+    return np.array(drawn)

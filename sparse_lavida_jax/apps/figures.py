@@ -65,15 +65,30 @@ def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) ->
 
     Their totals add up to `inference.engine.tokens_passed`.
     """
-    segments, settings = plan_of(sampling, model)
-    cached = settings.preset.cache_prompt
-    steps = [StepCost(prompt_tokens)] if cached else []
+    return step_costs(*plan_of(sampling, model), prompt_tokens)
+
+
+def step_costs(
+    segments: Sequence[plans.Segment],
+    settings: presets.StepSettings,
+    prompt_tokens: int,
+    row: int | None = None,
+) -> list[StepCost]:
+    """Returns the cost of each step of a plan; the prefill of a cached prompt comes first.
+
+    Args:
+        row: of the plan; by default it has only one.
+    """
+    own = slice(None) if row is None else row
+    steps = [StepCost(prompt_tokens)] if settings.caches_prompt else []
     for part in segments:
-        again = bool(part.refresh[0]) or not cached
+        again = bool(part.refresh[0]) or not settings.preset.cache_prompt
+        registers = num_registers(part, settings)
         for step in range(part.num_steps):
             kinds = (part.clean, part.decode, part.rest)
-            newest, decode, rest = (int((one[step] != plans.PAD_POSITION).sum()) for one in kinds)
-            registers = num_registers(part, settings)
+            newest, decode, rest = (
+                int((one[step, own] != plans.PAD_POSITION).sum()) for one in kinds
+            )
             steps.append(StepCost(prompt_tokens * again, newest, decode, rest, registers))
     return steps
 

@@ -17,7 +17,7 @@ class TaskForm:
         options: keys of the arguments of its command besides those of all tasks (`cli.ARGUMENTS`).
         label: of its tab on the page; empty if it has no tab of its own.
         words: label of the text box, and its initial contents.
-        info: what users should know about the words.
+        info: what users should know about the words, without characters that Markdown eats.
         button: label of the button that starts it; by default `label`.
         result: label of the output.
     """
@@ -87,7 +87,7 @@ FORMS = {
         "needed_image template words",
         label="Describe",
         words=("In these words, if any", ""),
-        info="___ is a gap of one token, {4} one of four: a ___ red circle",
+        info="three underscores are a gap of one token, {4} one of four",
         result="Description",
     ),
     "infill": TaskForm(
@@ -96,7 +96,7 @@ FORMS = {
         "prompt shown batch",
         label="Fill gaps",
         words=("Text with gaps", "a red circle is ___ a blue square"),
-        info="___ is a gap of one token, {4} one of four; an image is not needed",
+        info="three underscores are a gap of one token, {4} one of four; no image is needed",
         button="Fill",
         result="Filled",
     ),

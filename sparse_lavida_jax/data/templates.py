@@ -284,6 +284,11 @@ class PromptLanguage(Protocol):
 
     # Boxes.
 
+    @property
+    def frame(self) -> int:
+        """The largest coordinate of location tokens: an image's right and bottom edge."""
+        ...
+
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
         """Returns examples that locate things in an image."""
         ...

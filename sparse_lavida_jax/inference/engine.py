@@ -125,6 +125,7 @@ class Engine:
             plan = _plan_of(rows, most, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
             key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
+            prompted = [_prompt_tokens(laid[i]) for i in chunk.members]
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),
@@ -132,12 +133,12 @@ class Engine:
                     plan.segments,
                     settings=settings,
                     prompt=batched(filled, model, chunk.bucket.prompt_len),
-                    callback=_told_rows(callback, chunk.members),
+                    callback=_told(callback, rows=chunk.members, prompted=prompted),
                     making=making or kind,
                     prefixes=self._prefixes[sampling.quantize],
                 )
             for row, i in enumerate(chunk.members):
-                passed = int(plan.tokens[row]) + _prompt_tokens(laid[i]) * plan.prompt_passes
+                passed = int(plan.tokens[row]) + prompted[row] * plan.prompt_passes
                 decoded[i] = responses[row], chunk.bucket, passed
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
@@ -151,11 +152,10 @@ class Engine:
             return self._models[method]
 
 
-def _told_rows(callback: Callback | None, rows: Sequence[int]) -> Callback | None:
-    """Returns a callback that is also told which examples are in a batch."""
-    if callback is None:
-        return None
-    return lambda state: callback(dataclasses.replace(state, rows=tuple(rows)))
+def _told(callback: Callback | None, **of_rows: Sequence[int]) -> Callback | None:
+    """Returns a callback that is also told about the rows of a batch (`Progress`)."""
+    told = {name: tuple(values) for name, values in of_rows.items()}
+    return callback and (lambda state: callback(dataclasses.replace(state, **told)))
 
 
 def check_steps(

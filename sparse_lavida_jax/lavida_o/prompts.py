@@ -205,6 +205,10 @@ class ChatPrompts(PromptLanguage):
 
     # Boxes.
 
+    @property
+    def frame(self) -> int:
+        return self.tokenizer.frame
+
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
         """Returns an example that locates things in an image: one sequence with all boxes."""
         seen = images.see(image, self.model.vision)
@@ -233,9 +237,8 @@ class ChatPrompts(PromptLanguage):
         (ids,) = (response[:, 0] for response in responses)
         starts = [0, *(np.flatnonzero(ids == begin) + 1).tolist()]
         found = [self.tokenizer.box(ids[start : start + 4]) for start in starts]
-        frame = self.tokenizer.frame
         return [
-            None if at is None else images.locations_to_box(at, size, frame)
+            None if at is None else images.locations_to_box(at, size, self.frame)
             for at in found[: len(phrases)]
         ]
 

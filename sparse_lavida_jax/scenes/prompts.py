@@ -412,6 +412,10 @@ class ScenePrompts(PromptLanguage):
 
     # Boxes.
 
+    @property
+    def frame(self) -> int:
+        return LOCATIONS - 1
+
     def locate_one(self, phrase: str, image: Pixels) -> Example:
         (example,) = self.locate([phrase], image)
         return example

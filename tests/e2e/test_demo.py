@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import MASKED_GREY, SparseLaViDa
-from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.scenes import grammar, rules, tasks, world
 
 gr = pytest.importorskip(
     "gradio", reason="pip install 'sparse-lavida-jax[demo]' playwright to test the page"
@@ -26,10 +27,18 @@ gr = pytest.importorskip(
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import batching, demo, server  # noqa: E402
+from sparse_lavida_jax.apps import (  # noqa: E402
+    batching,
+    demo,
+    examples,
+    passes,
+    server,
+    standing,
+)
 from sparse_lavida_jax.apps.serving import Service  # noqa: E402
 
-MILLISECONDS = 60_000  # time limit; the first image includes compilation
+MILLISECONDS = 120_000  # time limit; the first image includes compilation
+EXAMPLE = "three green triangles"
 PASSED = "tokens through the network"
 # Allows running as root; the canvas needs WebGL, here without a GPU.
 ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
@@ -168,14 +177,57 @@ def test_a_broken_upload_is_refused_with_a_sentence(page, broken, name):
     page.get_by_text("broken.png is no image that can be read").first.wait_for()
 
 
-def test_the_image_just_drawn_is_taken_over_to_be_painted_on(page):
+def source(tab):
+    """Where the first image of a tab comes from."""
+    image = tab.locator(".shown-image img").first
+    image.wait_for()
+    return image.get_attribute("src")
+
+
+def test_the_image_just_drawn_goes_to_every_tab_and_to_the_gallery(page):
+    names = ("Edit", "Inpaint", "Ask")
+    before = {name: source(opened(page, name)) for name in names}
     tab = opened(page, "Draw")
+    tab.get_by_text(EXAMPLE).click()
+    page.wait_for_function(f"() => document.querySelector('textarea').value == '{EXAMPLE}'")
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
-    page.get_by_role("button", name="Take the image just drawn").click()
+    page.get_by_text("Images of this session").wait_for()
+    page.wait_for_timeout(1000)
+    after = {name: source(opened(page, name)) for name in names}
+    assert all(after[name] != before[name] for name in names)
     tab = opened(page, "Inpaint")
-    tab.locator(".shown-image img").first.wait_for()
     tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
+
+
+def test_every_step_shows_what_it_passes(page):
+    tab = opened(page, "Draw")
+    tab.get_by_role("button", name="Settings").click()
+    tab.get_by_label("number input for Steps").fill("3")
+    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+    assert tab.locator(".passes figure").count() == 4  # the prompt, and every step
+    this, dense = (
+        int(said.replace(",", "")) for said in tab.locator(".counts b").all_inner_texts()
+    )
+    assert this < dense
+
+
+def test_stop_is_quiet(page, service, caplog):
+    tab = opened(page, "Draw")
+    tab.get_by_role("button", name="Settings").click()
+    tab.get_by_label("number input for Steps").fill("5")  # which compiles
+    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_text("step 0 of").first.wait_for()
+    tab.get_by_role("button", name="Stop").click()
+    tab.get_by_text("Stopped.").wait_for()
+    deadline = time.monotonic() + MILLISECONDS / 1000
+    while service.running and time.monotonic() < deadline:
+        page.wait_for_timeout(100)
+    page.wait_for_timeout(500)
+    assert tab.get_by_text("Stopped.").is_visible()
+    assert not page.get_by_text("Error").is_visible()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_mistake_in_the_settings_is_a_sentence(page):
@@ -245,14 +297,29 @@ def stages():
 def test_a_request_says_how_many_are_before_it_and_then_its_step(stages):
     first, second, third = [stages.submit("ask", words) for words in "abc"]
     assert stages.pipe.at_step.acquire(timeout=staged.PATIENCE)
-    assert demo._standing(first) == "text: step 0 of 3 (compiling, once for each size)"
-    assert demo._standing(second) == "waiting: 1 before this one"
-    assert demo._standing(third) == "waiting: 2 before this one"
+    pace = standing.Pace()
+    assert "Writing: step 0 of 3" in standing.standing(first, pace)
+    assert "Waiting: 1 before this one" in standing.standing(second, pace)
+    assert "Waiting: 2 before this one" in standing.standing(third, pace)
     stages.pipe.go.release()
     assert stages.pipe.at_step.acquire(timeout=staged.PATIENCE)
-    assert demo._standing(first) == "text: step 1 of 3"
+    assert "Writing: step 1 of 3" in standing.standing(first, pace)
     second.cancel()
-    assert demo._standing(third) == "waiting: 1 before this one"
+    assert "Waiting: 1 before this one" in standing.standing(third, pace)
+
+
+def test_the_time_left_is_estimated_from_earlier_requests(stages):
+    ticket, pace = stages.submit("ask", "a"), standing.Pace()
+    assert stages.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    assert "left" not in standing.standing(ticket, pace)
+    pace.watch(dataclasses.replace(ticket, seconds=60.0), "done")
+    assert "s left" in standing.standing(ticket, pace)
+    ticket.compiles = True  # which takes longer; no such request is done yet
+    assert "s left" not in (said := standing.standing(ticket, pace)) and "compiling" in said
+    pace.watch(dataclasses.replace(ticket, seconds=90.0), "done")
+    other = dataclasses.replace(ticket, requests=stages.pipe.requests("caption", "b"))
+    for one in (ticket, other):
+        assert "s left" in standing.standing(one, pace)
 
 
 def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
@@ -261,7 +328,7 @@ def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
 
     async def seen():
         values = []
-        async for value in demo._run(stages, "generate", inputs):
+        async for value in demo._run(stages, "generate", inputs, standing.Pace()):
             values.append(value)
             # A step has started, so an image shown after it is a preview.
             if stages.pipe.at_step.acquire(blocking=False):
@@ -272,7 +339,7 @@ def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
         *before, (image, note, _) = thread.submit(asyncio.run, seen()).result()
     decoded = [one.max() for one, *_ in before if isinstance(one, np.ndarray)]
     assert decoded and set(decoded) <= {1, 2} and decoded == sorted(decoded)
-    assert any("image: step" in said for _, said, _ in before)
+    assert any("Drawing: step" in said for _, said, _ in before)
     assert PASSED in note and (image == 9).all()
 
 
@@ -303,6 +370,90 @@ def test_a_task_that_was_not_learned_has_no_tab(service, monkeypatch):
     assert len(labels[0]) == len(demo.TABS)
 
 
+def test_what_is_counted_is_what_passes(service):
+    ticket = service.submit("generate", "a red circle", seed=3, steps=4)
+    result = ticket.future.result(60)
+    passed, dense = passes.counted(ticket)
+    cells = service.pipe.settings.model.grid_size**2
+    (state,) = ticket.stages
+    assert passed == result.tokens_passed
+    assert dense == 4 * (state.prompted[0] + cells)
+    full = service.submit("generate", "a red circle", seed=3, steps=4, sampler="dense")
+    whole = full.future.result(60).tokens_passed
+    assert passes.counted(full) == (whole, whole) == (dense, dense)
+
+
+def test_frames_outline_what_a_step_passes(service):
+    ticket = service.submit("generate", "a red circle", seed=3, steps=4)
+    image = ticket.future.result(60).pixels[0]
+    (state,) = ticket.stages
+    rows = service.pipe.settings.model.grid_size
+    number, costs = 0, passes.figures.step_costs(state.plan, state.settings, 0, 0)[1:]
+    for part in state.plan:
+        for step in range(part.num_steps):
+            drawn = passes.frame(state, 0, number, rows, image)
+            side = len(drawn) // rows
+            corners = drawn[::side, ::side].reshape(-1, 3)
+            outlined = [(corners == rgb).all(axis=1) for rgb in (passes.figures.MASKED,
+                                                                 passes.figures.CLEAN)]  # fmt: skip
+            now = part.decode[step, 0]
+            assert sorted(now[now >= 0]) == np.flatnonzero(outlined[0]).tolist()
+            assert outlined[1].sum() == costs[number].newest
+            number += 1
+    shown = passes.drawn(ticket, image, [("a <b>", (0.0, 0.0, 0.5, 0.5))])
+    assert shown.count("<figure>") == 5 and "1 a &lt;b&gt;" in shown
+
+
+def test_a_layout_is_boxes_with_names():
+    layout = " large red circle<LOC_0><LOC_0><LOC_4><LOC_4>, nothing<LOC_4><LOC_20><LOC_8><LOC_24>"
+    assert passes.layout_boxes(layout, 24) == [
+        ("large red circle", (0, 0, 4 / 24, 4 / 24)),
+        ("nothing", (4 / 24, 20 / 24, 8 / 24, 1)),
+    ]
+
+
+def test_help_texts_hold_nothing_that_markdown_eats(service):
+    blocks = demo.make_page(service).blocks.values()
+    infos = [block.info for block in blocks if getattr(block, "info", None)]
+    assert infos and not any("_" in info or "*" in info for info in infos)
+
+
+def test_examples_are_right():
+    """Every example that the page offers is done right by the bundled model."""
+    pipe = SparseLaViDa.from_pretrained("scenes", batch_size=8)
+    start, scene = examples.start(), world.Scene.of(examples.SCENE)
+    offered = dict(examples.EXAMPLES)
+
+    def is_right(request, seen):
+        said = request.replace(" is ", " ")
+        return rules.verdict(grammar.SceneRequest.parse(said), seen) == rules.CORRECT
+
+    prompts = offered.pop("generate")
+    drawn = pipe.generate(prompts, seed=[0] * len(prompts)).pixels
+    for prompt, image in zip(prompts, drawn, strict=True):
+        assert is_right(prompt, world.read(image)), prompt
+    for question in offered.pop("ask"):
+        shape = question.removeprefix("how many ").removesuffix("s are there?")
+        assert pipe.ask(start, question).text == str(rules.count(scene, grammar.Phrase(shape)))
+    for template in offered.pop("caption"):
+        assert is_right(pipe.constrained_caption(start, template=template).text, scene)
+    for text in offered.pop("infill"):
+        assert is_right(pipe.infill(text, start).text, scene)
+    for phrase in offered.pop("ground"):
+        cell, _ = rules.find(scene, grammar.Phrase.parse(phrase))
+        x1, y1, x2, y2 = (edge * 4 for edge in grammar.cell_box(cell))  # 4 pixels a step
+        assert pipe.ground(start, phrase).box == (x1, y1, x2, y2)
+    assert not offered, f"nothing checks {', '.join(offered)}"
+
+
+def test_a_large_image_is_painted_on_at_its_own_size():
+    background = np.zeros((900, 1400, 4), np.uint8)
+    layer = background.copy()
+    layer[800, 1300] = 255
+    image, mask = demo._painted({"background": background, "layers": [layer], "composite": None})
+    assert image.shape == (900, 1400, 3) and np.argwhere(mask).tolist() == [[800, 1300]]
+
+
 def test_what_is_painted_is_the_mask():
     background = np.full((4, 6, 4), 255, np.uint8)
     layer = np.zeros((4, 6, 4), np.uint8)
@@ -326,5 +477,11 @@ def test_a_painted_image_is_kept_no_larger_than_the_model_needs_it(service):
 def test_boxes_are_drawn_where_the_model_named_any():
     boxes = ((1.2, 2, 3.7, 4), None)
     found = Result("ground", ("a", "b"), (0, 0), config.Sampling(), Origin(), {}, boxes=boxes)
-    image = np.zeros((6, 6, 3), np.uint8)
-    assert demo._marked(image, found)[1] == [((1, 2, 4, 4), "a")]
+    image, times = np.zeros((6, 6, 3), np.uint8), demo.LEAST_MARKED // 6
+    marked = demo._marked(image, found)
+    assert marked.shape == (6 * times, 6 * times, 3)
+    x, y = round(1.2 * times), 2 * times
+    assert (marked[y, x : round(3.7 * times)] == passes.BOXES[0]).all()
+    assert (marked[:y] == 0).all() and (marked[3 * times, 2 * times] == 0).all()
+    said = passes.found(found)
+    assert "a: 1.2, 2, 3.7, 4" in said and "b: not found" in said

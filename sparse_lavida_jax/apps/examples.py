@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page offers to click: prompts that the bundled model does right with its own settings.
+
+Only models of the small world have these examples; `tests/e2e/test_demo.py` draws the images.
+"""
+
+from sparse_lavida_jax.data.templates import Pixels
+from sparse_lavida_jax.scenes import world
+
+# By task; tasks that are not named have none.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "generate": (
+        "a red circle above a blue square",
+        "three green triangles",
+        "four cyan crosses",
+        "a purple cross below a cyan triangle",
+        "a small yellow square",
+    ),
+    "ask": ("how many squares are there?", "how many circles are there?"),
+    "caption": ("a ___ red circle and a ___ blue square",),
+    "infill": ("a ___ circle is above a blue square",),
+    "ground": ("red circle", "blue square"),
+}
+
+# What tasks about an image start from, until an image is drawn: a cell and what it contains.
+SCENE = {
+    8: world.Object("circle", "red", "large"),
+    20: world.Object("square", "blue", "large"),
+}
+
+
+def start() -> Pixels:
+    """Returns the image that the examples are about."""
+    return world.render(world.Scene.of(SCENE))
