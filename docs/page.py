@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes `docs/page.png`: the page of `sparse-lavida demo` after it drew, answered and pointed.
+"""Takes `docs/page.png`: the page of `sparse-lavida demo` after it drew and pointed.
 
     python docs/page.py    # needs pip install 'sparse-lavida-jax[demo]' playwright, and a Chromium
 
@@ -23,8 +23,10 @@ from playwright.sync_api import Page, sync_playwright
 
 HERE = pathlib.Path(__file__).resolve().parent
 PORT = 7861
+WIDTH = 1100  # pixels
 ADDRESS = f"http://127.0.0.1:{PORT}"
 SECONDS = 180  # limit until the page answers
+FOUND = "red circle"  # an example of the page
 PASSED = "tokens through the network"
 ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 
@@ -49,31 +51,23 @@ def opened(page: Page, name: str):
 
 
 def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
-    """Draws, asks and points; returns an image of the page after each."""
+    """Draws and finds things; returns an image of the page after each."""
     taken: list[np.ndarray] = []
 
-    def take() -> None:
-        path = folder / f"page{len(taken)}.png"
-        page.wait_for_timeout(2000)  # milliseconds: images come after the words
-        page.screenshot(path=path)
-        taken.append(np.asarray(Image.open(path).convert("RGB")))
-
-    tab = opened(page, "Draw")
-    tab.get_by_role("button", name="Draw", exact=True).click()
-    tab.get_by_text(PASSED).wait_for()
-    take()
-    drawn = folder / "drawn.png"
-    source = tab.locator(".shown-image img").get_attribute("src")
-    assert source is not None
-    with urllib.request.urlopen(source) as found:
-        drawn.write_bytes(found.read())
-    for name in ("Ask", "Find"):
-        tab = opened(page, name)
-        tab.locator("input[type=file]").first.set_input_files(drawn)
-        tab.locator(".shown-image img").first.wait_for()
+    def take(name: str) -> None:
+        tab = page.get_by_role("tabpanel").filter(visible=True)
         tab.get_by_role("button", name=name, exact=True).click()
         tab.get_by_text(PASSED).wait_for()
-        take()
+        path = folder / f"page{len(taken)}.png"
+        page.wait_for_timeout(2000)  # milliseconds: images come after the words
+        page.screenshot(path=path, full_page=True)
+        taken.append(np.asarray(Image.open(path).convert("RGB")))
+
+    opened(page, "Draw")
+    take("Draw")
+    opened(page, "Find").get_by_text(FOUND, exact=True).first.click()
+    page.wait_for_timeout(3000)
+    take("Find")
     return taken
 
 
@@ -86,7 +80,7 @@ def main() -> None:
         wait_for_page()
         with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
             browser = playwright.chromium.launch(executable_path=named, args=ARGUMENTS)
-            page = browser.new_page(viewport={"width": 1100, "height": 700})
+            page = browser.new_page(viewport={"width": WIDTH, "height": 700})
             page.set_default_timeout(SECONDS * 1000)
             page.goto(ADDRESS)
             taken = shown(page, pathlib.Path(folder))

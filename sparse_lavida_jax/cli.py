@@ -15,26 +15,55 @@ import argparse
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax import main as full
 from sparse_lavida_jax.apps import completion
+from sparse_lavida_jax.apps.arguments import ARGUMENTS
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS
-from sparse_lavida_jax.apps.terminal import quiet, say
+from sparse_lavida_jax.apps.terminal import quiet, say, warnings_said
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import MISTAKE, MISTAKES, STOPPED
+from sparse_lavida_jax.scenes import vocabulary
 from sparse_lavida_jax.version import __version__
 
-# Modes of `main`, with the arguments that may be given by position.
-MODES = {"train": ["config"], "sample": ["checkpoint", "prompt"], "evaluate": ["checkpoint"]} | {
-    mode: list(folders) for mode, folders in full.FOLDERS.items()
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A mode of `main`: what it does, an example, and the flags that may be given by position."""
+
+    does: str
+    example: str
+    places: tuple[str, ...]
+
+
+MODES = {
+    "train": Mode("train a model, or resume a run", "configs/scenes.py", ("config",)),
+    "sample": Mode(
+        "draw, edit or answer once, with any setting of the config",
+        'scenes "a red circle" --config.sampling.num_steps=4',
+        ("checkpoint", "prompt"),
+    ),
+    "evaluate": Mode("score a model on a benchmark", "scenes", ("checkpoint",)),
+    "convert": Mode(
+        "convert a released LaViDa-O to a model folder",
+        "LaViDa-O-v1.0 models/lavida-o",
+        ("src", "dst"),
+    ),
+    "export": Mode(
+        "write a model for PyTorch, or in another number type", "runs/mine new", ("src", "dst")
+    ),
+    "verify": Mode("check that no file of a model has changed", "models/lavida-o", ("src",)),
+    "prepare": Mode(
+        "turn images, captions and questions into training data", "photos prepared", ("src", "dst")
+    ),
 }
 FAILURE = 1
+LINE = 96  # characters
 LONGEST_MESSAGE = 500  # of argparse's messages, which repeat the arguments
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
@@ -66,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--debug" in rest:
         return _run(program, name, rest)
     try:
-        with quiet("--quiet" in rest):
+        with quiet("--quiet" in rest), warnings_said():
             return _run(program, name, rest)
     except Exception as error:
         sentence, code = _explained(error, name)
@@ -80,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(program: str, name: str, words: Sequence[str]) -> int:
     if name in MODES:
+        if {"-h", "--help"} & {*words}:
+            _any_parser(name).print_help()
+            return 0
         own = [word for word in words if word not in ("--debug", "--quiet")]
         return full.run([program, *_mode_words(name, own)])
     parser = parser_of(name)
@@ -130,16 +162,15 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     tasks = (f"    {name:{width}}  {command.does}" for name, command in COMMANDS.items())
-    modes = f"    {', '.join(MODES)}: as --mode of `python -m sparse_lavida_jax.main`, with --debug"
-    modes += "\n    and --quiet"
-    return "\n".join([__doc__ or "", "Commands:", "", *tasks, modes])
+    modes = (f"    {name:{width}}  {mode.does}" for name, mode in MODES.items())
+    return "\n".join([__doc__ or "", "Commands:", "", *tasks, *modes, "", _known()])
 
 
 def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
     """Returns a command line of `main`, with names added to positional arguments."""
     plain = [word for word in words if not word.startswith("-")]
     settings = [word for word in words if word.startswith("-")]
-    names = MODES[mode]
+    names = MODES[mode].places
     named = [f"--{name}={value}" for name, value in zip(names, plain, strict=False)]
     return [f"--mode={mode}", *named, *map(_underscored, settings), *plain[len(names) :]]
 
@@ -160,207 +191,21 @@ def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Options.
+# Commands.
 
 
-def _text(text: str) -> str:
-    """Reads a value that may not be empty, as that of an unset shell variable would be."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty: give a value, or leave it out")
-    return text
-
-
-def _size(text: str) -> tuple[int, int]:
-    """Reads `512` or `512x768`, height first."""
-    height, _, width = text.partition("x")
-    return int(height), int(width or height)
-
-
-def _box(text: str) -> tuple[float, ...]:
-    """Reads `x1,y1,x2,y2`."""
-    return tuple(map(float, text.split(",")))
-
-
-def _registers(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    counts = int(first), int(last) if last else -1
-    if counts[0] < 0 or (last and not 0 <= counts[1] <= counts[0]):
-        raise ValueError(text)
-    return counts
-
-
-def _settings(text: str) -> tuple[int, int | None]:
-    """Reads `12` or `12:16`, steps and registers."""
-    steps, _, registers = text.partition(":")
-    return int(steps), int(registers) if registers else None
-
-
-def _mesh(text: str) -> dict[str, int]:
-    """Reads `fsdp=2,tensor=4`."""
-    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
-
-
-# argparse names these in its messages.
-_settings.__name__ = "number of steps such as 12, or 12:16 with the registers"
-_size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
-_registers.__name__ = "number of registers such as 64 or 64:8"
-_mesh.__name__ = "mesh such as tensor=4 or fsdp=2,tensor=4"
-
-
-def _argument(
-    names: str,
-    help: str,
-    type: Callable[[str], Any] | None = _text,
-    default: Any = None,
-    *,
-    group: str = "",
-    **how: Any,
-) -> tuple[str, list[str], dict[str, Any]]:
-    """Returns an argument of commands: its group, its names and its settings for `argparse`.
-
-    Args:
-        names: separated by spaces; one without dashes is positional.
-        help: what it means.
-        type: reads its value; None: it is a flag without a value.
-        group: a command line may contain at most one argument of a group.
-        default, how: see `argparse`.
-    """
-    how |= {"action": "store_true"} if type is None else {"type": type, "default": default}
-    return group, names.split(), {"help": help, **how}
-
-
-_PRESETS = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
-_PLACE = (
-    "where the image stands in the new one: x1,y1,x2,y2 in pixels of that, by default its middle;"
-    " any other shape is a --mask of `inpaint`, on a canvas with room around"
-)
-_LINES = (
-    '.txt: a prompt a line; .jsonl: {"prompt": ..., "image": ..., "seed": ..., "temperature": ...,'
-    ' "guidance": ...} a line, of which all but the prompt may be left out'
-)
-_CHECKPOINT = (
-    "a model folder, a run directory, a bundled model or one of the hub, org/name; by default"
-    f" {DEFAULT_MODEL}"
-)
-_OVER = (
-    "split the model over all devices, as tensor=4 or fsdp=2,tensor=4; axes are data, fsdp and"
-    " tensor, and a size of -1 takes the rest"
-)
-ARGUMENTS = {
-    # Inputs of a task.
-    "prompt": _argument("prompt", "what is wanted, in words", str, nargs="?"),
-    "image": _argument("image", "PNG, JPEG or WebP", str, nargs="?"),
-    "needed_image": _argument("image", "PNG, JPEG or WebP"),
-    "shown": _argument("--image --picture", "the image that the text is about"),
-    "phrases": _argument("phrases", "what to find", str, nargs="+"),
-    "size": _argument("--size", "height x width in pixels, such as 512x512", _size),
-    "mask": _argument("--mask", "an image that is white where to draw", Path, group="hole"),
-    "hole": _argument("--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole"),
-    "place": _argument("--box", _PLACE, _box),
-    "rounds": _argument("--rounds", "most attempts at an image", int, 3),
-    "max_new_tokens": _argument("--max-new-tokens", "room for the answer, in tokens", int),
-    "template": _argument("--template", "the text with gaps: ___ is one token, {4} four"),
-    "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
-    "batch": _argument("--batch", _LINES, Path, metavar="FILE"),
-    # Outputs.
-    "out": _argument("--out", "the file to write", Path, Path("out.png")),
-    "boxes": _argument("--out", "the image with the boxes in it", Path),
-    "turns": _argument("--out", "the folder to write to", Path, Path("turns")),
-    "grid": _argument("--grid", "put all images on one sheet", None),
-    "save_steps": _argument(
-        "--save-steps", "write how the first image unmasks", Path, metavar="GIF"
-    ),
-    "kernels": _argument("--kernels", "check the attention kernel on this device", None),
-    "json": _argument("--json", "print results for programs", None),
-    # Sampling.
-    "steps": _argument("--steps --num-inference-steps", "steps of an image or a text block", int),
-    "sampler": _argument(
-        "--sampler",
-        f"how steps are made: {_PRESETS}; or as published: released, fast_dllm",
-        metavar="NAME",
-    ),
-    "registers": _argument(
-        "--registers",
-        "how many are used; 64:8 falls from 64 to 8; by default as trained",
-        _registers,
-        metavar="M[:END]",
-    ),
-    "temperature": _argument(
-        "--temperature", "how random draws are; 0 takes the most probable", float
-    ),
-    "image_steps": _argument("--steps --num-inference-steps", "steps of an image", int),
-    "image_temperature": _argument(
-        "--temperature", "how random draws of images are; 0 takes the most probable", float
-    ),
-    "quantize": _argument("--quantize", f"run matrices in 8 bits: {', '.join(config.QUANTIZED)}"),
-    "guidance": _argument(
-        "--guidance --guidance-scale", "scale of classifier-free guidance; 0: none", float
-    ),
-    "order": _argument("--order", "in which cells are decoded: stratified, halton, ..."),
-    "plan": _argument("--plan", "the layout to follow, in place of the model's own", group="plan"),
-    "no_plan": _argument("--no-plan", "do not lay the image out first", None, group="plan"),
-    "num_images": _argument("--num-images", "images of each prompt", int, 1, metavar="N"),
-    "vq_dtype": _argument(
-        "--vq-dtype", f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}"
-    ),
-    "seed": _argument("--seed", "seed of the first row; by default 0", int),
-    # The model and its server.
-    "checkpoint": _argument("--checkpoint", _CHECKPOINT),
-    "adapters": _argument("--adapters", full.ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
-    "convert": _argument("--convert", "convert a released LaViDa-O of the hub, once", None),
-    "mesh": _argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
-    "batch_size": _argument("--batch-size", "most rows decoded together", int, 16),
-    "quiet": _argument("--quiet", "print results and errors, nothing else", None),
-    "debug": _argument("--debug", "show where an error comes from", None),
-    "replay": _argument("--replay", "draw this image again", Path, metavar="PNG"),
-    "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
-    "source": _argument(
-        "--image --picture", "the image it was drawn after; by default the recorded file"
-    ),
-    "first_image": _argument("--image --picture", "the image that the first line is about"),
-    "host": _argument(
-        "--host", "address; by default only this machine reaches it", default="127.0.0.1"
-    ),
-    "port": _argument("--port", "port; 0 takes any that is free", int, 8000),
-    "max_waiting": _argument(
-        "--max-waiting", "requests that may wait; more are refused", int, 64, metavar="N"
-    ),
-    "longest_wait": _argument(
-        "--longest-wait",
-        "most seconds that a request waits for others to share its batch",
-        float,
-        0.5,
-    ),
-    "programs": _argument(
-        "--programs", "kinds of batches whose compiled programs are kept", int, 64, metavar="N"
-    ),
-    "only": _argument(
-        "--only",
-        "refuse steps and registers of images, and all other settings, except these and the"
-        " model's own; none: except the model's own",
-        _settings,
-        nargs="*",
-        metavar="STEPS[:REGISTERS]",
-    ),
-    "grace": _argument(
-        "--grace", "seconds that running requests have to end when it is stopped", int, 5
-    ),
-    "api_key": _argument(
-        "--api-key", "what clients have to send; by default $SPARSE_LAVIDA_API_KEY", metavar="KEY"
-    ),
-    "insecure": _argument("--insecure", "let other machines in without a key", None),
-    "shell": _argument("shell", ", ".join(completion.SHELLS), choices=completion.SHELLS),
-    "warmup": _argument("--warmup", "compile at the start; /ready says when that is done", None),
-}
-
-_MODEL = "checkpoint adapters convert mesh batch_size json quiet debug"
+_MODEL = "checkpoint adapters convert mesh batch_size json json_full quiet debug"
 _SAMPLING = "steps sampler registers temperature quantize"
-_CHATTING = "image_steps sampler registers image_temperature quantize seed"
+_CHATTING = "image_steps sampler registers image_temperature layout_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
     "checkpoint adapters convert mesh host port batch_size longest_wait max_waiting programs only"
     " grace api_key insecure warmup quiet debug"
 )
+
+
+def _layout_of(task: str) -> str:
+    return "layout_temperature" * ("layout_temperature" in TASKS[task].takes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,43 +217,67 @@ class Command:
     arguments: str
 
 
-_SERVED = "serve OpenAI-shaped endpoints: /v1/images/generations, ..."
-_CHAT = "do what each line of the input says: a task and its words"
+_SERVED = "serve a model with the endpoints of OpenAI's API"
+_CHAT = "run the task that each line of the standard input names, followed by its words"
 COMMANDS = {
     name: Command(
         form.does,
         form.example,
-        f"{form.options} {_DRAWING * TASKS[name].draws} {_SAMPLING} seed {_MODEL}",
+        f"{form.options} {_DRAWING * TASKS[name].draws} {_layout_of(name)} {_SAMPLING} seed"
+        f" {_MODEL}",
     )
     for name, form in FORMS.items()
 } | {
     "chat": Command(_CHAT, "--out turns < lines.txt", f"first_image turns {_CHATTING} {_MODEL}"),
     "replay": Command(
-        "draw an image again, bit for bit",
+        "draw the image of a PNG again, bit for bit",
         "out.png --out again.png",
         f"replayed source out {_MODEL}",
     ),
-    "demo": Command("serve a page to play with", "--port 8000", _HOSTING),
+    "demo": Command("serve a web page on which to try a model", "--port 8000", _HOSTING),
     "serve": Command(_SERVED, "--port 8000", _HOSTING),
     "completion": Command(
-        "print what lets a shell complete commands",
+        "print a script with which a shell completes commands",
         "bash > ~/.local/share/bash-completion/completions/sparse-lavida",
         "shell debug",
     ),
-    "doctor": Command("say what is installed and what fits", "", "kernels json quiet debug"),
+    "doctor": Command(
+        "print what is installed, and which models fit on this machine",
+        "",
+        "kernels json quiet debug",
+    ),
 }
+
+
+_ANY_SETTING = (
+    "any setting of the config, such as --config.train.train_steps=200; sparse_lavida_jax/config.py"
+    " describes them with their ranges"
+)
+
+
+def _known() -> str:
+    """Returns what the default model knows, in lines."""
+    known = vocabulary.of_source("scenes")
+    assert known is not None
+    return textwrap.fill(f"The bundled model, {DEFAULT_MODEL}, knows {known.knows}.", LINE)
+
+
+def _parser(name: str, does: str, example: str) -> Parser:
+    return Parser(
+        prog=f"sparse-lavida {name}",
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog=f"example: sparse-lavida {name} {example}".rstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def parser_of(name: str) -> Parser:
     """Returns the parser of a command."""
     command = COMMANDS[name]
-    parser = Parser(
-        prog=f"sparse-lavida {name}",
-        description=f"{command.does[0].upper()}{command.does[1:]}.",
-        epilog=f"example: sparse-lavida {name} {command.example}".rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser(name, command.does, command.example)
+    if name in FORMS or name == "chat":
+        parser.epilog = f"{parser.epilog}\n\n{_known()}"
     groups: dict[str, Any] = {"": parser}
     for group, names, how in (ARGUMENTS[key] for key in command.arguments.split()):
         if group not in groups:
@@ -418,14 +287,37 @@ def parser_of(name: str) -> Parser:
 
 
 def _any_parser(name: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command, or one with the options of a mode of `main`."""
+    """Returns the parser of a command, or one with the flags of a mode of `main`."""
     if name in COMMANDS:
         return parser_of(name)
-    parser = Parser(prog=f"sparse-lavida {name}", description=f"As --mode={name} of main.")
-    parser.add_argument("folder", nargs="*")
-    for flag in (*full.TAKES.get(name, "").split(), "quiet", "debug"):
-        parser.add_argument(f"--{flag.replace('_', '-')}", dest=flag)
+    mode, parser = MODES[name], _parser(name, MODES[name].does, MODES[name].example)
+    flags = {flag: (default, meaning) for flag, default, meaning in full.FLAGS}
+    for flag in mode.places:
+        meaning = full.FOLDERS.get(name, {}).get(flag) or _lower(flags[flag][1])
+        parser.add_argument(flag, nargs="?", help=meaning)
+    for flag in f"{full.TAKES.get(name, '')} compilation_cache".split():
+        if flag not in mode.places and flag in flags:
+            default, meaning = flags[flag]
+            how = _mode_argument(default)
+            parser.add_argument(f"--{flag.replace('_', '-')}", help=_lower(meaning), **how)
+    if "config" in full.TAKES.get(name, ""):
+        parser.add_argument("--config.SECTION.NAME", metavar="VALUE", help=_ANY_SETTING)
+    for key in ("quiet", "debug"):
+        _, names, how = ARGUMENTS[key]
+        parser.add_argument(*names, **how)
     return parser
+
+
+def _mode_argument(default: str | int | bool | tuple[str, ...]) -> dict[str, Any]:
+    """Returns settings for `argparse` of a flag of `main` with this default."""
+    if isinstance(default, bool):
+        return {"action": "store_true"}
+    return {"choices": [one for one in default if one]} if isinstance(default, tuple) else {}
+
+
+def _lower(meaning: str) -> str:
+    """Returns a description of `main` as one of a command: without capital and full stop."""
+    return f"{meaning[:1].lower()}{meaning[1:].removesuffix('.')}"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sparse_lavida_jax import config, runtime, schema
+from sparse_lavida_jax.apps.arguments import ADAPTERS
 from sparse_lavida_jax.apps.errors import REFUSED, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import manifest, model_folder
@@ -43,8 +44,7 @@ from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.training import runs
 
-MODEL_NAMES = "a model folder, a run directory, a bundled model, or one of the hub (org/name)"
-ADAPTERS = "folders of adapters, or their ids on the hub, to add with their weights; by default 1"
+MODEL_NAMES = "a model folder, a run directory, a bundled model, or one on the hub (org/name)"
 FOLDERS = {  # flags that these modes need, and what they name
     "convert": {
         "src": "the released PyTorch folder, or its id on the hub",
@@ -58,7 +58,7 @@ FOLDERS = {  # flags that these modes need, and what they name
     },
 }
 # Tasks of --mode=sample, with their names in the commands.
-SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ask"}
+SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "ground"}
 # Flags of each mode, besides its folders and the flags of all modes.
 TAKES = {
     "train": "config data init_from workdir profile_steps stopped_exit_code"
@@ -71,6 +71,7 @@ TAKES = {
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
+QUICK_LIMIT = 32  # items of each task that are evaluated without a config, in one batch
 MISTAKE, STOPPED = 2, 130
 # What can be wrong with a command.
 MISTAKES = (
@@ -178,7 +179,13 @@ def _evaluate(asked: flags.FlagValues, settings: config.Config) -> str:
     folder = _workdir(asked, settings)
     with progress(f"{settings.evaluate.benchmark}: {checkpoint}") as on_progress:
         how: dict[str, Any] = {"adapters": asked.adapters, "shard": asked.shard}
-        return run.evaluate(settings, checkpoint, folder, **how, on_progress=on_progress)
+        if not asked.config and settings.evaluate.limit == QUICK_LIMIT:
+            say(
+                f"{QUICK_LIMIT} items per task, of {settings.train.eval_prompts}:"
+                " --config.evaluate.limit=0 evaluates all."
+            )
+        told = {"on_progress": on_progress, "on_note": say}
+        return run.evaluate(settings, checkpoint, folder, **how, **told)
 
 
 def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
@@ -356,45 +363,72 @@ def _steps(words: str) -> range:
     return range(int(first), int(last))
 
 
-_FORMAT = (
-    "Of the parameters that convert writes, by default safetensors; with it, export writes a model"
-    " folder in place of one for PyTorch."
-)
-_DTYPE = (
-    "Of the parameters that convert writes, float32 or bfloat16, by default as released; export"
-    " writes a model folder with it, in int8 or float8 for the matrices of the layers, too."
-)
-_SHARD = (
-    "Which items to evaluate, as i/n: every n-th from the i-th (0 the first) on. By default each"
-    " process of a cluster takes its share."
-)
 # Name, default, description. The default sets the type; a tuple lists the allowed values.
 FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("mode", tuple(MODES), "What to do."),
-    ("task", tuple(SAMPLE_TASKS), "What to sample."),
-    ("dtype", ("", "float32", "bfloat16", *quantize.DTYPES), _DTYPE),
-    ("format", ("", "safetensors", "orbax"), _FORMAT),
-    ("config", "", "A file of configs/."),
-    ("workdir", "", "Run directory; by default runs/<name>."),
-    ("checkpoint", "", f"{MODEL_NAMES[0].upper()}{MODEL_NAMES[1:]}."),
+    ("task", tuple(SAMPLE_TASKS), "What to do, by default draw, which edits if there is an image."),
+    (
+        "dtype",
+        ("", "float32", "bfloat16", *quantize.DTYPES),
+        "Number type of the parameters that are written; by default as they are. int8 and float8,"
+        " of the matrices in the layers, only with export, which then writes a model folder.",
+    ),
+    (
+        "format",
+        ("", "safetensors", "orbax"),
+        "File format of the parameters, by default safetensors. With it, export writes a model"
+        " folder instead of one for PyTorch.",
+    ),
+    ("config", "", "Config file, such as configs/scenes.py; some take a name after a colon."),
+    ("workdir", "", "Folder of the run, for its states and results; by default runs/<name>."),
+    ("checkpoint", "", f"Model: {MODEL_NAMES}."),
     ("adapters", "", f"{ADAPTERS[0].upper()}{ADAPTERS[1:]}: FOLDER[:WEIGHT],..."),
-    ("convert", False, "Converts a released LaViDa-O of the hub, once."),
-    ("prompt", "", "What to draw, change, or answer."),
-    ("image", "", "An image to change or to look at."),
-    ("out", "image.png", "Where the drawn image goes."),
-    ("seed", 0, "Seed of sampling."),
-    ("data", "", "A prepared folder to train on, without a config."),
-    ("init_from", "", "With --data: the model to start from; by default none."),
-    ("image_tokenizer", "", "Of a folder of images; by default one is trained on them."),
-    ("tokenizer", "", "Of their texts; by default one is trained on them."),
-    ("src", "", "What to convert, export, verify, prepare."),
-    ("dst", "", "The folder that they write."),
-    ("distributed", False, "Several processes train together; the environment says which."),
-    ("coordinator", "", "ADDRESS:PORT of process 0."),
-    ("num_processes", 0, "How many processes train together."),
+    ("convert", False, "Convert a released LaViDa-O from the hub first; this is done only once."),
+    ("prompt", "", "The prompt, instruction, question, or what to point at."),
+    ("image", "", "The image to edit or to look at: PNG, JPEG or WebP."),
+    (
+        "out",
+        "image.png",
+        "File for the drawn image, by default image.png; folders are created only below the"
+        " current one.",
+    ),
+    ("seed", 0, "Seed of the random numbers, 0 to 2147483647; by default 0."),
+    ("data", "", "Prepared folder to train on, without a config."),
+    ("init_from", "", "With --data: the model to start from; by default, none."),
+    (
+        "image_tokenizer",
+        "",
+        "Image tokenizer to use, by default one that is trained on the images.",
+    ),
+    ("tokenizer", "", "Text tokenizer to use, by default one that is trained on the texts."),
+    ("src", "", "What to convert, export, verify or prepare."),
+    ("dst", "", "The folder to write."),
+    ("distributed", False, "Train in several processes, which the environment describes."),
+    ("coordinator", "", "Address of process 0, as ADDRESS:PORT."),
+    ("num_processes", 0, "Number of processes that train together, 1 or more."),
     ("process_id", -1, "Number of this process, from 0."),
-    ("profile_steps", "", "Steps to trace, such as 10:13, into profile/ in the run directory."),
-    ("shard", "", _SHARD),
+    (
+        "profile_steps",
+        "",
+        "Training steps to trace, such as 10:13 for 10 to 12, into profile/ in the run's folder.",
+    ),
+    (
+        "shard",
+        "",
+        "Items to evaluate, as i/n: every n-th one from the i-th on, counted from 0. By default,"
+        " all of them.",
+    ),
+    (
+        "stopped_exit_code",
+        0,
+        "Exit code if SIGTERM stopped training and it saved, 0 to 255; by default 0.",
+    ),
+    (
+        "compilation_cache",
+        "",
+        "Folder in which compiled programs are kept, by default in the user's cache; empty:"
+        " none are kept.",
+    ),
     ("help", False, "Prints this."),
 )
 
@@ -406,16 +440,17 @@ def _define(asked: flags.FlagValues) -> None:
         int: flags.DEFINE_integer,
         bool: flags.DEFINE_boolean,
     }
-    usual = str(runtime.programs_folder())
-    more = ("compilation_cache", usual, "Keeps compiled programs; empty: none.")
-    for name, default, meaning in (*FLAGS, more):
+    for name, default, meaning in FLAGS:
         if isinstance(default, tuple):
             flags.DEFINE_enum(name, default[0], default, meaning, flag_values=asked)
+        elif name == "stopped_exit_code":
+            flags.DEFINE_integer(name, 0, meaning, 0, 255, flag_values=asked)
+        elif name == "compilation_cache":  # depends on the environment of the moment
+            usual = str(runtime.programs_folder())
+            flags.DEFINE_string(name, usual, meaning, flag_values=asked)
         else:
             kinds[type(default)](name, default, meaning, flag_values=asked)
     flags.DEFINE_alias("picture", "image", flag_values=asked)  # an older name
-    meaning = "Exit code of training that SIGTERM stopped with everything saved."
-    flags.DEFINE_integer("stopped_exit_code", 0, meaning, 0, 255, flag_values=asked)
 
 
 def _base_config(asked: flags.FlagValues) -> config.Config:
@@ -457,9 +492,15 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
     settings = adapters.settings_with(settings, adapters.parse(asked.adapters))
     if path is not None:  # these replace the checkpoint's evaluation settings
         return config.read(path, settings)
-    if mode == "evaluate":  # results go to a folder of their own
-        return dataclasses.replace(settings, name=f"eval_{settings.name}")
-    return settings
+    return _quick_evaluation(settings) if mode == "evaluate" else settings
+
+
+def _quick_evaluation(settings: config.Config) -> config.Config:
+    """Returns settings of an evaluation that ends in minutes, in a folder of its own."""
+    evaluate = settings.evaluate
+    if not evaluate.limit and settings.train.eval_prompts > QUICK_LIMIT:
+        evaluate = dataclasses.replace(evaluate, limit=QUICK_LIMIT, batch_size=QUICK_LIMIT)
+    return dataclasses.replace(settings, name=f"eval_{settings.name}", evaluate=evaluate)
 
 
 def _training_config(asked: flags.FlagValues, path: pathlib.Path | None) -> config.Config:

@@ -472,9 +472,9 @@ class SparseLaViDa:
             recipe["plan"] = False if record.get("plan") is None else record["plan"]
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
-        made = self.requests(
-            task, record["prompt"], seen, seed=record["seed"], sampling=sampling, **recipe
-        )
+        given = {"seed": record["seed"], "sampling": sampling, **recipe}
+        made = self.requests(task, record["prompt"], seen, **given)
+        made = [dataclasses.replace(one, words=record["prompt"]) for one in made]  # case included
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         model = records.attending(record, self.model)
@@ -504,7 +504,7 @@ class SparseLaViDa:
             ImageError: `shown` is not an image, or a mask or a box does not fit it.
             ConfigError: sampling settings out of range.
 
-        Warns once if the model was never trained for the settings.
+        Logs a warning about words, and once about settings, that the model never saw in training.
         """
         side = 0 if self.codec is None else self.codec.image_size
         made = RequestMaker(self.settings, self.prompts, side).make(task, words, shown, given)

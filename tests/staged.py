@@ -32,7 +32,8 @@ class Staged(SparseLaViDa):
     source = Origin("runs/staged", "ab")
     prompts = types.SimpleNamespace(
         refusal=lambda task: "",
-        text=lambda ids: "b" * (len(ids) > 0),
+        answer=lambda ids: "b" * (len(ids) > 0),
+        vocabulary=None,
         ends=lambda: {0},
         tokenizer=types.SimpleNamespace(encode=str.split),
     )
@@ -48,7 +49,10 @@ class Staged(SparseLaViDa):
     def requests(self, task, words, shown=None, **options):
         asked = [words] if isinstance(words, str) else words
         most = options.get("max_new_tokens")
-        return [Request(task=task, words=one, max_new_tokens=most) for one in asked]
+        warning = "unknown: 'hexagon'." if "hexagon" in asked else ""
+        return [
+            Request(task=task, words=one, max_new_tokens=most, warning=warning) for one in asked
+        ]
 
     def run(self, requests, callback, **_):
         task, number = requests[0].task, len(requests)

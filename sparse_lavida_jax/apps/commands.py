@@ -7,7 +7,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -28,6 +28,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
+Form = Literal["text", "JSON", "full JSON"]
 MOST_ROWS = 1024  # of a batch
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
 OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # "picture" is an older name
@@ -76,9 +77,8 @@ def sample(
     """Runs a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
     if TASKS[task].draws:
-        image_files.check_writable(out)
+        _check_out(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
-    _tell_unheld(pipe, words)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
     _print(result, _save(result, out))
 
@@ -89,12 +89,11 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     words, shown, own = _words(name, asked)
     out, film_path = getattr(asked, "out", None), getattr(asked, "save_steps", None)
     if out is not None:
-        image_files.check_writable(out)
+        _check_out(out)
     if film_path is not None:
-        image_files.check_writable(film_path, {".gif": "GIF"})
+        _check_out(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
     pipe = _load(asked)
-    _tell_unheld(pipe, *(words or ()))
     # Lines of a batch may set their own numbers; the others use those of the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASKS[name].draws
@@ -112,7 +111,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     elif result.boxes and out is not None:
         image_files.write(out, image_files.with_boxes(shown[0].pixels, result.boxes))
         files = [out]
-    _print(result, files, as_json=asked.json)
+    _print(result, files, form=_form(asked))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -216,6 +215,21 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     return entry
 
 
+def _check_out(path: pathlib.Path, suffixes: dict[str, str] | None = None) -> None:
+    """Refuses a file that cannot be written, or that needs a new folder elsewhere."""
+    image_files.check_writable(path, suffixes)
+    _check_place(path.parent)
+
+
+def _check_place(folder: pathlib.Path) -> None:
+    """Refuses a folder that would be created outside the current one."""
+    if not folder.exists() and not folder.resolve().is_relative_to(pathlib.Path.cwd()):
+        raise UsageError(
+            f"there is no folder {folder}, and none is created outside the current one: create it"
+            f" first (mkdir -p {folder}), or choose another place."
+        )
+
+
 def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
     """Returns the model that the command line names, or else the one that a record names."""
     if not 1 <= asked.batch_size <= MOST_ROWS:
@@ -240,15 +254,6 @@ def mesh_of(asked: argparse.Namespace) -> jax.sharding.Mesh | None:
         raise UsageError(f"--mesh: {error}") from error
 
 
-def _tell_unheld(pipe: SparseLaViDa, *words: str) -> None:
-    """Warns about words in prompts that a model never saw in training, if those are known."""
-    if unheld := pipe.prompts.unheld(" ".join(words)):
-        say(
-            f"training never held {', '.join(unheld)} (upper and lower case are different words):"
-            " expect nothing of what they mean."
-        )
-
-
 # ---------------------------------------------------------------------------------------------
 # Other commands.
 
@@ -256,6 +261,7 @@ def _tell_unheld(pipe: SparseLaViDa, *words: str) -> None:
 def _chat(asked: argparse.Namespace) -> None:
     if asked.out.exists() and not asked.out.is_dir():
         raise UsageError(f"--out={asked.out} is no folder: name one, for the images of all turns.")
+    _check_place(asked.out)
     pipe = _load(asked)
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
     sampling = options.changed(pipe.settings.sampling, draws=True, **given)
@@ -264,16 +270,15 @@ def _chat(asked: argparse.Namespace) -> None:
         for line in sys.stdin:
             task, _, words = line.strip().partition(" ")
             if task:
-                _tell_unheld(pipe, words)
                 result = talk.say(task, words, callback=callback)
                 asked.out.mkdir(parents=True, exist_ok=True)
                 files = _save(result, asked.out / f"{len(talk.turns)}.png")
-                _print(result, files, as_json=asked.json)
+                _print(result, files, form=_form(asked))
 
 
 def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
-    image_files.check_writable(asked.out)
+    _check_out(asked.out)
     records.check(record)
     pipe = _load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
@@ -284,7 +289,7 @@ def _replay(asked: argparse.Namespace) -> None:
         )
     with _shown_progress() as callback:
         result = pipe.replay(record, getattr(asked, "image", None), callback=callback)
-    _print(result, _save(result, asked.out), as_json=asked.json)
+    _print(result, _save(result, asked.out), form=_form(asked))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -326,10 +331,14 @@ def _save(result: Result, out: pathlib.Path, *, on_one_sheet: bool = False) -> l
     return names
 
 
-def _print(result: Result, files: Sequence[pathlib.Path], *, as_json: bool = False) -> None:
-    if as_json:
-        written = {**result.as_json(), "files": [str(path) for path in files]}
-        print(json.dumps(written, ensure_ascii=False))
+def _form(asked: argparse.Namespace) -> Form:
+    return "full JSON" if asked.json_full else "JSON" if asked.json else "text"
+
+
+def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text") -> None:
+    if form != "text":
+        said = result.as_json(full=form == "full JSON")
+        print(json.dumps(said | {"files": [str(path) for path in files]}, ensure_ascii=False))
         return
     lines = [str(path) for path in files] or result.texts
     if result.boxes:

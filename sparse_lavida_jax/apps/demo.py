@@ -77,7 +77,9 @@ def make_page(service: Service) -> gr.Blocks:
     )
     with page:
         name = pathlib.Path(service.pipe.source.name).name or "a model"
-        gr.Markdown(f"## Sparse-LaViDa: {name}\n{HOW_TO}")
+        known = service.pipe.prompts.vocabulary
+        knows = f"\n\nThis model knows {known.knows}." if known else ""
+        gr.Markdown(f"## Sparse-LaViDa: {name}\n{HOW_TO}{knows}")
         pace = standing.Pace()
         service.watchers.append(pace.watch)
         tasks = [task for task in TABS if not service.pipe.prompts.refusal(task)]
@@ -203,12 +205,11 @@ def _gallery(tabs: Sequence[_Tab]) -> None:
             continue
         others = [one for one in takers if one is not tab.shown]
 
-        def keep(image: Any, words: str, images: Any, count: int = len(others)) -> list[Any]:
-            images = [(image, words), *(images or [])][:MOST_KEPT]
+        def keep(image: Any, images: Any, count: int = len(others)) -> list[Any]:
+            images = [image, *(images or [])][:MOST_KEPT]
             return [gr.Column(visible=True), images, *[image] * count]
 
-        taken = [tab.output, tab.words, kept]
-        tab.drawing.success(keep, taken, [box, kept, *others], **QUIET)
+        tab.drawing.success(keep, [tab.output, kept], [box, kept, *others], **QUIET)
 
 
 def _settings(service: Service, task: str) -> dict[str, Any]:

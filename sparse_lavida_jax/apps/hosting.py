@@ -5,6 +5,7 @@ import argparse
 import errno
 import importlib.util
 import ipaddress
+import logging
 import os
 import socket
 from typing import Any
@@ -14,6 +15,7 @@ from sparse_lavida_jax.apps.commands import mesh_of
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
+from sparse_lavida_jax.inference import requests
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
@@ -49,6 +51,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
         key = asked.api_key or os.environ.get(KEY, "")
         _check_guarded(name, host, key, insecure=asked.insecure)
         runtime.keep_programs()
+        # Clients are told; what strangers ask for stays out of the log.
+        logging.getLogger(requests.__name__).setLevel(logging.ERROR)
         model = asked.checkpoint or DEFAULT_MODEL
         how: dict[str, Any] = {"batch_size": asked.batch_size, "convert": asked.convert}
         how |= {"adapters": asked.adapters or "", "mesh": mesh_of(asked)}

@@ -42,7 +42,7 @@ class Pace:
 def standing(ticket: Ticket, pace: Pace) -> str:
     """Returns where a request stands: how many are before it, or its step and the time."""
     if ticket.began is None:
-        return note(f"Waiting: {ticket.ahead} before this one")
+        return note(f"Waiting: {ticket.ahead} before this one") + _warning(ticket)
     state, elapsed = ticket.state, time.monotonic() - ticket.began
     expected, share = pace.expected(ticket), 0.0
     said = ["Starting"]
@@ -58,7 +58,7 @@ def standing(ticket: Ticket, pace: Pace) -> str:
         share = elapsed / expected
     elif ticket.compiles:
         said.append("the first time often takes a minute")
-    return bar(" · ".join(said), share) + passes.counters(ticket)
+    return bar(" · ".join(said), share) + _warning(ticket) + passes.counters(ticket)
 
 
 def bar(text: str, share: float) -> str:
@@ -76,7 +76,14 @@ def done(ticket: Ticket, result: Result) -> str:
     passed, dense = passes.counted(ticket)
     more = f" (a dense model: {dense / passed:.1f} times as many)" if dense > passed else ""
     said = f"{passed:,} tokens through the network{more}, seed {result.seeds[0]}"
-    return note(f"{ticket.seconds:.2f} seconds, {said}") + passes.counters(ticket)
+    took = note(f"{ticket.seconds:.2f} seconds, {said}")
+    return took + _warning(ticket) + passes.counters(ticket)
+
+
+def _warning(ticket: Ticket) -> str:
+    """Returns a line on words that the model does not know; "" if it knows them all."""
+    warning = ticket.requests[0].warning
+    return note(f"{warning[:1].upper()}{warning[1:]}") if warning else ""
 
 
 def note(text: str) -> str:

@@ -14,7 +14,7 @@ class TaskForm:
     Attributes:
         does: what it does, for the overview of the commands.
         example: a command line, without the program and the task name.
-        options: keys of the arguments of its command besides those of all tasks (`cli.ARGUMENTS`).
+        options: keys of the arguments of its command besides those of all tasks (`arguments.py`).
         label: of its tab on the page; empty if it has no tab of its own.
         words: label of the text box, and its initial contents.
         info: what users should know about the words, without characters that Markdown eats.
@@ -41,28 +41,28 @@ FORMS = {
         words=("Prompt", "a red circle above a blue square"),
     ),
     "edit": TaskForm(
-        "change an image as told",
+        "edit an image",
         'out.png "make the red circle green" --out edited.png',
         "image prompt batch",
         label="Edit",
         words=("Instruction", "make the red circle green"),
     ),
     "inpaint": TaskForm(
-        "draw a part of an image again",
+        "redraw a part of an image",
         f"out.png {_CIRCLE} --box 0,0,48,48 --out inpainted.png",
         "image prompt mask hole batch",
         label="Inpaint",
         words=("What the whole image shows", ""),
     ),
     "outpaint": TaskForm(
-        "draw what surrounds an image",
+        "extend an image beyond its edges",
         f"out.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
         "image prompt place batch",
         label="Outpaint",
         words=("What the whole new image shows", ""),
     ),
     "reflect": TaskForm(
-        "draw, judge what was drawn, and draw again",
+        "draw an image, judge it, and correct its faults",
         f"{_CIRCLE} --rounds 3 --out out.png",
         "prompt rounds batch",
         label="Draw and judge",
@@ -91,7 +91,7 @@ FORMS = {
         result="Description",
     ),
     "infill": TaskForm(
-        "fill the gaps of a text",
+        "fill the gaps in a text",
         '"a red circle is ___ {2} blue square" --image out.png',
         "prompt shown batch",
         label="Fill gaps",
@@ -105,7 +105,7 @@ FORMS = {
         'out.png "red circle" "blue square" --out boxes.png',
         "needed_image phrases boxes",
         label="Find",
-        words=("What to find, one a line", "blue square"),
+        words=("What to find, one per line", "blue square"),
         result="Found",
     ),
 }

@@ -3,6 +3,7 @@
 
 import contextlib
 import datetime
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,24 @@ LINE_SECONDS = 10  # between two lines of progress without a terminal
 def say(sentence: str) -> None:
     """Writes a sentence to stderr, prefixed with the name of the program."""
     print(f"sparse_lavida_jax: {sentence}", file=sys.stderr)
+
+
+class _Sayer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextlib.contextmanager
+def warnings_said() -> Iterator[None]:
+    """Says what the package logs, such as warnings about unknown words, and only once."""
+    log, sayer = logging.getLogger("sparse_lavida_jax"), _Sayer(logging.WARNING)
+    log.addHandler(sayer)
+    before, log.propagate = log.propagate, False  # some library adds a handler to the root
+    try:
+        yield
+    finally:
+        log.removeHandler(sayer)
+        log.propagate = before
 
 
 @contextlib.contextmanager

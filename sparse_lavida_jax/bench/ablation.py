@@ -25,11 +25,13 @@ from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.training import runs
 
-CONFIG = flags.DEFINE_string("config", "", "A file such as configs/ablation_registers.py.")
-SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of batches.")
-WAYS = flags.DEFINE_list("ways", [], "Of the file, and what they begin with; by default all.")
-FOLDER = flags.DEFINE_string("runs", "runs", "Where the runs lie.")
-REPORT = flags.DEFINE_string("report", "", "The folder that the report is written to.")
+CONFIG = flags.DEFINE_string("config", "", "Config file, such as configs/ablation_registers.py.")
+SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of parameters and batches.")
+WAYS = flags.DEFINE_list(
+    "ways", [], "Ways of the file to train, or the beginnings of their names; default: all."
+)
+FOLDER = flags.DEFINE_string("runs", "runs", "Folder of the runs.")
+REPORT = flags.DEFINE_string("report", "", "Folder to write the report to.")
 
 
 def main(argv: list[str]) -> None:

@@ -30,12 +30,14 @@ from sparse_lavida_jax.bench.methods import Case, Program
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.kernels import attention, shapes
 
-SHAPES = flags.DEFINE_list("shapes", list(shapes.names()), "Of kernels/shapes.py.")
-BATCHES = flags.DEFINE_list("batches", ["1", "2"], "Rows of each shape, all with the same tags.")
+SHAPES = flags.DEFINE_list(
+    "shapes", list(shapes.names()), "Shapes of kernels/shapes.py to measure."
+)
+BATCHES = flags.DEFINE_list("batches", ["1", "2"], "Batch sizes; all rows have the same tags.")
 FLAGS = flags.FLAGS
-RUNS = flags.DEFINE_integer("runs", 20, "Timed runs of each method.", lower_bound=5)
-MINUTES = flags.DEFINE_float("minutes", 8.0, "No further case is begun that would end later.")
-DRY = flags.DEFINE_boolean("dry-run", False, "Two heads, the kernel interpreted, nothing timed.")
+RUNS = flags.DEFINE_integer("runs", 20, "Timed runs per method.", lower_bound=5)
+MINUTES = flags.DEFINE_float("minutes", 8.0, "Start no case that would end after this time.")
+DRY = flags.DEFINE_boolean("dry-run", False, "Use two heads, interpret the kernel, time nothing.")
 TUNE = flags.DEFINE_boolean("tune", False, "Measure tiles, and rewrite kernels/tile_sizes.json.")
 
 AGREES = 3e-2  # largest difference from the reference, bfloat16

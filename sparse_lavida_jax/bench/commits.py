@@ -28,11 +28,11 @@ from absl import app, flags, logging
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.training import metrics
 
-BEFORE = flags.DEFINE_string("before", None, "A commit.", required=True)
-AFTER = flags.DEFINE_string("after", "HEAD", "A later one.")
-SECONDS = flags.DEFINE_float("seconds", 300.0, "That both train; not of --score.")
-SCORE = flags.DEFINE_boolean("score", False, "Compare what is drawn, not steps.")
-PROMPTS = flags.DEFINE_integer("prompts", 500, "Prompts of --score.", lower_bound=1)
+BEFORE = flags.DEFINE_string("before", None, "Earlier commit.", required=True)
+AFTER = flags.DEFINE_string("after", "HEAD", "Later commit.")
+SECONDS = flags.DEFINE_float("seconds", 300.0, "Seconds that both train; not with --score.")
+SCORE = flags.DEFINE_boolean("score", False, "Compare drawn images instead of steps.")
+PROMPTS = flags.DEFINE_integer("prompts", 500, "Prompts for --score.", lower_bound=1)
 
 CONFIG = "configs/scenes.py"
 WARM = 200  # first steps, not timed: every program is compiled by then

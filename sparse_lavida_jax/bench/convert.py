@@ -24,8 +24,8 @@ from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.convert import stand_in
 from sparse_lavida_jax.convert.settings import RELEASED_VQ, settings_from
 
-SCRATCH = flags.DEFINE_string("scratch", "", "Where the folders are made; by default in /tmp.")
-LAYERS = flags.DEFINE_multi_integer("layers", [3, 6], "Numbers of layers.")
+SCRATCH = flags.DEFINE_string("scratch", "", "Folder for temporary files; default: in /tmp.")
+LAYERS = flags.DEFINE_multi_integer("layers", [3, 6], "Numbers of layers to measure.")
 SPAWN = multiprocessing.get_context("spawn")
 MOST_BYTES = 4 * 2**30
 MOST_GROWTH = 1.05

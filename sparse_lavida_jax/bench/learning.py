@@ -51,10 +51,10 @@ from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.training import flops, optimizer, step
 from sparse_lavida_jax.training.start import init_state
 
-WORLD = flags.DEFINE_enum("world", "scenes", ["scenes", "fine"], "What is drawn.")
-SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of batches.")
-WAYS = flags.DEFINE_list("ways", [], "Some of the ways to train; by default all.")
-TABLE = flags.DEFINE_boolean("table", False, "Print what was measured, over seeds.")
+WORLD = flags.DEFINE_enum("world", "scenes", ["scenes", "fine"], "World to train on.")
+SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of parameters and batches.")
+WAYS = flags.DEFINE_list("ways", [], "Ways to train; default: all.")
+TABLE = flags.DEFINE_boolean("table", False, "Print the results over all seeds.")
 
 SUITE = "learning"
 PARTS = 4  # of a budget; likelihoods are computed at the end of each

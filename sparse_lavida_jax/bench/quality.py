@@ -27,9 +27,9 @@ from sparse_lavida_jax.scenes import tasks
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."
 )
-PROMPTS = flags.DEFINE_integer("prompts", 2000, "Prompts a task.", lower_bound=1)
-METHOD = flags.DEFINE_string("method", "", "A preset; by default what the model was trained for.")
-ONLY = flags.DEFINE_list("tasks", [], "Tasks to score; by default all that were trained.")
+PROMPTS = flags.DEFINE_integer("prompts", 2000, "Prompts per task.", lower_bound=1)
+METHOD = flags.DEFINE_string("method", "", "Preset; default: the one the model was trained for.")
+ONLY = flags.DEFINE_list("tasks", [], "Tasks to score; default: all that were trained.")
 CARD = flags.DEFINE_string("card", "", "The copy to write, which may be the model folder itself.")
 HELD_OUT = ("draw", "edit", "answer", "point")
 

@@ -44,24 +44,28 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."
 )
-CONFIG = flags.DEFINE_string("config", "", "A config file, in place of a checkpoint.")
-RANDOM = flags.DEFINE_boolean("random-weights", False, "Of the model of --config.")
-RUNS = flags.DEFINE_integer("runs", 7, "Timed runs of each row.", lower_bound=5)
-MISSING = flags.DEFINE_boolean("missing", False, "Only rows that the newest run lacks.")
-VARIANT = flags.DEFINE_string("variant", "", "After the ids of rows measured in another way.")
+CONFIG = flags.DEFINE_string("config", "", "Config file, instead of a checkpoint.")
+RANDOM = flags.DEFINE_boolean(
+    "random-weights", False, "Random parameters for the model of --config."
+)
+RUNS = flags.DEFINE_integer("runs", 7, "Timed runs per row.", lower_bound=5)
+MISSING = flags.DEFINE_boolean("missing", False, "Measure only rows that the newest run lacks.")
+VARIANT = flags.DEFINE_string(
+    "variant", "", "Suffix of the ids of rows that are measured in another way."
+)
 MINUTES = flags.DEFINE_float(
     "minutes", 0.0, "No further row is begun that would end later; 0: all are.", lower_bound=0.0
 )
 VQ_DTYPE = flags.DEFINE_enum(
     "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of images, in a suite."
 )
-SUITE = flags.DEFINE_enum("suite", None, suites.SUITES, "Rows of whole requests.")
+SUITE = flags.DEFINE_enum("suite", None, suites.SUITES, "Suite of whole requests to measure.")
 # Presets to measure without a suite.
-BATCH = flags.DEFINE_integer("batch", 16, "Images at a time.", lower_bound=1)
+BATCH = flags.DEFINE_integer("batch", 16, "Images per batch.", lower_bound=1)
 STEPS = flags.DEFINE_integer(
     "steps", 0, "Steps an image and a text block; by default those of the config."
 )
-PRESETS = flags.DEFINE_list("presets", [], "Which to time; by default all.")
+PRESETS = flags.DEFINE_list("presets", [], "Presets to time; default: all.")
 
 RANDOM_SCALE = 0.02  # of random weights, at least
 

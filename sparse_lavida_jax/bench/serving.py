@@ -280,14 +280,14 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.serving", description="Measures servers.")
     add = parser.add_argument
-    add("--address", default="", help="of a running server")
-    add("--code", nargs="*", default=[], help="commits whose server is started; . is this code")
-    add("--checkpoint", default="", help="for all of them; by default the scenes of the first")
-    add("--option", action="append", default=[], help="of `serve`, for all of them: --option=--x=1")
-    add("--clients", nargs="+", type=int, default=[1, 4, 16, 64], help="one after another")
-    add("--seconds", type=float, default=30.0, help="that are measured")
-    add("--before", type=float, default=5.0, help="seconds of load before that")
-    add("--rate", type=float, default=0.0, help="requests a second; 0: as they are answered")
+    add("--address", default="", help="address of a running server")
+    add("--code", nargs="*", default=[], help="commits to start servers of; . is this code")
+    add("--checkpoint", default="", help="model of all servers; by default scenes of the first")
+    add("--option", action="append", default=[], help="option of all servers: --option=--x=1")
+    add("--clients", nargs="+", type=int, default=[1, 4, 16, 64], help="numbers of clients")
+    add("--seconds", type=float, default=30.0, help="seconds to measure")
+    add("--before", type=float, default=5.0, help="seconds of load before measuring")
+    add("--rate", type=float, default=0.0, help="requests per second; 0: after each answer")
     add("--mix", nargs="+", default=["generate=1"], help="shares of generate, ask, generate:STEPS")
     return parser
 

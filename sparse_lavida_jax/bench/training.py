@@ -44,15 +44,15 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import optimizer
 
-PLAN = flags.DEFINE_boolean("plan", False, "Print a table of memory.")
-AOT = flags.DEFINE_boolean("aot", False, "Compile for TPUs that are not there.")
-TARGETS = flags.DEFINE_list("targets", [*aot.TRAINING, *aot.SAMPLING], "What --aot compiles for.")
+PLAN = flags.DEFINE_boolean("plan", False, "Print a table of the memory needed.")
+AOT = flags.DEFINE_boolean("aot", False, "Compile for TPUs that this machine does not have.")
+TARGETS = flags.DEFINE_list("targets", [*aot.TRAINING, *aot.SAMPLING], "Targets of --aot.")
 CONFIG = flags.DEFINE_string("config", "", "A config file.")
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "Trained where there is no config: a folder or a bundled name."
 )
-BATCH = flags.DEFINE_integer("batch", 16, "Examples of a step.", lower_bound=1)
-RUNS = flags.DEFINE_integer("runs", 24, "Timed steps of each way, each of a batch of its own.",
+BATCH = flags.DEFINE_integer("batch", 16, "Examples per step.", lower_bound=1)
+RUNS = flags.DEFINE_integer("runs", 24, "Timed steps of each way, each with its own batch.",
     lower_bound=2,
 )  # fmt: skip
 DEVICE_GB = flags.DEFINE_float(

@@ -16,8 +16,10 @@ from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import tasks, world
 
-VQ = flags.DEFINE_list("vq", ["scenes_g1", "scenes_g4"], "Bundled names or folders.")
-IMAGES = flags.DEFINE_integer("images", 32, "Scenes, from the first.", lower_bound=1)
+VQ = flags.DEFINE_list(
+    "vq", ["scenes_g1", "scenes_g4"], "Image tokenizers: bundled names or folders."
+)
+IMAGES = flags.DEFINE_integer("images", 32, "Number of scenes, from the first.", lower_bound=1)
 
 
 def moved(model: vq.VQModel, images: UInt8[np.ndarray, "n h w 3"], dtype: str) -> dict[str, float]:

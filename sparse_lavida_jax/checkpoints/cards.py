@@ -6,12 +6,13 @@ import re
 import tempfile
 
 from sparse_lavida_jax.checkpoints import hub, model_folder
-from sparse_lavida_jax.data.tokenizer import WORDS
+from sparse_lavida_jax.data.vocabulary import Vocabulary
+from sparse_lavida_jax.scenes import vocabulary
 
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
 _CONVERTED = re.compile(r"^# Converted from (\S+)$", re.MULTILINE)  # as `convert` writes it
 SCORES, USE = "\n## Scores\n", "\n## Use\n"
-# What to draw, by `config.Config.prompts`; a model trained from scratch knows only its own words.
+# What to draw, by `config.Config.prompts`.
 PROMPTS = {"scenes": "a red circle above a blue square", "chat": "a cat on a red sofa"}
 OWN_PROMPT = "what to draw"
 
@@ -49,7 +50,11 @@ def card(folder: pathlib.Path, name: str, scores: str = "") -> str:
         "tags: [jax, masked-diffusion, sparse-lavida, text-to-image, image-editing]",
     ]
     front = "\n".join(lines)
-    prompt = OWN_PROMPT if (folder / WORDS).is_file() else PROMPTS[settings.prompts]
+    is_ours = settings.prompts == "scenes"
+    known = vocabulary.of_source(settings.data.source) if is_ours else Vocabulary.read(folder)
+    knows = f"\nIt knows {known.knows}.\n" if known else ""
+    # A model trained from scratch knows only its own words.
+    prompt = PROMPTS[settings.prompts] if is_ours or known is None else OWN_PROMPT
     is_judged = settings.data.source == "scenes"  # by programs of this package, without any files
     evaluate = f"$ sparse-lavida evaluate {name}\n" if is_judged else ""
     return f"""---
@@ -57,7 +62,7 @@ def card(folder: pathlib.Path, name: str, scores: str = "") -> str:
 ---
 
 {with_scores(said, scores) if scores else said}
-{USE}
+{USE}{knows}
 ```python
 from sparse_lavida_jax import SparseLaViDa
 

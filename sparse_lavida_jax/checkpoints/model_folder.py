@@ -33,7 +33,7 @@ from sparse_lavida_jax.checkpoints import arrays, hub, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, Tensor, dtype_name
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.data.tokenizer import WORDS
+from sparse_lavida_jax.data.vocabulary import WORDS
 from sparse_lavida_jax.models import denoiser, lora, parameters, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.tokenizer import TextTokenizer
+from sparse_lavida_jax.data.vocabulary import Vocabulary
 
 Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]
@@ -19,6 +20,9 @@ Template = tuple[str | int, ...]  # pieces of text, and numbers: gaps of so many
 
 _GAP = re.compile(r"_{2,}|\{(\d+)\}")
 MOST_GAP = 512  # tokens
+_LOCATIONS = re.compile(r"\s*(?:<LOC_\w+>)+")
+_EDGE = re.compile(r"<LOC_(\d+)>")
+ROWS, COLUMNS = ("top", "", "bottom"), ("left", "", "right")  # thirds of an image
 WORD_GAP = 3  # tokens before, between and after required words: "a small red" circle
 
 
@@ -165,9 +169,10 @@ class PromptLanguage(Protocol):
         if refusal := self.refusal(task):
             raise RequestError(refusal)
 
-    def unheld(self, words: str) -> list[str]:
-        """Returns the words of a prompt that never occurred in training, as far as known."""
-        return self.tokenizer.unheld(words)
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The words that training held; None if they are not recorded."""
+        ...
 
     def lays_out(self, task: str) -> bool:
         """Returns whether an image of this task can be planned in text first."""
@@ -277,6 +282,20 @@ class PromptLanguage(Protocol):
         said, ends = ids[:, 0].tolist(), self.ends()
         end = next((i for i, x in enumerate(said) if x in ends), len(said))
         return self.tokenizer.decode(said[:end])
+
+    def answer(self, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns the text of an answer: boxes as words, and no location tokens."""
+        return _LOCATIONS.sub(lambda run: self._place(run[0]), self.text(ids)).strip()
+
+    def _place(self, tokens: str) -> str:
+        """Returns where the centre of a box is, such as " at the top left"; "" if it is no box."""
+        edges = [int(edge) for edge in _EDGE.findall(tokens)]
+        if len(edges) != 4 or not (edges[0] < edges[2] and edges[1] < edges[3]):
+            return ""
+        x1, y1, x2, y2 = (min(edge / self.frame, 1) for edge in edges)
+        row = ROWS[min(int((y1 + y2) / 2 * 3), 2)]
+        column = COLUMNS[min(int((x1 + x2) / 2 * 3), 2)]
+        return f" at the {f'{row} {column}'.strip() or 'centre'}"
 
     def completed(self, template: Template, ids: Int[np.ndarray, "_l 1"]) -> str:
         """Returns a template with its gaps filled from a response."""

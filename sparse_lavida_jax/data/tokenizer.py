@@ -2,27 +2,13 @@
 """Common parts of the text tokenizers: a `tokenizer.json`, text to ids, and training."""
 
 import abc
-import functools
 import json
 import pathlib
-import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
-
-# Next to the tokenizer of a model trained from scratch: the words of its training texts.
-WORDS = "words.txt"
-# Scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han. There each
-# letter counts as a word.
-_UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}_])\w)+")
-
-
-def words_of(text: str) -> list[str]:
-    """Returns the words of a text, in order; case is significant."""
-    return _WORD.findall(text)
 
 
 class TextTokenizer(abc.ABC):
@@ -53,17 +39,6 @@ class TextTokenizer(abc.ABC):
     def encode(self, text: str) -> list[int]:
         """Returns ids; the subclass decides how special tokens in the text are treated."""
         return self._inner.encode(text).ids
-
-    @functools.cached_property
-    def words(self) -> frozenset[str] | None:
-        """The words of the model's training texts; None if the folder does not record them."""
-        path = self.path.with_name(WORDS)
-        return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else None
-
-    def unheld(self, text: str) -> list[str]:
-        """Returns the words of a text that never occurred in training, as far as known."""
-        known = self.words
-        return [] if known is None else [w for w in dict.fromkeys(words_of(text)) if w not in known]
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:

@@ -41,6 +41,7 @@ def evaluate(
     adapters: str = "",
     shard: str = "",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_note: Callable[[str], None] = lambda sentence: None,
 ) -> str:
     """Computes the missing items of a shard, and the scores once all shards are complete.
 
@@ -51,6 +52,7 @@ def evaluate(
         adapters: to add to the model, in the syntax of `--adapters`.
         shard: "i/n" for every n-th item starting from the i-th; "": all of them.
         on_progress: called with the number of finished items of the shard, and its total.
+        on_note: called with sentences about how much there is to do and how long it takes.
 
     Returns:
         The table in Markdown, or how many items are still missing.
@@ -79,9 +81,14 @@ def evaluate(
             _note_circumstances(own / MADE_WITH)
             finished = len(mine) - len(pending)
             on_progress(finished, len(mine))
-            for count in _compute(bench, pipe, pending, own / "items.jsonl"):
+            on_note(f"{len(pending)} items to do; the first batch will show how long they take.")
+            begin = time.monotonic()
+            for number, count in enumerate(_compute(bench, pipe, pending, own / "items.jsonl")):
                 finished += count
                 on_progress(finished, len(mine))
+                if number == 0 and (left := len(mine) - finished):
+                    minutes = (time.monotonic() - begin) / count * left / 60
+                    on_note(f"{left} items are left, for about {minutes:.1f} minutes or less.")
     finally:
         release()
     answers = _answers(bench, folder)

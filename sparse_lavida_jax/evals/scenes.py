@@ -45,7 +45,10 @@ class Bench(Benchmark):
         return items
 
     def batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Yields items of one task each, all or none with given tokens, and so with an image."""
+        """Yields items of one task each, all or none with given tokens, and so with an image.
+
+        The tasks take turns, so that the time of the first batches tells that of the others.
+        """
         samples = {item.index: _sample(item) for item in items}
 
         def kind(item):
@@ -53,8 +56,11 @@ class Bench(Benchmark):
             shows = sample.image is not None
             return item.record["task"], item.record["split"], bool(sample.given), shows
 
-        for _, members in itertools.groupby(sorted(items, key=kind), kind):
-            yield from super().batches(list(members))
+        batches = super().batches
+        kinds = itertools.groupby(sorted(items, key=kind), kind)
+        turns = itertools.zip_longest(*[batches(list(members)) for _, members in kinds])
+        for turn in turns:
+            yield from filter(None, turn)
 
     def seed_of(self, item):
         """Returns the seed that `evaluate` gives to the same prompt."""

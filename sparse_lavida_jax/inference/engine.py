@@ -563,7 +563,7 @@ class TaskRun:
                 return dataclasses.replace(free, task=requests[0].task)
         said = self.decode("text", [self._text_example(one) for one in requests], requests)
         texts = (
-            self.prompts.text(ids)
+            self.prompts.answer(ids)
             if request.template is None
             else self.prompts.completed(request.template, ids)
             for request, ids in zip(requests, said, strict=True)

@@ -6,6 +6,7 @@
 
 import dataclasses
 import hashlib
+import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -30,6 +31,8 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 from sparse_lavida_jax.schema import LARGEST_SCALE
 
+log = logging.getLogger(__name__)
+
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Grid = Bool[np.ndarray, "y x"]
 Words = str | Sequence[str]
@@ -38,6 +41,7 @@ Numbers = Number | Sequence[Number | None] | None  # for all rows, or one per ro
 
 LARGEST_SEED = 2**31 - 1
 MOST_IMAGES = 1024  # for one prompt, or attempts at one image
+PROMPTING = {"template", "required"}  # options that hold words for the model
 ROUNDS = 3  # the default limit on attempts of "reflect"
 
 
@@ -80,6 +84,8 @@ class Request:
         max_new_tokens: of an answer; None: the usual number.
         template: the text with gaps for a constrained caption.
         required: words that a constrained caption must contain, in order.
+        warning: a sentence about words that the model never saw in training, in this request or in
+            those made along with it; "" if there are none, or if its words are not recorded.
     """
 
     task: str
@@ -100,6 +106,7 @@ class Request:
     max_new_tokens: int | None = None
     template: Template | None = None
     required: tuple[str, ...] = ()
+    warning: str = ""
 
     @property
     def pixels(self) -> Pixels:
@@ -142,6 +149,8 @@ class ImageOptions(Options, total=False):
         num_images: images per prompt.
         plan: whether to lay the image out in text first, or the layout to follow, or one per
             row; by default as in the sampling settings, if the model learned it.
+        layout_temperature: how random layouts are, for all tasks but "edit"; by default as in the
+            sampling settings.
         guidance: scale for all rows, or one per row; also as `guidance_scale`.
         order: of the cells (`config.Sampling.order`).
         vq_dtype: dtype of the decoder of images.
@@ -149,6 +158,7 @@ class ImageOptions(Options, total=False):
 
     num_images: int | None
     plan: bool | Words | None
+    layout_temperature: float | None
     guidance: Numbers
     guidance_scale: Numbers
     order: str | None
@@ -192,20 +202,23 @@ class TaskSpec:
 _ALL = frozenset({"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize"})
 _DRAWS = _ALL | {"num_images", "plan", "guidance", "order", "vq_dtype"}
 _CHANGES = _DRAWS | {"guidance_image"}
+_LAYS_OUT = frozenset({"layout_temperature"})  # edits use the temperature of other texts
 _ANSWERS = _ALL | {"max_new_tokens", "earlier", "together"}
 
 TASKS: dict[str, TaskSpec] = {
-    "generate": TaskSpec("image", "prompt", "", _DRAWS | {"size"}),
+    "generate": TaskSpec("image", "prompt", "", _DRAWS | _LAYS_OUT | {"size"}),
     "edit": TaskSpec("image", "instruction", "needed", _CHANGES),
-    "inpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"mask", "box", "known"}),
-    "outpaint": TaskSpec("image", "prompt", "needed", _CHANGES | {"box", "known"}),
+    "inpaint": TaskSpec(
+        "image", "prompt", "needed", _CHANGES | _LAYS_OUT | {"mask", "box", "known"}
+    ),
+    "outpaint": TaskSpec("image", "prompt", "needed", _CHANGES | _LAYS_OUT | {"box", "known"}),
     "ask": TaskSpec("text", "question", "optional", _ANSWERS),
     "reason": TaskSpec("text", "question", "optional", _ANSWERS),
     "caption": TaskSpec("text", "", "needed", _ALL),
     "constrained_caption": TaskSpec("text", "", "needed", _ALL | {"template", "required"}),
     "infill": TaskSpec("text", "text", "optional", _ALL),
     "ground": TaskSpec("boxes", "phrases", "needed", _ALL),
-    "reflect": TaskSpec("image", "prompt", "", _DRAWS | {"rounds"}),
+    "reflect": TaskSpec("image", "prompt", "", _DRAWS | _LAYS_OUT | {"rounds"}),
 }
 
 
@@ -232,10 +245,16 @@ class RequestMaker:
         shown: Shown | Sequence[Shown] | None,
         asked: Mapping[str, Any],
     ) -> list[Request]:
-        """Returns a request for each row; see `SparseLaViDa.requests`."""
+        """Returns a request for each row; see `SparseLaViDa.requests`.
+
+        Logs a warning if the words are not those of the training texts.
+        """
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
         spec, given = TASKS[task], named(asked)
+        words = self._spelled(words)
+        for name in PROMPTING & given.keys():
+            given[name] = self._spelled(given[name])
         if wrong := sorted(set(given) - spec.takes):
             raise RequestError(
                 f"{task} takes no {wrong[0]}. It takes {', '.join(sorted(spec.takes))}."
@@ -252,7 +271,7 @@ class RequestMaker:
         for plan in plans:
             check_characters(plan if isinstance(plan, str) else "", "layout")
         numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
-        return [
+        made = [
             Request(
                 task=task,
                 words=one,
@@ -265,6 +284,22 @@ class RequestMaker:
             )
             for i, (one, images) in enumerate(pairs)
         ]
+        return self._warned(made, spec)
+
+    def _spelled(self, words: Words | None) -> Words | None:
+        """Returns words in the case that they have in the training texts."""
+        if words is None or (known := self.prompts.vocabulary) is None:
+            return words
+        return known.spelled(words) if isinstance(words, str) else [*map(known.spelled, words)]
+
+    def _warned(self, made: list[Request], spec: TaskSpec) -> list[Request]:
+        """Returns requests with their warning, if any, which is logged too."""
+        known = self.prompts.vocabulary
+        texts = (text for one in made for text in _texts(one, has_words=bool(spec.words)))
+        if known is None or not (warning := known.warning(texts)):
+            return made
+        log.warning("%s", warning)
+        return [dataclasses.replace(one, warning=warning) for one in made]
 
     def _check(self, task: str, spec: TaskSpec, words, shown, given: Mapping[str, Any]) -> None:
         for needed in (task, "generate") if task == "reflect" else (task,):
@@ -319,6 +354,13 @@ class RequestMaker:
             found["required"] = tuple(given["required"])
             found["template"] = words_template(found["required"])
         return found
+
+
+def _texts(request: Request, *, has_words: bool) -> list[str]:
+    """Returns what a request says in words."""
+    if request.template is not None:
+        return [piece for piece in request.template if isinstance(piece, str)]
+    return [request.words, *(question for question, _ in request.earlier)] if has_words else []
 
 
 def _grid(known: Any, row: int, side: int) -> Grid:

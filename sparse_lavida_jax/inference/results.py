@@ -116,15 +116,19 @@ class Result:
         """
         image_files.write(path, self.pixels[row], self.records[row])
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns what `--json` prints."""
-        return {
+    def as_json(self, *, full: bool = True) -> dict[str, Any]:
+        """Returns what `--json-full` prints, or without `full` what `--json` prints."""
+        lean = {
             "task": self.task,
             "prompts": list(self.prompts),
             "seeds": list(self.seeds),
             "texts": list(self.texts),
             "boxes": [None if box is None else list(box) for box in self.boxes],
             "plans": list(self.plans),
+        }
+        if not full:
+            return lean
+        return lean | {
             "seconds": self.seconds,
             "checkpoint": dataclasses.asdict(self.source),
             "sampling": config.to_dict(self.sampling),

@@ -6,6 +6,7 @@ Tasks that the release has use the released words of `lavida_o/chat.py`; the oth
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from sparse_lavida_jax.data.templates import (
     template_ids,
     too_long,
 )
+from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
 
@@ -67,6 +69,10 @@ class ChatPrompts(PromptLanguage):
     def of(cls, tokenizer: chat.ChatTokenizer, settings: config.Config, codec: Any):
         tokenizer.check(settings.model)
         return cls(tokenizer, settings.model, settings.data, codec.factor if codec else 1)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        return Vocabulary.read(self.tokenizer.path.parent)
 
     @property
     def long_answer_tokens(self) -> int:

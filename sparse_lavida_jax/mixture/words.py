@@ -9,7 +9,8 @@ import pathlib
 from collections.abc import Iterable, Iterator
 
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.data.tokenizer import train_byte_level, words_of
+from sparse_lavida_jax.data.tokenizer import train_byte_level
+from sparse_lavida_jax.data.vocabulary import words_of
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.records import Record
 

@@ -88,6 +88,10 @@ OPTIONS: dict[str, Option] = {
     "temperature": Option(
         lambda value, draws: {"temperature" if draws else "text_temperature": value}, by_row=True
     ),
+    # Of the layout that is written before an image; 0 takes the most probable tokens.
+    "layout_temperature": Option(
+        lambda value, draws: {"layout_temperature": value}, (), "it lays no image out"
+    ),
     # How many, or the first and the last number; a last number of -1: the number stays constant.
     "registers": Option(_registers),
     # The guidance scale of the prompt, for edits too.

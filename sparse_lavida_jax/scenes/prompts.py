@@ -30,8 +30,9 @@ from sparse_lavida_jax.data.templates import (
     template_ids,
     too_long,
 )
+from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o import objective
-from sparse_lavida_jax.scenes import digits, rules, tasks, world
+from sparse_lavida_jax.scenes import digits, rules, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
     LOCATIONS,
     GrammarError,
@@ -283,6 +284,10 @@ class ScenePrompts(PromptLanguage):
     @property
     def tokenizer(self) -> Tokenizer:
         return self.encoder.tokenizer
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return vocabulary.of_source(self.encoder.data.source)
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks

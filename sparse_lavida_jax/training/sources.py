@@ -7,6 +7,7 @@ import pathlib
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
+from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -53,7 +54,10 @@ class TrainingData:
 
         If it starts from another model, that model's words are included, if they are known.
         """
-        known = self.tokenizer.words if self.settings.train.init_from else frozenset()
+        known = frozenset()
+        if self.settings.train.init_from:
+            base = Vocabulary.read(self.tokenizer.path.parent)
+            known = base and base.words
         if self.prepared is None or known is None or (more := self.prepared.words()) is None:
             return None
         return known | more

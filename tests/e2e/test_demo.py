@@ -304,6 +304,8 @@ def test_a_request_says_how_many_are_before_it_and_then_its_step(stages):
     stages.pipe.go.release()
     assert stages.pipe.at_step.acquire(timeout=staged.PATIENCE)
     assert "Writing: step 1 of 3" in standing.standing(first, pace)
+    unknown = standing.standing(stages.submit("ask", "hexagon"), pace)
+    assert "Unknown: &#x27;hexagon&#x27;." in unknown
     second.cancel()
     assert "Waiting: 1 before this one" in standing.standing(third, pace)
 

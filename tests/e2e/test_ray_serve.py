@@ -73,7 +73,8 @@ def replicas():
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"ray::ServeReplica:default:model" in path.read_bytes():
+            name = path.read_bytes()
+            if name.startswith(b"ray::") and b"ServeReplica:default:model" in name:
                 found.append(int(path.parent.name))
         except OSError:
             continue

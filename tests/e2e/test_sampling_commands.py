@@ -34,7 +34,7 @@ def test_the_command_line_draws_the_same_for_the_same_seed(finished, tmp_path, c
     words = ["main", "--mode=sample", f"--checkpoint={finished.folder}", "--prompt=a red circle"]
     images = {}
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
-        path = tmp_path / "out" / f"{name}.png"
+        path = tmp_path / f"{name}.png"
         assert main.main([*words, f"--seed={seed}", f"--out={path}"]) == 0
         assert capsys.readouterr().out == f"{path}: a red circle\n"
         images[name] = drawn(path)

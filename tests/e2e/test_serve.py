@@ -85,6 +85,7 @@ def test_images_are_those_that_python_draws_and_say_how(client, service, tmp_pat
     notes = reply.sparse_lavida
     assert notes["seeds"] == [3, 4]
     assert notes["tokens_passed"] > 0
+    assert notes["warnings"] == []
     wanted = service.pipe.generate(PROMPT, num_images=2, seed=3, steps=2)
     np.testing.assert_array_equal(pixels(reply), wanted.pixels)
     (tmp_path / "a.png").write_bytes(base64.b64decode(reply.data[1].b64_json))

@@ -243,6 +243,17 @@ def test_an_answer_is_streamed(client, service):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_words_that_the_model_does_not_know_are_named_in_every_reply(client):
+    ask = client.chat.completions.create
+    for words, told in (("a", []), ("hexagon", ["unknown: 'hexagon'."])):
+        asked = {"model": "staged", "messages": [said("user", words)]}
+        assert ask(**asked).sparse_lavida["warnings"] == told
+        *_, last = ask(**asked, stream=True)
+        assert last.sparse_lavida["warnings"] == told
+        drawn = client.images.generate(prompt=words)
+        assert drawn.sparse_lavida["warnings"] == told
+
+
 def test_text_is_sent_as_it_is_committed():
     with serving() as (service, address):
         chunks = client_of(address).chat.completions.create(

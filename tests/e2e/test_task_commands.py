@@ -48,7 +48,8 @@ def run(model, capsys):
     return done
 
 
-def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys):
+def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the folder of --out is created below it
     out, steps = tmp_path / "out" / "one.png", tmp_path / "steps.gif"
     told = run("generate", PROMPT, "--seed=3", "--steps=4", f"--out={out}", f"--save-steps={steps}")
     assert told == f"{out}: {PROMPT}\n"
@@ -74,7 +75,7 @@ def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
     ]
     batch.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     out = tmp_path / "out.png"
-    words = [f"--batch={batch}", f"--out={out}", "--num-images=2", "--guidance=1.5", "--json"]
+    words = [f"--batch={batch}", f"--out={out}", "--num-images=2", "--guidance=1.5", "--json-full"]
     told = json.loads(run("generate", *words))
     assert told["files"] == [str(tmp_path / f"out-{i}.png") for i in range(4)]
     assert told["seeds"] == [7, 8, 1, 2]

@@ -4,12 +4,12 @@
 import importlib.metadata
 import io
 import json
+import logging
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.scenes import vocabulary
 
 IMAGE = np.full((4, 6, 3), 9, np.uint8)
 
@@ -38,7 +39,6 @@ def asked(monkeypatch, tmp_path):
 
     class Pipeline(SparseLaViDa):
         settings = config.Config()
-        prompts = types.SimpleNamespace(unheld=lambda words: [])
 
         def __init__(self, name, batch_size, **_):
             calls.append(("load", name, batch_size))
@@ -82,6 +82,26 @@ def test_every_command_has_help_with_an_example_that_can_be_read(name, capsys):
     cli.parser_of(name).parse_args(words)
 
 
+@pytest.mark.parametrize("name", cli.MODES)
+def test_every_mode_has_help_of_its_own(name, capsys):
+    assert run(name, "--help") == 0
+    printed = capsys.readouterr().out
+    assert f"example: sparse-lavida {name} {cli.MODES[name].example}" in printed
+    taken = {*main.TAKES.get(name, "").split()} - {*cli.MODES[name].places, "picture"}
+    for flag in taken:
+        assert f"--{flag.replace('_', '-')} " in printed or f"--{flag}]" in printed
+    assert ("--config.SECTION.NAME" in printed) == ("config" in main.TAKES.get(name, ""))
+    words = cli._mode_words(name, shlex.split(cli.MODES[name].example))
+    assert words[0] == f"--mode={name}" and not words[1].startswith("--mode")
+
+
+@pytest.mark.parametrize("name", ["generate", "ask", "chat"])
+def test_the_help_of_a_task_says_what_the_bundled_model_knows(name, capsys):
+    assert run(name, "--help") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"The bundled model, scenes, knows {vocabulary.of_source('scenes').knows}." in printed
+
+
 def test_the_overview_lists_all_commands(capsys):
     assert run() == run("--help") == 0
     printed = capsys.readouterr().out
@@ -120,6 +140,11 @@ def test_every_mode_of_main_is_a_command(capsys):
         (["generate", "a", "--plan", " "], "argument --plan: it is empty"),
         (["ask", "missing.png"], "`sparse-lavida ask` needs a question after the image missing"),
         (["chat", "--out=a.png"], "--out=a.png is no folder"),
+        (["chat", "--out=../new"], "there is no folder ../new, and none is created outside the"),
+        (["generate", "a", "--out=../new/a.png"], "create it first (mkdir -p ../new), or choose"),
+        (["generate", "a", "--save-steps=../new/a.gif"], "there is no folder ../new"),
+        (["ask", "a", "--layout-temperature=1"], "unrecognized arguments: --layout-temperature=1"),
+        (["edit", "a.png", "a", "--layout-temperature=1"], "unrecognized arguments"),
         (["edit", "a.png"], "needs an image and a prompt"),
         (["ask", __file__], f"`sparse-lavida ask` needs a question after the image {__file__}."),
         (["genrate", "a"], "there is no command 'genrate'. Did you mean 'generate'?"),
@@ -199,6 +224,7 @@ def test_a_new_jax_is_fine(monkeypatch, found):
 
 def test_options_are_handed_on(asked, capsys):
     words = ["generate", "a", "--steps=3", "--guidance=2", "--sampler=pr", "--registers=4:1"]
+    words += ["--layout-temperature=0.5"]
     assert run(*words, "--temperature=0", "--order=halton", "--no-plan", "--num-images=2") == 0
     loaded, (task, prompts, shown, given) = asked
     assert loaded == ("load", "scenes", 16)
@@ -209,6 +235,7 @@ def test_options_are_handed_on(asked, capsys):
         "sampler": "pr",
         "registers": (4, 1),
         "temperature": 0.0,
+        "layout_temperature": 0.5,
         "order": "halton",
         "plan": False,
         "num_images": 2,
@@ -332,6 +359,15 @@ def test_steps_are_shown_on_a_terminal_and_elsewhere_if_it_takes_long(monkeypatc
     assert "image" in screen.getvalue()
 
 
+def test_a_warning_of_the_package_is_said_once(capsys, monkeypatch):
+    log = logging.getLogger("sparse_lavida_jax.inference.requests")
+    monkeypatch.setattr(commands, "run", lambda *_: log.warning("unknown: 'dragon'.") or 0)
+    assert run("caption", "a.png") == 0
+    assert capsys.readouterr().err == "sparse_lavida_jax: unknown: 'dragon'.\n"
+    assert run("caption", "a.png", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_quiet_command_says_what_is_wrong_and_nothing_else(capsys, monkeypatch):
     monkeypatch.setattr(commands, "run", lambda *_: terminal.say("a remark") or 0)
     assert run("caption", "a.png") == 0
@@ -393,6 +429,9 @@ def test_results_are_saved_with_what_drew_them(tmp_path):
     written = json.loads(json.dumps(result.as_json()))
     assert written["checkpoint"] == {"name": "scenes", "sha256": "ab", "adapters": ""}
     assert (written["task"], written["seeds"]) == ("generate", [3])
+    lean = json.loads(json.dumps(result.as_json(full=False)))
+    assert lean.items() <= written.items()
+    assert not {"checkpoint", "sampling", "seconds"} & lean.keys()
 
 
 def test_the_package_is_light_until_it_is_used():

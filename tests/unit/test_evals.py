@@ -192,16 +192,18 @@ def test_the_table_has_a_line_for_each_task_and_column():
 
 @pytest.mark.parametrize(
     "name",
-    ["answer", "answer/held_out", "arithmetic", "reflect", "point", "caption", "detect", "edit",
-     "inpaint", "outpaint"],
+    ["answer", "answer/held_out", "arithmetic", "reflect", "point", "point/held_out", "caption",
+     "detect", "edit", "inpaint", "outpaint"],
 )  # fmt: skip
 def test_chance_is_what_a_reply_gets_that_does_not_look(name):
-    """For text the most frequent right answer to prompts of the same kind, else the image shown."""
+    """The most frequent right answer to prompts of the same kind, the image shown, any object."""
     task, _, split = name.partition("/")
     samples = [tasks.sample(task, 1, i, split or "test") for i in range(1500)]
     if tasks.TABLE[task].is_image:
         replies = [world.render(sample.image) for sample in samples[:200]]
         share = exact.tally(name, samples[:200], replies).share
+    elif task == "point":
+        share = sum(1 / len(sample.image) for sample in samples) / len(samples)
     else:
         kinds = collections.defaultdict(collections.Counter)
         for sample in samples:

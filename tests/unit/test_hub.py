@@ -247,6 +247,11 @@ def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkey
     assert 'from_pretrained("me/mine")' in card
     assert "$ sparse-lavida evaluate" not in card  # its benchmarks need files
     assert '"a cat on a red sofa" --checkpoint=me/mine\n' in card
+    assert "It knows" not in card  # the words of a LaViDa-O are not recorded
+    (tmp_path / "pushed" / "words.txt").write_text("a\nred\n")
+    known = cards.card(tmp_path / "pushed", "me/mine")
+    assert "## Use\n\nIt knows the 2 words of its training texts, listed in its words.txt." in known
+    (tmp_path / "pushed" / "words.txt").unlink()
     assert cards.card(tmp_path / "pushed", "me/mine") == card
     pipe.source = Origin()
     with pytest.raises(model_folder.CheckpointError, match="no folder of this very model"):

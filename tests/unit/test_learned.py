@@ -6,15 +6,13 @@ import shutil
 import pytest
 import raw_data
 
-from sparse_lavida_jax.apps import commands
-from sparse_lavida_jax.data import tokenizer as text
-from sparse_lavida_jax.inference.requests import TASKS
+from sparse_lavida_jax.data import vocabulary as text
+from sparse_lavida_jax.inference.requests import TASKS, RequestMaker
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.prompts import LEARNED_FROM, ChatPrompts
 from sparse_lavida_jax.mixture import batches as mixture_batches
 from sparse_lavida_jax.mixture import recipe
 from sparse_lavida_jax.mixture.batches import MixtureBatches
-from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import own_images
 
 
@@ -44,20 +42,26 @@ def with_words(tokenizer, folder, *words):
     return ChatTokenizer(folder / "tokenizer.json")
 
 
-def test_words_that_training_never_held_are_said(tokenizer, tmp_path, capsys):
+def test_words_that_training_never_held_are_said(tokenizer, tmp_path, caplog):
     settings = raw_data.settings(tokenizer)
-    known = with_words(tokenizer, tmp_path, "a", "red", "circle")
 
-    class Pipe(SparseLaViDa):
-        def __init__(self, tokenizer):
-            self.prompts = ChatPrompts.of(tokenizer, settings, None)
+    def asked(tokenizer, *words):
+        prompts = ChatPrompts.of(tokenizer, settings, None)
+        return RequestMaker(settings, prompts, 0).make("ask", words, None, {})
 
-    commands._tell_unheld(Pipe(known), "a red dragon", "a Red circle, a dragon")
-    said = capsys.readouterr().err
-    assert "training never held dragon, Red (upper and lower case are different words)" in said
-    commands._tell_unheld(Pipe(known), "a red circle")
-    commands._tell_unheld(Pipe(tokenizer), "a red dragon")  # its folder does not record the words
-    assert capsys.readouterr().err == ""
+    known = with_words(tokenizer, tmp_path, "a", "red", "circle", "Paris")
+    made = asked(known, "a red dragon", "A Red circle in paris, two circles")
+    (warning,) = caplog.messages
+    assert warning == (
+        "this model knows the 4 words of its training texts, listed in its words.txt: 'dragon',"
+        " 'in' and 'two' are not among them."
+    )
+    assert [one.warning for one in made] == [warning, warning]
+    assert made[1].words == "a red circle in Paris, two circles"
+    asked(known, "a Red circle <LOC_3>")
+    (plain,) = asked(tokenizer, "a Red dragon")  # its folder does not record the words
+    assert plain.words == "a Red dragon"
+    assert caplog.messages == [warning]
 
 
 def test_the_words_of_records_are_found(tokenizer, tmp_path, monkeypatch):

@@ -235,7 +235,6 @@ def test_sampling_writes_an_image_with_the_settings_of_the_checkpoint(folder, mo
     class Pipeline(SparseLaViDa):
         def __init__(self, name, batch_size, **_):
             asked.append(name)
-            self.prompts = types.SimpleNamespace(unheld=lambda words: ())
 
         def requests(self, task, words, shown=None, **options):
             asked.append((task, words, shown, options))

@@ -291,11 +291,11 @@ def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of_once(pipe, capl
     made = pipe(PLANS | {"answer": 1.0}, model=full)
     text = dataclasses.replace(made.settings.sampling, text_preset="fast_dllm_dual")
     made.generate("a", sampling=text)
-    made.ask(None, "why?")
+    made.ask(None, "is there a circle?")
     assert caplog.messages == []
     for _ in range(2):
         made.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
-        made.ask(None, "why?", sampling=config.Sampling(text_preset="t"))
+        made.ask(None, "is there a circle?", sampling=config.Sampling(text_preset="t"))
     told = "this model was never trained sparsely, so the sampler 'pr' will draw badly: fine-tune"
     (message,) = caplog.messages
     assert told in message
@@ -333,6 +333,18 @@ def test_an_image_is_drawn_again_with_the_attention_that_drew_it(caplog):
         np.testing.assert_array_equal(made.replay(record | asked).pixels[0], drawn.pixels[0])
     (message,) = caplog.messages
     assert "by pallas_gpu, which does not run here" in message
+
+
+def test_a_recorded_prompt_keeps_its_case():
+    """Images of earlier versions were drawn from prompts in any case."""
+    given = stand_ins.settings()
+    made = pipeline.SparseLaViDa(
+        tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
+    )
+    drawn = made.generate("A Red circle", seed=4, steps=1)
+    assert drawn.prompts == ("a red circle",)
+    (record,) = drawn.records
+    assert made.replay(record | {"prompt": "A Red circle"}).prompts == ("A Red circle",)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -151,7 +151,9 @@ async def streamed(
 
 def notes(ticket: Ticket, result: Result) -> dict[str, Any]:
     """Returns what has no field in OpenAI's responses."""
+    warning = ticket.requests[0].warning
     return {
+        "warnings": [warning] if warning else [],
         "seeds": list(result.seeds),
         "plans": list(result.plans),
         "seconds": round(ticket.seconds, 4),

@@ -86,6 +86,7 @@ class ImageBody(Body):
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: Annotated[int, pydantic.Field(ge=0, le=100)] = 100
     partial_images: Annotated[int, pydantic.Field(ge=0, le=3)] = 0
+    layout_temperature: Scale | None = None
     guidance: Scale | None = None
     guidance_scale: Scale | None = None
 

@@ -98,7 +98,8 @@ async def _chunks(
         text = _text(service, ids, most)
         if rest := text[len(said[row]) :]:
             yield chunk(row, {"content": rest})
-        yield chunk(row, {}, _reason(service, ids, most))
+        _, last = chunk(row, {}, _reason(service, ids, most))
+        yield "", last | {"sparse_lavida": asking.notes(waiting.ticket, result)}
     if asked.stream_options.get("include_usage"):
         counted = {"usage": _usage(service, result, most)}
         yield "", _reply(waiting, name, "chat.completion.chunk", []) | counted
@@ -209,7 +210,7 @@ def committed(service: Service, state: Any, row: int, most: int | None) -> str:
 
 
 def _text(service: Service, ids: Any, most: int | None) -> str:
-    return service.pipe.prompts.text(ids[:most]).strip()
+    return service.pipe.prompts.answer(ids[:most])
 
 
 def _length(service: Service, ids: Any, most: int | None) -> tuple[int, bool]:

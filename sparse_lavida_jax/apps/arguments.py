@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of the commands of `cli.py`: names, values, defaults and help."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.apps import completion
+from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
+from sparse_lavida_jax.data.image_files import SUFFIXES
+from sparse_lavida_jax.inference.requests import LARGEST_SEED, MOST_IMAGES, ROUNDS
+from sparse_lavida_jax.schema import LARGEST_SCALE
+
+ADAPTERS = "adapters to add: folders, or ids on the hub, each with its weight, by default 1"
+
+
+def _text(text: str) -> str:
+    """Reads a value that may not be empty, as that of an unset shell variable would be."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: give a value, or leave it out")
+    return text
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Reads `512` or `512x768`, height first."""
+    height, _, width = text.partition("x")
+    return int(height), int(width or height)
+
+
+def _box(text: str) -> tuple[float, ...]:
+    """Reads `x1,y1,x2,y2`."""
+    return tuple(map(float, text.split(",")))
+
+
+def _registers(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    counts = int(first), int(last) if last else -1
+    if counts[0] < 0 or (last and not 0 <= counts[1] <= counts[0]):
+        raise ValueError(text)
+    return counts
+
+
+def _settings(text: str) -> tuple[int, int | None]:
+    """Reads `12` or `12:16`, steps and registers."""
+    steps, _, registers = text.partition(":")
+    return int(steps), int(registers) if registers else None
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """Reads `fsdp=2,tensor=4`."""
+    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+
+
+# argparse names these in its messages.
+_settings.__name__ = "number of steps such as 12, or 12:16 with the registers"
+_size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
+_registers.__name__ = "number of registers such as 64 or 64:8"
+_mesh.__name__ = "mesh such as tensor=4 or fsdp=2,tensor=4"
+
+
+def _argument(
+    names: str,
+    help: str,
+    type: Callable[[str], Any] | None = _text,
+    default: Any = None,
+    *,
+    group: str = "",
+    **how: Any,
+) -> tuple[str, list[str], dict[str, Any]]:
+    """Returns an argument of commands: its group, its names and its settings for `argparse`.
+
+    Args:
+        names: separated by spaces; one without dashes is positional.
+        help: what it means.
+        type: reads its value; None: it is a flag without a value.
+        group: a command line may contain at most one argument of a group.
+        default, how: see `argparse`.
+    """
+    how |= {"action": "store_true"} if type is None else {"type": type, "default": default}
+    if default not in (None, []):
+        help += f"; by default {default}"
+    return group, names.split(), {"help": help, **how}
+
+
+_PRESETS = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
+_PLACE = (
+    "where the image goes in the new one: x1,y1,x2,y2 in pixels of the new one; by default its"
+    " middle. For other shapes, use inpaint with --mask on a larger image"
+)
+_LINES = (
+    "one prompt per line (.txt), or one object per line (.jsonl):"
+    ' {"prompt": ..., "image": ..., "seed": ..., "temperature": ..., "guidance": ...}; only the'
+    " prompt is required"
+)
+_CHECKPOINT = (
+    "the model: a folder, a run directory, a bundled model, or org/name on the Hugging Face hub;"
+    f" by default {DEFAULT_MODEL}"
+)
+_OVER = (
+    "split the model over all devices, as tensor=4 or fsdp=2,tensor=4; the axes are data, fsdp and"
+    " tensor, and a size of -1 takes the rest; by default one device"
+)
+_OUT = (
+    f"the image file to write ({', '.join(SUFFIXES)}); several images get numbers; folders are"
+    " created only below the current one"
+)
+_OWN = "by default the model's own"
+_SEED = f"seed of the first result, 0 to {LARGEST_SEED}; the others count up from it; by default 0"
+_TEMPERATURE = f"randomness of the draws, 0 to {LARGEST_SCALE}; 0 takes the most probable"
+# By key: group, names and settings for `argparse`.
+ARGUMENTS = {
+    # Inputs of a task.
+    "prompt": _argument("prompt", "the prompt, instruction, question or text", str, nargs="?"),
+    "image": _argument("image", "the image: PNG, JPEG or WebP", str, nargs="?"),
+    "needed_image": _argument("image", "the image: PNG, JPEG or WebP"),
+    "shown": _argument("--image --picture", "an image that the text is about"),
+    "phrases": _argument("phrases", "the things to find, one argument each", str, nargs="+"),
+    "size": _argument(
+        "--size",
+        "height x width in pixels, such as 512x512; by default the largest",
+        _size,
+        metavar="HxW",
+    ),
+    "mask": _argument(
+        "--mask", "an image of the same size that is white where to draw", Path, group="hole"
+    ),
+    "hole": _argument(
+        "--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole", metavar="BOX"
+    ),
+    "place": _argument("--box", _PLACE, _box),
+    "rounds": _argument(
+        "--rounds", f"largest number of attempts at an image, 1 to {MOST_IMAGES}", int, ROUNDS
+    ),
+    "max_new_tokens": _argument(
+        "--max-new-tokens",
+        "longest answer, in tokens; by default as the model was trained",
+        int,
+        metavar="N",
+    ),
+    "template": _argument("--template", "the text with gaps: ___ is one token, {4} is four"),
+    "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
+    "batch": _argument("--batch", _LINES, Path, metavar="FILE"),
+    # Outputs.
+    "out": _argument("--out", _OUT, Path, Path("out.png"), metavar="FILE"),
+    "boxes": _argument(
+        "--out", "file for the image with the boxes drawn in it; by default none", Path
+    ),
+    "turns": _argument("--out", "folder for the images, one file per turn", Path, Path("turns")),
+    "grid": _argument("--grid", "put all images on one sheet", None),
+    "save_steps": _argument(
+        "--save-steps", "write an animation of how the first image unmasks", Path, metavar="GIF"
+    ),
+    "kernels": _argument("--kernels", "check the attention kernel on this device", None),
+    "json": _argument("--json", "print each result as a line of JSON", None),
+    "json_full": _argument(
+        "--json-full", "the same, with the settings, the checkpoint and the seconds", None
+    ),
+    # Sampling.
+    "steps": _argument(
+        "--steps --num-inference-steps",
+        f"steps of an image, or of each text block, 1 or more; {_OWN}",
+        int,
+        metavar="N",
+    ),
+    "sampler": _argument(
+        "--sampler",
+        f"how steps are made: {_PRESETS}; or as published: released, fast_dllm; {_OWN}",
+        metavar="NAME",
+    ),
+    "registers": _argument(
+        "--registers",
+        "number of registers in each step; 64:8 falls from 64 to 8; by default as in training",
+        _registers,
+        metavar="M[:END]",
+    ),
+    "temperature": _argument("--temperature", f"{_TEMPERATURE}; {_OWN}", float, metavar="NUMBER"),
+    "layout_temperature": _argument(
+        "--layout-temperature",
+        f"randomness of the layout that is written before an image, 0 to {LARGEST_SCALE}; {_OWN}",
+        float,
+        metavar="NUMBER",
+    ),
+    "image_steps": _argument(
+        "--steps --num-inference-steps", f"steps of an image, 1 or more; {_OWN}", int, metavar="N"
+    ),
+    "image_temperature": _argument(
+        "--temperature", f"for images: {_TEMPERATURE}; {_OWN}", float, metavar="NUMBER"
+    ),
+    "quantize": _argument(
+        "--quantize",
+        f"multiply matrices in 8 bits: {', '.join(config.QUANTIZED)}; by default not",
+        metavar="KIND",
+    ),
+    "guidance": _argument(
+        "--guidance --guidance-scale",
+        f"scale of classifier-free guidance, 0 (none) to {LARGEST_SCALE}; {_OWN}",
+        float,
+        metavar="NUMBER",
+    ),
+    "order": _argument(
+        "--order",
+        f"order of the cells: stratified, halton, random, raster or confidence; {_OWN}",
+    ),
+    "plan": _argument("--plan", "layout to follow, instead of the model's own", group="plan"),
+    "no_plan": _argument("--no-plan", "draw without a layout", None, group="plan"),
+    "num_images": _argument(
+        "--num-images", f"images per prompt, 1 to {MOST_IMAGES}", int, 1, metavar="N"
+    ),
+    "vq_dtype": _argument(
+        "--vq-dtype",
+        f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",
+        metavar="DTYPE",
+    ),
+    "seed": _argument("--seed", _SEED, int),
+    # The model and its server.
+    "checkpoint": _argument("--checkpoint", _CHECKPOINT, metavar="MODEL"),
+    "adapters": _argument("--adapters", ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
+    "convert": _argument(
+        "--convert", "convert a released LaViDa-O from the hub first; this is done only once", None
+    ),
+    "mesh": _argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
+    "batch_size": _argument(
+        "--batch-size", "largest number of rows that are decoded together, 1 to 1024", int, 16
+    ),
+    "quiet": _argument("--quiet", "print nothing but results and errors", None),
+    "debug": _argument("--debug", "show where in the program an error occurs", None),
+    "replay": _argument("--replay", "draw the image of this PNG again", Path, metavar="PNG"),
+    "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
+    "source": _argument(
+        "--image --picture", "the image that it was made from; by default the recorded file"
+    ),
+    "first_image": _argument("--image --picture", "the image that the first line is about"),
+    "host": _argument(
+        "--host",
+        "address to listen on; other machines do not reach the default",
+        default="127.0.0.1",
+    ),
+    "port": _argument("--port", "port to listen on, 0 to 65535; 0 takes a free one", int, 8000),
+    "max_waiting": _argument(
+        "--max-waiting",
+        "largest number of waiting requests, 0 to 100000; more are refused",
+        int,
+        64,
+        metavar="N",
+    ),
+    "longest_wait": _argument(
+        "--longest-wait",
+        "seconds that a request waits for others to share its batch, 0 to 60",
+        float,
+        0.5,
+        metavar="SECONDS",
+    ),
+    "programs": _argument(
+        "--programs",
+        "kinds of batches whose compiled programs are kept in memory, 1 to 100000",
+        int,
+        64,
+        metavar="N",
+    ),
+    "only": _argument(
+        "--only",
+        "accept only these numbers of steps and registers for images, besides the model's own; if"
+        " none are given, only the model's own settings",
+        _settings,
+        nargs="*",
+        metavar="STEPS[:REGISTERS]",
+    ),
+    "grace": _argument(
+        "--grace",
+        "seconds that running requests may take after the server is stopped, 0 to 86400",
+        int,
+        5,
+        metavar="SECONDS",
+    ),
+    "api_key": _argument(
+        "--api-key",
+        "key that clients must send; by default $SPARSE_LAVIDA_API_KEY, or none",
+        metavar="KEY",
+    ),
+    "insecure": _argument("--insecure", "serve other machines without a key", None),
+    "shell": _argument("shell", "the shell", choices=completion.SHELLS),
+    "warmup": _argument(
+        "--warmup", "compile usual requests at the start; /ready says when that is done", None
+    ),
+}

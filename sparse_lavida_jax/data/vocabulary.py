@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words that a model saw in training: which words of a prompt are unknown to it."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+# Next to the tokenizer of a model trained from scratch: the words of its training texts.
+WORDS = "words.txt"
+# Scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han. There each
+# letter counts as a word.
+_UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}_])\w)+")
+_TOKEN_OR_WORD = re.compile(rf"<[^<>\s]+>|{_WORD.pattern}")  # such as <LOC_3>
+LEAST_STEM = 3  # letters of a word whose plural is recognized
+MOST_NAMED = 8  # unknown words in a warning
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text, in order; case is significant."""
+    return _WORD.findall(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The words of a model's training texts.
+
+    Attributes:
+        words: as they were spelled there.
+        knows: what they are about, as the end of "This model knows ...".
+    """
+
+    words: frozenset[str]
+    knows: str
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> "Vocabulary | None":
+        """Returns the vocabulary that a model folder records; None if it records none."""
+        path = folder / WORDS
+        if not path.is_file():
+            return None
+        words = frozenset(path.read_text(encoding="utf-8").split())
+        return cls(words, f"the {len(words)} words of its training texts, listed in its {WORDS}")
+
+    @functools.cached_property
+    def _spellings(self) -> dict[str, str]:
+        """A known spelling of each word, by its form without case."""
+        return {word.casefold(): word for word in sorted(self.words)}
+
+    def spelled(self, text: str) -> str:
+        """Returns a text with the case of unknown words changed where training had another case.
+
+        Tokens such as `<LOC_3>` stay as they are.
+        """
+
+        def known(match: re.Match[str]) -> str:
+            word = match[0]
+            return word if word in self.words else self._spellings.get(word.casefold(), word)
+
+        return _TOKEN_OR_WORD.sub(known, text)
+
+    def unknown(self, text: str) -> list[str]:
+        """Returns the words of a text that training never held; case and plural do not matter."""
+        found = [word for word in _TOKEN_OR_WORD.findall(text) if not word.startswith("<")]
+        return [word for word in dict.fromkeys(found) if not self._holds(word.casefold())]
+
+    def _holds(self, word: str) -> bool:
+        return any(form in self._spellings for form in (word, *_other_numbers(word)))
+
+    def warning(self, texts: Iterable[str]) -> str:
+        """Returns a sentence about the unknown words of texts; "" if there are none."""
+        unknown = dict.fromkeys(word for text in texts for word in self.unknown(text))
+        if not unknown:
+            return ""
+        named = [f"'{word}'" for word in unknown][:MOST_NAMED]
+        if len(unknown) > MOST_NAMED:
+            named.append(f"{len(unknown) - MOST_NAMED} more")
+        verb = "is" if len(unknown) == 1 else "are"
+        return f"this model knows {self.knows}: {listed(named, 'and')} {verb} not among them."
+
+
+def listed(names: Sequence[str], last: str) -> str:
+    """Returns "a, b and c", where `last` is "and"."""
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _other_numbers(word: str) -> Iterator[str]:
+    """Yields what may be the singular or the plural of an English word."""
+    pairs = (("", "s"), ("", "es"), ("y", "ies"))
+    for one, many in pairs:
+        for old, new in ((one, many), (many, one)):
+            stem = word.removesuffix(old)
+            if word.endswith(old) and len(stem) >= LEAST_STEM:
+                yield stem + new

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What models of the small world know, and what is said about other words and in answers."""
+
+import numpy as np
+import pytest
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data.vocabulary import words_of
+from sparse_lavida_jax.inference.requests import TASKS, RequestMaker
+from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.scenes import tasks, vocabulary
+from sparse_lavida_jax.scenes.prompts import ScenePrompts
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
+
+KNOWN = vocabulary.of_source("scenes")
+
+
+def prompts_of(*trained):
+    settings = config.Config(data=config.Data(tasks=dict.fromkeys(trained, 1.0)))
+    codec = vq.ImageCodec("scenes_g1", settings.model)
+    return settings, ScenePrompts.of(Tokenizer(), settings, codec)
+
+
+def test_the_words_of_the_small_world_are_those_of_its_examples():
+    said = set()
+    for name in tasks.TABLE:
+        for index in range(60):
+            sample = tasks.sample(name, 0, index)
+            for text in filter(None, (sample.prompt, sample.answer, sample.plan)):
+                # Descriptions of a crowd may count further than any request.
+                assert {*KNOWN.unknown(text)} <= {"five", "six"}, text
+                assert KNOWN.spelled(text) == text
+                said |= {*words_of(text)}
+    assert {word for word in KNOWN.words if not word.isdecimal()} <= said
+
+
+def test_what_it_knows_is_a_sentence():
+    assert KNOWN.knows == (
+        "small and large circles, squares, triangles and crosses in red, green, blue, yellow,"
+        " purple and cyan, one to four of them, left of, right of, above or below each other"
+    )
+    assert "zero, one, two" in vocabulary.of_source("digits").knows
+    assert vocabulary.of_source("prepared") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown", "spelled"),
+    [
+        ("Red Circles", [], "red circles"),
+        ("a RED circle, a hexagon", ["hexagon"], "a red circle, a hexagon"),
+        ("five crosses", ["five"], "five crosses"),
+        ("colours of things", [], "colours of things"),
+        ("___ <LOC_3>Ein Käse", ["Ein", "Käse"], "___ <LOC_3>Ein Käse"),
+    ],
+)
+def test_case_and_plural_do_not_matter(text, unknown, spelled):
+    assert KNOWN.unknown(text) == unknown
+    assert KNOWN.spelled(text) == spelled
+
+
+def test_many_unknown_words_are_counted():
+    warning = KNOWN.warning([" ".join(f"x{i}" for i in range(10))])
+    assert warning.endswith(
+        ": 'x0', 'x1', 'x2', 'x3', 'x4', 'x5', 'x6', 'x7' and 2 more are not among them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "given"),
+    [
+        ("generate", "a Red hexagon", {}),
+        ("ground", ["Red circle", "hexagon"], {"shown": np.zeros((8, 8, 3), np.uint8)}),
+        ("infill", "a Red hexagon is ___", {}),
+        ("constrained_caption", None, {"required": ["Red", "hexagon"]}),
+        ("constrained_caption", None, {"template": "a Red hexagon {2}"}),
+    ],
+)
+def test_every_task_warns_and_reads_any_case(task, words, given, caplog):
+    settings, prompts = prompts_of("draw", "ask", "point", "infill", "constrained_caption")
+    shown = given.pop("shown", np.zeros((8, 8, 3), np.uint8) if words is None else None)
+    made = RequestMaker(settings, prompts, 96).make(task, words, shown, given)
+    (warning,) = caplog.messages
+    assert warning.endswith("'hexagon' is not among them.")
+    assert {one.warning for one in made} == {warning}
+    assert "Red" not in f"{made}"
+
+
+def test_tasks_that_a_model_was_not_trained_for_are_refused():
+    _, prompts = prompts_of("draw")
+    allowed = {task for task in TASKS if not prompts.refusal(task)}
+    assert allowed == {"generate"}
+    assert "was not trained to edit: it was trained on draw" in prompts.refusal("edit")
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (" yes", "yes"),
+        (" small<LOC_12>, two<LOC_3><LOC_4>", "small, two"),
+        ("<LOC_0><LOC_0><LOC_4><LOC_4>", "at the top left"),
+        (" a cross<LOC_8><LOC_8><LOC_16><LOC_16>", "a cross at the centre"),
+        ("<LOC_20><LOC_12><LOC_24><LOC_16>, no", "at the right, no"),
+        ("<LOC_4><LOC_0><LOC_4><LOC_4> 3", "3"),
+    ],
+)
+def test_an_answer_is_in_words(said, answer):
+    _, prompts = prompts_of("draw")
+    assert prompts.answer(np.array(prompts.tokenizer.encode(said))[:, None]) == answer
