@@ -70,7 +70,7 @@ def test_a_mistake_is_answered_with_what_it_takes(words):
     done = run(*words)
     assert done.returncode == 2
     assert "launch/device_day.sh [--dry-run] [RESULTS]" in done.stderr
-    assert "PARTS   which parts" in done.stderr and "set -e" not in done.stderr
+    assert "PARTS   the parts to run" in done.stderr and "set -e" not in done.stderr
 
 
 @pytest.mark.slow
