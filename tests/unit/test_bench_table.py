@@ -64,15 +64,15 @@ def test_the_bundled_model_stands_next_to_its_twin_where_there_is_a_bar():
         scored("scenes_long", "sparse", "answer", 40),
     ]
     lines = {line.split("|")[1].strip(): line for line in table.bundled_table(rows).splitlines()}
-    assert "| 0.910 (0.838 to 0.952) | 0.800 (" in lines["draw"]
+    assert "| 0.01 | 0.910 (0.838 to 0.952) | 0.800 (" in lines["draw"]
     assert lines["draw"].endswith("| 0.90 met |")
     assert "| 0.800 (" in lines["draw: position"] and "| 0.500 (" in lines["draw: position"]
     assert lines["answer"].endswith(" | | 0.90 not met |")
-    assert lines["edit"] == "| edit | | | 0.80 not met |"
+    assert lines["edit"] == "| edit | 0.00 | | | 0.80 not met |"
     assert "draw: single" not in lines
     shorter = [scored("scenes_dense", "dense", "draw", 80, steps=28)]
     together = table.bundled_table([rows[0], *shorter]).splitlines()[2]
-    assert together == "| draw | 0.910 (0.838 to 0.952) | | 0.90 met |"
+    assert together == "| draw | 0.01 | 0.910 (0.838 to 0.952) | | 0.90 met |"
 
 
 def test_seconds_of_sampling_are_told_where_they_are_asked_for_alone():

@@ -24,7 +24,7 @@ COMMANDS = re.compile(
     re.MULTILINE,
 )
 # Models that a reader would have made by then.
-MADE = re.compile(r"(runs/scenes|models/lavida-o)\b")
+MADE = re.compile(r"(runs/scenes|models/lavida-o|MODEL)\b")
 # Fixed parts of messages that troubleshooting.md quotes.
 QUOTED = (
     "needs packages that are not installed",
