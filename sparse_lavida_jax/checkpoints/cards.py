@@ -50,11 +50,11 @@ def card(folder: pathlib.Path, name: str, scores: str = "") -> str:
         "tags: [jax, masked-diffusion, sparse-lavida, text-to-image, image-editing]",
     ]
     front = "\n".join(lines)
+    own = Vocabulary.read(folder)  # of a model trained from scratch
     is_ours = settings.prompts == "scenes"
-    known = vocabulary.of_source(settings.data.source) if is_ours else Vocabulary.read(folder)
+    known = vocabulary.of_source(settings.data.source) if is_ours else own
     knows = f"\nIt knows {known.knows}.\n" if known else ""
-    # A model trained from scratch knows only its own words.
-    prompt = PROMPTS[settings.prompts] if is_ours or known is None else OWN_PROMPT
+    prompt = OWN_PROMPT if own else PROMPTS[settings.prompts]
     is_judged = settings.data.source == "scenes"  # by programs of this package, without any files
     evaluate = f"$ sparse-lavida evaluate {name}\n" if is_judged else ""
     return f"""---

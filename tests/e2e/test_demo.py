@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import os
 import pathlib
+import re
 import shutil
 import time
 
@@ -218,7 +219,7 @@ def test_stop_is_quiet(page, service, caplog):
     tab.get_by_role("button", name="Settings").click()
     tab.get_by_label("number input for Steps").fill("5")  # which compiles
     tab.get_by_role("button", name="Draw", exact=True).click()
-    tab.get_by_text("step 0 of").first.wait_for()
+    tab.get_by_text(re.compile(r"step \d+ of")).first.wait_for()
     tab.get_by_role("button", name="Stop").click()
     tab.get_by_text("Stopped.").wait_for()
     deadline = time.monotonic() + MILLISECONDS / 1000
