@@ -119,5 +119,7 @@ def test_two_commits_compare_as_measured():
     told = on_one_line(page("docs/training.md"))
     assert f"take {rows['steps']['times_faster']:.1f} times less CPU time" in told
     before, after = (rows["scores"]["draw"][name] for name in ("before", "after"))
-    assert f"draws {after['share']:.2f} of 500 prompts correctly after {after['seconds']:.0f}" in told
+    assert (
+        f"draws {after['share']:.2f} of 500 prompts correctly after {after['seconds']:.0f}" in told
+    )
     assert f"the older commit draws {before['share']:.2f} after {before['seconds']:.0f}" in told
