@@ -244,8 +244,10 @@ def _joined(arrays: list[Array], devices: int) -> Array:
     if len(arrays) == 1:
         return arrays[0]
     devices = _dividing(devices, arrays[0].shape[-1])
-    own = [one.reshape(*one.shape[:-1], devices, -1) for one in arrays]
-    return jnp.concatenate(own, axis=-1).reshape(*own[0].shape[:-2], -1)
+    # A stack may have no layers, so that no axis can be -1.
+    own = [one.reshape(*one.shape[:-1], devices, one.shape[-1] // devices) for one in arrays]
+    whole = sum(one.shape[-1] for one in arrays)
+    return jnp.concatenate(own, axis=-1).reshape(*own[0].shape[:-2], whole)
 
 
 def _parted(x: Float[Array, "b s _w"], number: int, devices: int) -> list[Float[Array, "b s _n"]]:
