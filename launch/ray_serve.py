@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of `sparse-lavida serve` on a Ray cluster: replicas of one model behind a door.
+"""The server of `sparse-lavida serve` on a Ray cluster: replicas of one model and a router.
 
     pip install 'sparse-lavida-jax[ray]'
     export SPARSE_LAVIDA_API_KEY=...
@@ -14,8 +14,8 @@ combine whatever calls arrive together and run one batch after another; but only
 share a compiled program, kinds take turns at the ends of segments, and a row may be cancelled or
 streamed by itself.
 
-The door hands each request to a replica. If that replica dies before its answer has begun, another
-one gets the request; the result is the same, since it depends on the request only.
+The router passes each request to a replica. If that replica dies before its answer has begun,
+another one gets the request; the result is the same, since it depends on the request only.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 ATTEMPTS = 3  # at a request, each on another replica
 FAILURES = 5  # requests in a row that failed for no reason of theirs: the replica is replaced
 HEALTH_SECONDS = 10.0  # between two checks of a replica
-DOOR_REQUESTS = 10_000  # that a door hands over at the same time
+ROUTER_REQUESTS = 10_000  # that a router passes on at the same time
 # What the server reads of a request; the rest cannot be sent to another process.
 SCOPE = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string",
@@ -61,7 +61,7 @@ class Settings(pydantic.BaseModel, extra="forbid"):
         waiting: requests that may wait at a replica; further ones get 429.
         warmup: compiles before a replica gets its first request.
         least, most: replicas. Ray starts more when each has more than a batch of requests.
-        doors: processes that hand requests over.
+        routers: processes that pass requests to replicas.
         cpus, gpus, tpus: of a replica; TPUs are chips.
         grace: seconds that a replica that is taken away has to finish.
         key: that clients must send; by default $SPARSE_LAVIDA_API_KEY.
@@ -77,7 +77,7 @@ class Settings(pydantic.BaseModel, extra="forbid"):
     warmup: bool = True
     least: int = pydantic.Field(1, ge=1)
     most: int = pydantic.Field(1, ge=1)
-    doors: int = pydantic.Field(2, ge=1)
+    routers: int = pydantic.Field(2, ge=1)
     cpus: float = pydantic.Field(1, ge=0)
     gpus: float = pydantic.Field(0, ge=0)
     tpus: int = pydantic.Field(0, ge=0)
@@ -148,7 +148,7 @@ class Replica:
             self.service.close()
 
 
-class Door:
+class Router:
     """What clients reach: hands each request to a replica, and if that dies, to another one."""
 
     def __init__(self, replicas: Any, rules: Rules):
@@ -220,12 +220,12 @@ def app(settings: Settings) -> serve.Application:
             "resources": {"TPU": settings.tpus} if settings.tpus else {},
         },
     )
-    door = serve.deployment(
-        serve.ingress()(Door),
-        name="door",
-        num_replicas=settings.doors,
-        max_ongoing_requests=DOOR_REQUESTS,
+    router = serve.deployment(
+        serve.ingress()(Router),
+        name="router",
+        num_replicas=settings.routers,
+        max_ongoing_requests=ROUTER_REQUESTS,
         ray_actor_options={"num_cpus": 0},
     )
     body = server.body_limit(Limits())
-    return door.bind(model.bind(settings), Rules(body=body, key=settings.key))
+    return router.bind(model.bind(settings), Rules(body=body, key=settings.key))

@@ -424,7 +424,7 @@ class SparseLaViDa:
 
         Args:
             text: `___` is a gap of one token, `{4}` one of four.
-            shown: an image that the text is about.
+            shown: image that the text describes.
         """
         return self.run(self.requests("infill", text, shown, **options), callback)
 

@@ -37,14 +37,14 @@ def launched():
 @pytest.fixture(scope="module")
 def address(launched, tmp_path_factory):
     folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("ray") / "tiny")
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     path = os.pathsep.join([str(LAUNCH), *sys.path])
     here = {"env_vars": {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=here)
     try:
         serve.start(http_options={"port": port})
-        how = {"least": 2, "most": 2, "warmup": False, "key": KEY, "doors": 1, "batch_size": 2}
+        how = {"least": 2, "most": 2, "warmup": False, "key": KEY, "routers": 1, "batch_size": 2}
         serve.run(launched.app(launched.Settings(checkpoint=str(folder), **how)))
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -23,7 +23,7 @@ OPTIONS = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}  # that bo
 
 
 def service_of(request: fastapi.Request) -> Service:
-    """Returns the service behind a server."""
+    """Returns the service that answers the requests of a server."""
     return request.app.state.service
 
 
