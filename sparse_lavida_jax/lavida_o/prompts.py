@@ -111,9 +111,7 @@ class ChatPrompts(PromptLanguage):
         height, width = mask.shape
         longest = max(height, width)
         top, left = (longest - height) // 2, (longest - width) // 2
-        square = np.zeros((longest, longest), bool)
-        square[top : top + height, left : left + width] = mask
-        return square
+        return np.pad(mask, ((top, longest - height - top), (left, longest - width - left)))
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
         """Returns the canvas unchanged: the known cells show what is to be drawn."""
