@@ -130,18 +130,6 @@ def automatic(mesh: Mesh | Mapping[str, int]) -> Mesh:
 # Training.
 
 
-def make_mesh(sizes: Mapping[str, int]) -> Mesh | None:
-    """Returns a mesh of all devices, with automatic axes; None without sizes: a single device.
-
-    Args:
-        sizes: of the axes; -1 for all remaining devices.
-
-    Raises:
-        ValueError: an unknown axis, or sizes whose product is not the number of devices.
-    """
-    return automatic(sizes) if sizes else None
-
-
 def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     """Returns the sizes of the axes of a mesh of `count` devices, in the order of `AXES`.
 
