@@ -204,10 +204,6 @@ _HOSTING = (
 )
 
 
-def _layout_of(task: str) -> str:
-    return "layout_temperature" * ("layout_temperature" in TASKS[task].takes)
-
-
 @dataclasses.dataclass(frozen=True)
 class Command:
     """A command: what it does, an example without its name, and the keys of its arguments."""
@@ -223,7 +219,8 @@ COMMANDS = {
     name: Command(
         form.does,
         form.example,
-        f"{form.options} {_DRAWING * TASKS[name].draws} {_layout_of(name)} {_SAMPLING} seed"
+        f"{form.options} {_DRAWING * TASKS[name].draws}"
+        f" {'layout_temperature' * ('layout_temperature' in TASKS[name].takes)} {_SAMPLING} seed"
         f" {_MODEL}",
     )
     for name, form in FORMS.items()

@@ -283,7 +283,6 @@ def sample(
     segments: list[plans.Segment],
     *,
     settings: StepSettings,
-    prompt_len: tuple[int, int] = (0, 0),
     prompt: Prompt | None = None,
     stop_early: bool = True,
     callback: Callback | None = None,
@@ -297,7 +296,6 @@ def sample(
     Args:
         examples: each with its request.
         segments: the plan (`presets.plan`), a row for each example.
-        prompt_len: lower bounds of the padded prompt lengths (`prepare`).
         prompt: the examples already laid out; by default that is done here.
         stop_early: for text, skip segments once every row has an end-of-text after everything
             given, with all tokens before it decoded (never with `settings.released`).
@@ -327,7 +325,7 @@ def sample(
     canvas, given = _first_canvas(examples, mask_id)
     if callback is not None:
         tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
-    how = {"settings": settings, "prompt_len": prompt_len, "prompt": prompt, "prefixes": prefixes}
+    how = {"settings": settings, "prompt": prompt, "prefixes": prefixes}
     begun = begin(model, examples, segments, making=making, **how)
     state = begun.state
     if state is None:  # everything is given

@@ -93,7 +93,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     if film_path is not None:
         _check_out(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
-    pipe = _load(asked)
+    pipe = load(asked)
     # Lines of a batch may set their own numbers; the others use those of the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASKS[name].draws
@@ -230,8 +230,13 @@ def _check_place(folder: pathlib.Path) -> None:
         )
 
 
-def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
-    """Returns the model that the command line names, or else the one that a record names."""
+def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
+    """Returns the model that the command line names, or else the one that a record names.
+
+    Raises:
+        UsageError: the batch size or the mesh is wrong.
+        CheckpointError: there is no such model.
+    """
     if not 1 <= asked.batch_size <= MOST_ROWS:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
     runtime.keep_programs()
@@ -239,19 +244,11 @@ def _load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) 
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
     adapters = asked.adapters or recorded.get("adapters") or ""
     how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
-    return SparseLaViDa.from_pretrained(name, mesh=mesh_of(asked), **how)
-
-
-def mesh_of(asked: argparse.Namespace) -> jax.sharding.Mesh | None:
-    """Returns the mesh that `--mesh` names.
-
-    Raises:
-        UsageError: it has an unknown axis, or is not of all devices.
-    """
     try:
-        return asked.mesh and sharding.automatic(asked.mesh)
+        mesh = asked.mesh and sharding.automatic(asked.mesh)
     except ValueError as error:
         raise UsageError(f"--mesh: {error}") from error
+    return SparseLaViDa.from_pretrained(name, mesh=mesh, **how)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -262,7 +259,7 @@ def _chat(asked: argparse.Namespace) -> None:
     if asked.out.exists() and not asked.out.is_dir():
         raise UsageError(f"--out={asked.out} is no folder: name one, for the images of all turns.")
     _check_place(asked.out)
-    pipe = _load(asked)
+    pipe = load(asked)
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
     sampling = options.changed(pipe.settings.sampling, draws=True, **given)
     talk = Conversation(pipe, asked.image, seed=asked.seed or 0, sampling=sampling)
@@ -280,7 +277,7 @@ def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     _check_out(asked.out)
     records.check(record)
-    pipe = _load(asked, record["checkpoint"])
+    pipe = load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:
         say(

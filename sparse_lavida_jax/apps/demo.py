@@ -338,7 +338,8 @@ async def _run(
         looks = EVERY if makes == "image" else 0
         ticket = service.submit(task, words, image, previews=looks, **options)
         waited = asyncio.wrap_future(ticket.future)
-        waited.add_done_callback(_retrieved)
+        # If nobody waits for it any more, asyncio should not log the error as never retrieved.
+        waited.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
                 yield _meanwhile(service, ticket, pace)
@@ -355,12 +356,6 @@ async def _run(
         yield result.text, note
     else:
         yield _marked(image, result), note + passes.found(result)
-
-
-def _retrieved(future: asyncio.Future[Result]) -> None:
-    """Takes note of how a request ended, so that nothing is logged if nobody waits for it."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[Any, ...]:

@@ -10,13 +10,11 @@ import os
 import socket
 from typing import Any
 
-from sparse_lavida_jax import runtime
-from sparse_lavida_jax.apps.commands import mesh_of
-from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
+from sparse_lavida_jax.apps.commands import load
+from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.inference import requests
-from sparse_lavida_jax.pipeline import SparseLaViDa
 
 KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
@@ -50,13 +48,9 @@ def run(name: str, asked: argparse.Namespace) -> int:
         host, port = door.getsockname()[:2]
         key = asked.api_key or os.environ.get(KEY, "")
         _check_guarded(name, host, key, insecure=asked.insecure)
-        runtime.keep_programs()
         # Clients are told; what strangers ask for stays out of the log.
         logging.getLogger(requests.__name__).setLevel(logging.ERROR)
-        model = asked.checkpoint or DEFAULT_MODEL
-        how: dict[str, Any] = {"batch_size": asked.batch_size, "convert": asked.convert}
-        how |= {"adapters": asked.adapters or "", "mesh": mesh_of(asked)}
-        pipe = SparseLaViDa.from_pretrained(model, **how)
+        pipe = load(asked)
         limits = Limits(
             waiting=asked.max_waiting,
             longest_wait=asked.longest_wait,

@@ -194,12 +194,14 @@ def write_params(folder: pathlib.Path, wanted: Sequence[Tensor], kind: Format) -
 
 class _SafetensorsReader(ParamsReader):
     def __init__(self, folder: pathlib.Path):
-        placed = tensors.read_index(folder / tensors.INDEX) if _is_sharded(folder) else {}
+        index = folder / tensors.INDEX
+        is_sharded = index.is_file() and not (folder / tensors.SINGLE).is_file()
+        placed = tensors.read_index(index) if is_sharded else {}
         self._files: dict[str, pathlib.Path] = {}
         leaves = {}
         for name in sorted({*placed.values()}) or [tensors.SINGLE]:
             if pathlib.PurePath(name).name != name:
-                raise CheckpointError(f"{folder / tensors.INDEX} names {name}, which is elsewhere.")
+                raise CheckpointError(f"{index} names {name}, which is elsewhere.")
             for tensor in tensors.list_tensors(folder / name).values():
                 kind = tensors.STORED.get(tensor.dtype)
                 if kind is None or tensor.name in leaves:
@@ -224,10 +226,6 @@ class _SafetensorsReader(ParamsReader):
         return {name: array(name, target) for name, target in targets.items()}
 
 
-def _is_sharded(folder: pathlib.Path) -> bool:
-    return (folder / tensors.INDEX).is_file() and not (folder / tensors.SINGLE).is_file()
-
-
 # ---------------------------------------------------------------------------------------------
 # The array store.
 
@@ -244,12 +242,9 @@ class _OrbaxReader(ParamsReader):
         super().__init__(folder, parameters.by_name(self._metadata))
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        return self._read({name: self.leaves[name] for name in names})
+        return self.read_into({name: self.leaves[name] for name in names})
 
-    def read_into(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        return self._read(targets)
-
-    def _read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+    def read_into(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         def target(name: str, _: Any) -> Any:
             return targets.get(name, ocp.PLACEHOLDER)
 

@@ -10,12 +10,11 @@ from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.image_files import Box, Pixels
 from sparse_lavida_jax.data.tokenizer import TextTokenizer
 from sparse_lavida_jax.data.vocabulary import Vocabulary
 
-Pixels = UInt8[np.ndarray, "_h _w 3"]
 Grid = Bool[np.ndarray, "y x"]
-Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 Template = tuple[str | int, ...]  # pieces of text, and numbers: gaps of so many tokens
 
 _GAP = re.compile(r"_{2,}|\{(\d+)\}")

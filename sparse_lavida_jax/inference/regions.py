@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool
 
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.images import resize
-
-Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
-Grid = Bool[np.ndarray, "y x"]
+from sparse_lavida_jax.data.templates import Grid
 
 
 def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:

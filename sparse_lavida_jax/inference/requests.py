@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import numpy as np
-from jaxtyping import Bool, UInt8
 from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
+    Grid,
     PromptLanguage,
     RequestError,
     Template,
@@ -33,8 +34,6 @@ from sparse_lavida_jax.schema import LARGEST_SCALE
 
 log = logging.getLogger(__name__)
 
-Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
-Grid = Bool[np.ndarray, "y x"]
 Words = str | Sequence[str]
 Number = int | float
 Numbers = Number | Sequence[Number | None] | None  # for all rows, or one per row

@@ -74,27 +74,22 @@ def read(folder: pathlib.Path, prepared: pathlib.Path) -> PlainFolder:
     """
     inside = [path for path in sorted(folder.rglob("*")) if prepared not in path.parents]
     datasets: list[Dataset] = []
-    try:
-        of_tables = [path for path in inside if path.suffix in TABLES and path.is_file()]
-        by_place = itertools.groupby(
-            sorted(of_tables, key=_place), key=_place
-        )  # grouped by folder and format
-        for (parent, _), alike in by_place:
-            datasets += _datasets(parent, [path for path in alike if tables.num_rows(path)])
-        said, left_out = _captions(folder, inside)
-        if said:
-            written = prepared / WRITTEN
-            _write(written, said)
-            columns = {"image": "image", "caption": "caption"}
-            datasets.append(_dataset("text_to_image", glob.escape(str(written)), folder, columns))
-        if not datasets:
-            raise PrepareError(
-                f"nothing in {folder} says what its images show: add metadata.jsonl with file_name"
-                " and text in every line, or a .txt file next to each image."
-            )
-        rows = [sum(map(tables.num_rows, tables.find(one.json_path))) for one in datasets]
-    except tables.TableError as error:
-        raise PrepareError(str(error)) from error
+    of_tables = [path for path in inside if path.suffix in TABLES and path.is_file()]
+    # By folder and format.
+    for (parent, _), alike in itertools.groupby(sorted(of_tables, key=_place), key=_place):
+        datasets += _datasets(parent, [path for path in alike if tables.num_rows(path)])
+    said, left_out = _captions(folder, inside)
+    if said:
+        written = prepared / WRITTEN
+        _write(written, said)
+        columns = {"image": "image", "caption": "caption"}
+        datasets.append(_dataset("text_to_image", glob.escape(str(written)), folder, columns))
+    if not datasets:
+        raise PrepareError(
+            f"nothing in {folder} says what its images show: add metadata.jsonl with file_name"
+            " and text in every line, or a .txt file next to each image."
+        )
+    rows = [sum(map(tables.num_rows, tables.find(one.json_path))) for one in datasets]
     numbered = [
         dataclasses.replace(one, name=f"{one.kind}-{number}")
         for number, one in enumerate(datasets, 1)

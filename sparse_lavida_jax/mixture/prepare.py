@@ -151,22 +151,19 @@ def prepare(
     folder, wanted, encoder = pathlib.Path(folder), settings.prepare, load_encoder()
     to = ingest.Settings(encoder.side, encoder.factor, wanted.crops, settings.seed)
     job = Job(folder, to, wanted.encode_batch, load_encoder)
-    try:
-        shards = [
-            shard
-            for dataset in mixture.datasets
-            for shard in _shards(dataset, wanted.shard_rows, to, encoder.digest)
-        ]
-        with _only_one(folder):
-            done = {s.stem: made for s in shards if (made := finished(folder, s)) is not None}
-            left = len(shards) - len(done)
-            try:
-                _make_all(job, encoder, shards, done, wanted, on_progress)
-            finally:
-                _write_report(folder, shards, done)
-            files.write_json(folder / INDEX, _index(mixture, encoder, shards, done))
-    except tables.TableError as error:
-        raise PrepareError(str(error)) from error
+    shards = [
+        shard
+        for dataset in mixture.datasets
+        for shard in _shards(dataset, wanted.shard_rows, to, encoder.digest)
+    ]
+    with _only_one(folder):
+        done = {s.stem: made for s in shards if (made := finished(folder, s)) is not None}
+        left = len(shards) - len(done)
+        try:
+            _make_all(job, encoder, shards, done, wanted, on_progress)
+        finally:
+            _write_report(folder, shards, done)
+        files.write_json(folder / INDEX, _index(mixture, encoder, shards, done))
     return Summary(
         len(shards),
         left,
@@ -239,12 +236,9 @@ def drafts(mixture: Recipe, to: ingest.Settings) -> Iterator[Draft]:
     Raises:
         PrepareError: a table cannot be read, or has no rows.
     """
-    try:
-        for dataset in mixture.datasets:
-            for shard in _shards(dataset, MANY_ROWS, to, digest=""):
-                yield from _drafts(to, shard, collections.Counter(), [])
-    except tables.TableError as error:
-        raise PrepareError(str(error)) from error
+    for dataset in mixture.datasets:
+        for shard in _shards(dataset, MANY_ROWS, to, digest=""):
+            yield from _drafts(to, shard, collections.Counter(), [])
 
 
 def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:

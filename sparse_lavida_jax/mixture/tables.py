@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax.data.files import parse_json
+from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 
 Row = dict[str, Any]
@@ -34,7 +35,7 @@ FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".tar")
 LOOKED_THROUGH = 16  # how many files' row positions a process keeps
 
 
-class TableError(Exception):
+class TableError(PrepareError):
     """A table cannot be read at all; the message says which and why."""
 
 

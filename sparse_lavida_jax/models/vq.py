@@ -444,6 +444,8 @@ class ImageCodec:
         ConfigError: there is no such VQ, or its codes do not fit the model.
     """
 
+    is_grey = False
+
     def __init__(self, name_or_folder: str | pathlib.Path | None, model: config.Model):
         self.side = model.codes_side
         self.grid_size = model.grid_size
