@@ -22,6 +22,8 @@ The functions on NumPy arrays run on the host (grain workers); the model takes a
 never a mask.
 """
 
+from typing import TypeVar
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,8 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
+
+T = TypeVar("T")  # a stream, or a layout
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, words of a template: clean before the first step
@@ -110,9 +114,9 @@ class Stream:
     layout: TokenLayout
 
 
-def concatenate(*layouts: TokenLayout) -> TokenLayout:
-    """Concatenates layouts along the token axis."""
-    return jax.tree.map(lambda *tags: jnp.concatenate(tags, axis=1), *layouts)
+def concatenate(*streams: T) -> T:
+    """Concatenates streams, or layouts, along the token axis."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *streams)
 
 
 def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]:

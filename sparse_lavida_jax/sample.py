@@ -67,7 +67,6 @@ from sparse_lavida_jax.sequence import Kind
 TRIPS = (16, 8, 4, 2, 1)
 
 OWN_DRAWS = Draws()  # drawn here, not read from a record
-STEP_FIELDS = dataclasses.fields(StepTokens)
 
 _slot_multiple = functools.cache(slot_multiple)
 
@@ -495,7 +494,7 @@ def advance(
     )
     start = 0
     for part in trips(segment) if in_trips and not now.choice.ends_early else [segment]:
-        steps = StepTokens(*(getattr(part, field.name) for field in STEP_FIELDS))
+        steps = StepTokens.of(part)
         own = slice(start, start + len(part.block))
         start = own.stop
         recorded = {}

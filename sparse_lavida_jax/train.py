@@ -258,7 +258,7 @@ class _Loop:
 def _mesh(settings: config.Config) -> Mesh | None:
     sizes = settings.train.mesh or ({"data": -1} if runtime.are_several() else {})
     try:
-        return sharding.make_mesh(sizes)
+        return sharding.automatic(sizes) if sizes else None
     except ValueError as error:
         raise config.ConfigError(f"Train.mesh: {error}") from error
 

@@ -139,9 +139,7 @@ def compiled(
     plan = presets.plan(asked, chosen, model, known, TEXT_BLOCK_LEN, [0] * len(requests))
     prompt = prompts.prepare(requests, model, chosen)
     segment = max(plan, key=lambda part: len(part.block))
-    steps = sample.StepTokens(
-        *(jnp.asarray(getattr(segment, f.name)) for f in dataclasses.fields(sample.StepTokens))
-    )
+    steps = jax.tree.map(jnp.asarray, sample.StepTokens.of(segment))
     program = program_of(chosen, greedy=False)
     stored = given(model_shapes)
     room = sample.capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))

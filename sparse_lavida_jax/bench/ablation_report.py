@@ -12,6 +12,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import record, table
 from sparse_lavida_jax.bench.comparison import SUITE
 from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.evals.scorers import mean_and_spread, spread
 
 SPEED_BATCHES = (1, 2, 4)
 BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
@@ -36,7 +37,7 @@ def summary(rows: Rows) -> str:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
     for name, own in _grouped(rows).items():
-        told = [name, *(_told(_shares(own, task)) for task in tasks)]
+        told = [name, *(mean_and_spread(_shares(own, task)) for task in tasks)]
         all_steps = [row["train_steps"] for row in own]
         steps = " to ".join(map(str, sorted({min(all_steps), max(all_steps)})))
         steps = f"{own[0]['after']}, then {steps}" if own[0]["after"] else steps
@@ -59,17 +60,6 @@ def _shares(rows: Rows, task: str) -> list[float]:
 
 def _passes(rows: Rows) -> float:
     return statistics.fmean(sum(row["passes"].values()) for row in rows)
-
-
-def _told(shares: Sequence[float]) -> str:
-    if not shares:
-        return ""
-    spread = f" ± {_spread(shares):.3f}" if len(shares) > 1 else ""
-    return f"{statistics.mean(shares):.3f}{spread}"
-
-
-def _spread(shares: Sequence[float]) -> float:
-    return statistics.stdev(shares) if len(shares) > 1 else 0.0
 
 
 def write_report(folder: pathlib.Path) -> pathlib.Path:
@@ -176,7 +166,7 @@ def _plot_curve(axes, rows: Rows) -> None:
     kinds = collections.defaultdict(list)
     for own in _grouped(rows).values():
         shares = [row["share"] for row in own]
-        point = (_passes(own), statistics.mean(shares), _spread(shares))
+        point = (_passes(own), statistics.mean(shares), spread(shares))
         kinds[own[0]["sampled"].partition("_")[0]].append(point)
     for kind, points in kinds.items():
         passes, shares, spreads = zip(*sorted(points), strict=True)
@@ -191,7 +181,7 @@ def _plot_bars(axes, ways: dict[str, list[Row]], tasks: Sequence[str]) -> None:
         at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
         shares = [_shares(own, task) for task in tasks]
         means = [statistics.mean(found) if found else 0 for found in shares]
-        spreads = [*map(_spread, shares)]
+        spreads = [*map(spread, shares)]
         axes.bar(at, means, width, label=name, yerr=spreads, error_kw={"lw": 0.8})
         for place, found in zip(at, shares, strict=True):
             axes.plot([place] * len(found), found, ".", color="0.2", ms=3)

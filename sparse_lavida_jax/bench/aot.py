@@ -316,9 +316,8 @@ def sampling(
     mesh, model = described(topology, axes), settings.model
     choose = sharding.over(mesh)
 
-    def parameter(path, x):
-        place = choose(parameters.leaf_name(path), x.shape)
-        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place)
+    def parameter(name, x):
+        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=choose(name, x.shape))
 
     case = suites.cases("headline", settings)[0]
     parts = (Text(np.arange(PROMPT_LEN)), Response(model.num_cells))
@@ -327,11 +326,10 @@ def sampling(
     chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
     room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
     longest = max(steps, key=lambda part: len(part.block))
-    names = (field.name for field in dataclasses.fields(sample.StepTokens))
-    step = sample.StepTokens(*(getattr(longest, name) for name in names))
+    step = sample.StepTokens.of(longest)
     program = program_of(chosen, greedy=False)
     shapes = denoiser_shapes(model)
-    own = jax.tree_util.tree_map_with_path(parameter, shapes)
+    own = parameters.mapped(parameter, shapes)
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
     )

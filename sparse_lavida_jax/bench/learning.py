@@ -19,7 +19,6 @@ process, including batches but not compilation: give it one core.
 import dataclasses
 import itertools
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
-from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec
@@ -345,10 +344,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
             for seed, row in own.items()
             if (here, "dense", seed) in of
         ]
-        told = [_mean(ratios, 2)]
+        told = [scorers.mean_and_spread(ratios, 2)]
         for value in MEASURED.values():
             found = [value(row) for row in own.values() if "scores" in row or value not in SCORED]
-            told.append(_mean(found, 3))
+            told.append(scorers.mean_and_spread(found))
         lines.append((here, method, len(own), *told))
     taught = "tokens with a loss per operation, relative to dense"
     return markdown.table(("world", "way", "seeds", taught, *MEASURED), lines)
@@ -360,13 +359,6 @@ SCORED = tuple(value for name, value in MEASURED.items() if name.startswith("dra
 def _taught(row: Mapping[str, Any]) -> float:
     point = _at(row, "operations")
     return point["loss_tokens"] / point["operations"]
-
-
-def _mean(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
 def main(argv: list[str]) -> None:

@@ -330,12 +330,9 @@ def _gathered_head(settings: config.Config, trained: Denoiser, frozen: Denoiser 
 def _of_logits(settings: config.Config, batch: BatchSize) -> int:
     model, chunk = settings.model, settings.train.loss_chunk
     text, codes = batch.understanding, batch.generation * model.codes_per_token
-    sizes = (
-        (min(chunk, text) if chunk else text) * model.vocab_size,
-        (min(chunk, codes) if chunk else codes) * model.codebook_size,
-    )
-    each = 2 * 4 + jnp.dtype(model.compute_dtype).itemsize
-    return batch.rows * max(sizes) * each
+    heads = (text, model.vocab_size), (codes, model.codebook_size)
+    most = max(min(chunk or tokens, tokens) * classes for tokens, classes in heads)
+    return batch.rows * most * (2 * 4 + jnp.dtype(model.compute_dtype).itemsize)
 
 
 def _bytes(tree: Any) -> int:

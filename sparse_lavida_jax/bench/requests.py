@@ -195,8 +195,7 @@ class Timed:
         case, whole = self.case, self.subject.model
         settings, plan = case.settings(whole.settings), case.plan(whole.settings)
         first, requests = plan[0].steps(0, 1), case.requests(range(case.batch))
-        names = [field.name for field in dataclasses.fields(sample.StepTokens)]
-        now = sample.StepTokens(*(jnp.asarray(getattr(first, name))[0] for name in names))
+        now = jax.tree.map(lambda x: jnp.asarray(x)[0], sample.StepTokens.of(first))
 
         def logits(model: Denoiser) -> np.ndarray:
             begun = sample.begin(model, requests, plan, settings=settings)

@@ -28,7 +28,6 @@ import dataclasses
 import pathlib
 import sys
 
-import jax
 import rich.console
 import rich.table
 from absl import app, flags, logging
@@ -124,9 +123,7 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
         settings = config.read(pathlib.Path(CONFIG.value))
         params = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
         dtype_of = optimizer.dtypes(settings)  # with adapters, some other parameters train too
-        params = jax.tree.map_with_path(
-            lambda path, x: x.astype(dtype_of(parameters.leaf_name(path))), params
-        )
+        params = parameters.mapped(lambda name, x: x.astype(dtype_of(name)), params)
         make_example = objectives.random_examples(settings.model, settings.seed)
     else:
         pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)

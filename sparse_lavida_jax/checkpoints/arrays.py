@@ -99,12 +99,7 @@ def filled(
     for name in wanted.keys() - found.keys():  # stacks without layers
         leaf = wanted[name]
         found[name] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-    nnx.replace_by_pure_dict(
-        state,
-        jax.tree_util.tree_map_with_path(
-            lambda path, _: found[parameters.leaf_name(path)], abstract
-        ),
-    )
+    nnx.replace_by_pure_dict(state, parameters.mapped(lambda name, _: found[name], abstract))
     return nnx.merge(graph, state)
 
 

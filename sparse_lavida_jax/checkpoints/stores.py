@@ -245,16 +245,14 @@ class _OrbaxReader(ParamsReader):
         return self.read_into({name: self.leaves[name] for name in names})
 
     def read_into(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        def target(path: tuple, _: Any) -> Any:
-            return targets.get(parameters.leaf_name(path), ocp.PLACEHOLDER)
+        def target(name: str, _: Any) -> Any:
+            return targets.get(name, ocp.PLACEHOLDER)
 
         if not targets:
             return {}
         try:
             with silence():
-                tree = ocp.load(
-                    str(self._store), jax.tree_util.tree_map_with_path(target, self._metadata)
-                )
+                tree = ocp.load(str(self._store), parameters.mapped(target, self._metadata))
         except Exception as error:
             raise self._unreadable(error) from error
         return {name: leaf for name, leaf in parameters.by_name(tree).items() if name in targets}

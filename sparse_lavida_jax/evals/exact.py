@@ -119,11 +119,10 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
     scores = [tasks.score(*pair) for pair in zip(samples, outputs, strict=True)]
     named = zip(samples, scores, strict=True)
     columns = grouped((sample.column, score.ok) for sample, score in named if sample.column)
-    parts: dict[str, tuple[int, int]] = {}
-    for score in scores:
-        for part, (hits, total) in score.parts.items():
-            before = parts.get(part, (0, 0))
-            parts[part] = before[0] + hits, before[1] + total
+    counted = grouped(pair for score in scores for pair in score.parts.items())
+    parts = {
+        part: (sum(h for h, _ in own), sum(n for _, n in own)) for part, own in counted.items()
+    }
     right, drawn = (sum(score.attributes[i] for score in scores) for i in (0, 1))
     reasons = collections.Counter(score.reason for score in scores if not score.ok)
     return TaskResult(

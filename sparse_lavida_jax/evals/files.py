@@ -154,14 +154,12 @@ def read_parquet(
                 for number in range(tables.num_rows(path)):
                     where = f"{path}, row {number},"
                     row = check_fields(reader.row(path, number), fields, where)
-                    yield (
-                        row,
-                        {
-                            name: functools.partial(_image, row.pop(name), f"{where} {name}")
-                            for name in images
-                            if name in row
-                        },
-                    )
+                    shown = {
+                        name: functools.partial(_image, row.pop(name), f"{where} {name}")
+                        for name in images
+                        if name in row
+                    }
+                    yield row, shown
     except tables.TableError as error:
         raise EvaluationError(str(error)) from error
 

@@ -70,7 +70,8 @@ def evaluate(
     if weights:
         source["adapters"] = lora_folders.written(weights)
     _claim(folder, settings, bench, source["sha256"])
-    own = _made(folder / "shards" / f"{part}-of-{parts}")
+    own = folder / "shards" / f"{part}-of-{parts}"
+    own.mkdir(parents=True, exist_ok=True)
     release = runs.lock(own)
     try:
         done = {answer.item.index for answer in _answers(bench, folder)}
@@ -133,7 +134,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
                     f"{folder} holds files but no settings.json, so it is no evaluation. Choose"
                     " another --workdir."
                 )
-        files.write_json(_made(folder) / path.name, now)
+        files.write_json(path, now)
     # Shards that start together may all write this; they continue if they wrote the same.
     try:
         before = dict(_flat(files.read_json(path)))
@@ -170,11 +171,6 @@ def _note_circumstances(path: pathlib.Path) -> None:
     now = json.loads(json.dumps({**circumstances(), **commit()}))
     if not before or before[-1] | {"created": ""} != now | {"created": ""}:
         files.write_json(path, [*before, now])
-
-
-def _made(folder: pathlib.Path) -> pathlib.Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _compute(
@@ -223,7 +219,7 @@ def _finish(
     bench: Benchmark, answers: Sequence[Answer], folder: pathlib.Path, source: dict[str, str]
 ) -> str:
     """Writes the export, `results.json` and `table.md`, and returns the table."""
-    _made(folder / JUDGED)
+    (folder / JUDGED).mkdir(exist_ok=True)
     files.remove_unfinished(folder / EXPORT)
     for name, content in bench.export(answers).items():
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"

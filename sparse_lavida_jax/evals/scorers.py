@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -78,6 +79,19 @@ def means(
     """
     parts = [mean(f"- {group}{ending}", members) for group, members in grouped(values).items()]
     return [mean(name, [value for _, value in values]), *parts]
+
+
+def spread(values: Sequence[float]) -> float:
+    """Returns the standard deviation over runs; 0 for a single one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
+    """Returns "mean ± standard deviation" over runs; "" without values."""
+    if not values:
+        return ""
+    told = f" ± {spread(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{told}"
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

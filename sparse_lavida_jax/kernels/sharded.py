@@ -233,10 +233,8 @@ def over_rows(x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
     one that it takes for smaller; this forces it to gather the matrix. The width is left to it.
     """
     free = _free_axes()
-    rows, tokens = (
-        _dividing(BATCH_AXES, free, x.shape[0]),
-        _dividing((TOKENS_AXIS,), free, x.shape[1]),
-    )
+    rows = _dividing(BATCH_AXES, free, x.shape[0])
+    tokens = _dividing((TOKENS_AXIS,), free, x.shape[1])
     if rows is None and tokens is None:
         return x
     spec = PartitionSpec(rows, tokens, PartitionSpec.UNCONSTRAINED)
@@ -248,10 +246,8 @@ def place_cache(stored: Float[Array, "n b t hd"], num_heads: int) -> Float[Array
     free = _free_axes()
     if math.prod(free.values()) == 1:
         return stored
-    rows, heads = (
-        _dividing(BATCH_AXES, free, stored.shape[1]),
-        _dividing((HEADS_AXIS,), free, num_heads),
-    )
+    rows = _dividing(BATCH_AXES, free, stored.shape[1])
+    heads = _dividing((HEADS_AXIS,), free, num_heads)
     return jax.lax.with_sharding_constraint(stored, PartitionSpec(None, rows, None, heads))
 
 

@@ -31,6 +31,11 @@ def by_name(tree: Any) -> dict[str, Any]:
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def mapped(call: Callable[[str, Any], Any], tree: M) -> M:
+    """Calls a function with the name and the value of every leaf; returns a tree of the results."""
+    return jax.tree.map_with_path(lambda path, leaf: call(leaf_name(path), leaf), tree)
+
+
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Returns leaves by name as nested dicts: the inverse of `by_name`."""
     return traverse_util.unflatten_dict(dict(leaves), sep="/")
@@ -99,21 +104,19 @@ def parted(
     if all(map(is_trained, names)):
         return params, None
 
-    def trained(path, leaf):
-        return leaf if is_trained(leaf_name(path)) else None
+    def trained(name, leaf):
+        return leaf if is_trained(name) else None
 
     is_integer = {name: jnp.issubdtype(leaf.dtype, jnp.integer) for name, leaf in names.items()}
     in_8_bits = {name.rpartition("/")[0] for name in names if is_integer[name]}
 
-    def frozen(path, leaf):
-        name = leaf_name(path)
+    def frozen(name, leaf):
         if is_trained(name):
             return None
         stays = frozen_dtype is None or name.rpartition("/")[0] in in_8_bits
         return leaf if stays else leaf.astype(frozen_dtype)
 
-    with_path = jax.tree_util.tree_map_with_path
-    return with_path(trained, params), with_path(frozen, params)
+    return mapped(trained, params), mapped(frozen, params)
 
 
 def joined(trained: M, frozen: M | None) -> M:
@@ -143,8 +146,7 @@ def replaced(model: M, leaves: Mapping[str, Any]) -> M:
                 " model."
             )
 
-    def choose(path, leaf):
-        given = leaves.get(leaf_name(path))
-        return leaf if given is None else jnp.asarray(given, leaf.dtype)
+    def choose(name, leaf):
+        return jnp.asarray(leaves[name], leaf.dtype) if name in leaves else leaf
 
-    return jax.tree_util.tree_map_with_path(choose, model)
+    return mapped(choose, model)

@@ -105,10 +105,9 @@ def as_asked(model: M, method: str) -> M:
     held = method_of(model)
     if method in ("", held):
         return model
-    return _multiplying(model, method) if held else quantized(model, method)
+    if not held:
+        return quantized(model, method)
 
-
-def _multiplying(model: M, method: str) -> M:
     def changed(_: str, linear: Linear) -> Linear:
         if isinstance(linear, QuantizedLinear):
             if linear.kernel.dtype != _dtype(method):

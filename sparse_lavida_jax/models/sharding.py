@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXIS
-from sparse_lavida_jax.models.parameters import ChooseSharding, leaf_name
+from sparse_lavida_jax.models.parameters import ChooseSharding, mapped
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
 PARTS = ("params", "ema", "frozen")  # of `step.TrainState` that hold parameters or arrays like them
@@ -106,11 +106,7 @@ def over(mesh: Mesh | Mapping[str, int]) -> ChooseSharding:
 def placed(model: T, mesh: Mesh) -> T:
     """Returns a model with its parameters split over a mesh."""
     choose = over(mesh)
-
-    def place(path, leaf):
-        return jax.device_put(leaf, choose(leaf_name(path), leaf.shape))
-
-    return jax.tree_util.tree_map_with_path(place, model)
+    return mapped(lambda name, leaf: jax.device_put(leaf, choose(name, leaf.shape)), model)
 
 
 def automatic(mesh: Mesh | Mapping[str, int]) -> Mesh:
@@ -132,18 +128,6 @@ def automatic(mesh: Mesh | Mapping[str, int]) -> Mesh:
 
 # ---------------------------------------------------------------------------------------------
 # Training.
-
-
-def make_mesh(sizes: Mapping[str, int]) -> Mesh | None:
-    """Returns a mesh of all devices, with automatic axes; None without sizes: a single device.
-
-    Args:
-        sizes: of the axes; -1 for all remaining devices.
-
-    Raises:
-        ValueError: an unknown axis, or sizes whose product is not the number of devices.
-    """
-    return automatic(sizes) if sizes else None
 
 
 def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
@@ -193,11 +177,10 @@ def shared_by(name: str, shape: tuple[int, ...], mesh: AnyMesh) -> int:
 def over_state(call: Callable[[Any, NamedSharding], Any], state: T, mesh: AnyMesh) -> T:
     """Calls a function with each leaf of a training state, or of its shapes, and its sharding."""
 
-    def with_sharding(path, leaf):
-        spec = spec_of_state(leaf_name(path), leaf.shape, mesh)
-        return call(leaf, NamedSharding(mesh, spec))
+    def with_sharding(name, leaf):
+        return call(leaf, NamedSharding(mesh, spec_of_state(name, leaf.shape, mesh)))
 
-    return jax.tree_util.tree_map_with_path(with_sharding, state)
+    return mapped(with_sharding, state)
 
 
 def place_state(state: T, mesh: Mesh) -> T:

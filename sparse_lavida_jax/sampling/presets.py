@@ -68,11 +68,8 @@ def preset(name: str) -> Preset:
     if name not in known:
         raise ValueError(f"preset {name!r} is unknown: use one of {', '.join(known)}.")
     full_attention = {"dense": "", "prefix": "p", "fast_dllm_prefix": "pr", "fast_dllm_dual": "prt"}
-    if name in full_attention:
-        letters = full_attention[name]
-        return Preset("p" in letters, "r" in letters, "t" in letters, full_attention=True)
-    letters = {"sparse": "prt", "none": ""}.get(name, name)
-    return Preset("p" in letters, "r" in letters, "t" in letters)
+    letters = {"sparse": "prt", "none": "", **full_attention}.get(name, name)
+    return Preset("p" in letters, "r" in letters, "t" in letters, name in full_attention)
 
 
 def default_preset(model: config.Model) -> str:

@@ -138,6 +138,11 @@ class StepTokens:
     temperature: Float[AnyArray, "*n"]
     guidance: Float[AnyArray, "*n"]
 
+    @classmethod
+    def of(cls, segment: plans.Segment) -> "StepTokens":
+        """Returns the steps of a segment, along a first axis."""
+        return cls(*(getattr(segment, field.name) for field in dataclasses.fields(cls)))
+
 
 @functools.partial(jax.jit, static_argnames=("settings", "capacity"))
 def prefill(
@@ -169,8 +174,7 @@ def prefill(
 @functools.partial(jax.jit, static_argnames=("kind",))
 def pass_prompt(model: Denoiser, prompt: Prompt, *, kind: Kind) -> KVCache:
     """Returns a cache that holds just the prompts of some rows, without spare slots."""
-    text, image = (own_len(prompt, name) for name in STREAMS)
-    cache = model.empty_cache(prompt.length.shape[0], text, image, decodes(kind))
+    cache = model.empty_cache(prompt.length.shape[0], *padded_lengths(prompt), decodes(kind))
     return _written(model, prompt, _see(model, prompt), cache)
 
 
@@ -209,8 +213,7 @@ def decodes(kind: Kind) -> StreamName:
 
 def own_len(prompt: Prompt, name: StreamName) -> int:
     """Returns the slots of a row in a stream of the prompt."""
-    stream = prompt.understanding if name == "understanding" else prompt.generation
-    return 0 if stream is None else stream.index.shape[1]
+    return padded_lengths(prompt)[STREAMS.index(name)]
 
 
 def _see(model: Denoiser, prompt: Prompt) -> Float[Array, "r v e"] | None:
@@ -249,10 +252,7 @@ def capacity(
         kept = clean if settings.preset.cache_response else 0
         committed += len(s.block) * kept
         furthest = max(furthest, committed - kept + clean + others + registers)
-    lengths = {
-        "text": prompt.understanding.index.shape[1],
-        "image": 0 if prompt.generation is None else prompt.generation.index.shape[1],
-    }
+    lengths = dict(zip(("text", "image"), padded_lengths(prompt), strict=True))
     lengths[settings.kind] += furthest
     text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
     return text, image
@@ -403,9 +403,4 @@ def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
         jax.tree.map(lambda x, s=s: x[:, s], response)
         for s in (slice(None, clean_len), slice(clean_len, None))
     )
-    parts = (first, prompt, second)
-    return Stream(
-        jnp.concatenate([p.tokens for p in parts], axis=1),
-        jnp.concatenate([p.index for p in parts], axis=1),
-        concatenate(*(p.layout for p in parts)),
-    )
+    return concatenate(first, prompt, second)

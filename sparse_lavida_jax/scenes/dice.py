@@ -27,9 +27,15 @@ T = TypeVar("T")
 
 
 class Dice:
-    """Random choices from the raw words of Philox, which are the same in all NumPy versions."""
+    """Random choices from the raw words of Philox, which are the same in all NumPy versions.
+
+    Raises:
+        ValueError: a negative seed or index.
+    """
 
     def __init__(self, seed: int, stream: str, index: int, *, held_out: bool = False):
+        if seed < 0 or index < 0:
+            raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
         # The low words of the counter advance within an example; the third is its index.
         self._bits = np.random.Philox(
             key=np.array([seed, zlib.crc32(stream.encode())], np.uint64),

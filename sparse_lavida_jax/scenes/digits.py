@@ -44,8 +44,6 @@ def sample(seed: int, index: int, split: str = "train") -> Digit:
         ValueError: an unknown split, or a negative seed or index.
         ModuleNotFoundError: scikit-learn, which contains the images, is not installed.
     """
-    if seed < 0 or index < 0:
-        raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
     codes, labels = load(split)
     chosen = Dice(seed, f"digits/{split}", index).below(len(labels))
     digit = int(labels[chosen])

@@ -44,15 +44,15 @@ def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
     if not settings.groups:
         return optax.chain(clip, step)
 
-    def label(path, _):
-        rate = _group_rate(settings, parameters.leaf_name(path))
+    def label(name, _):
+        rate = _group_rate(settings, name)
         return str(settings.learning_rate if rate is None else rate)
 
     rates = {settings.learning_rate, *(float(rate) for _, rate in settings.groups)}
     scales: dict[Hashable, optax.GradientTransformation] = {
         str(rate): optax.scale(rate / settings.learning_rate) for rate in rates
     }
-    labels = functools.partial(jax.tree_util.tree_map_with_path, label)
+    labels = functools.partial(parameters.mapped, label)
     return optax.chain(clip, step, optax.partition(scales, labels))
 
 
@@ -204,11 +204,10 @@ def _muon(settings: config.Optimizer) -> optax.GradientTransformation:
 
 
 def _decays(params):
-    def decays(path, leaf):
-        name = jax.tree_util.keystr(path)
+    def decays(name, leaf):
         return leaf.ndim >= 2 and not any(word in name for word in VECTORS)
 
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return parameters.mapped(decays, params)
 
 
 def _matrices(params):

@@ -273,14 +273,13 @@ class States:
             return leaves
         anywhere = _anywhere(given)
 
-        def target(path: tuple, found: Any) -> Any:
-            name = parameters.leaf_name(path)
+        def target(name: str, found: Any) -> Any:
             if name not in wanted:
                 return ocp.PLACEHOLDER
             where = getattr(given[name], "sharding", None) or anywhere
             return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=where)
 
-        abstract = jax.tree_util.tree_map_with_path(target, saved)
+        abstract = parameters.mapped(target, saved)
         tree = self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
         leaves = {name: leaf for name, leaf in parameters.by_name(tree).items() if name in wanted}
         if isinstance(known, dict):
@@ -438,11 +437,11 @@ def _sums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, " 2"]]:
 def _filled(template: T, leaves: Mapping[str, Any]) -> T:
     """Returns the template with its leaves replaced by these."""
 
-    def place(path: tuple, leaf: Any) -> Any:
+    def place(name: str, leaf: Any) -> Any:
         if not np.size(leaf):
             is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
             return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
-        saved = leaves[parameters.leaf_name(path)]
+        saved = leaves[name]
         if isinstance(leaf, bool | int | float):
             return type(leaf)(np.asarray(saved))
         if isinstance(leaf, np.ndarray):
@@ -451,4 +450,4 @@ def _filled(template: T, leaves: Mapping[str, Any]) -> T:
             return saved  # the store has already placed it
         return jax.device_put(saved, getattr(leaf, "sharding", None))
 
-    return jax.tree_util.tree_map_with_path(place, template)
+    return parameters.mapped(place, template)

@@ -33,8 +33,7 @@ def logits(model, requests, settings, plan):
     """Returns the logits of the first step; if it is the only one, of all unknown cells."""
     with traces._patched(prefill=traces._prefill):
         begun = sample.begin(model, requests, plan, settings=settings)
-    names = (field.name for field in dataclasses.fields(sample.StepTokens))
-    now = sample.StepTokens(*(jnp.asarray(getattr(plan[0], name)[0]) for name in names))
+    now = jax.tree.map(lambda x: jnp.asarray(x[0]), sample.StepTokens.of(plan[0]))
     found, _ = _step_logits(model, begun.state, now, begun.prompt, begun.program)
     return np.asarray(found), np.asarray(now.decode)
 

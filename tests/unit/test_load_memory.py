@@ -53,7 +53,7 @@ def measure(small: pathlib.Path, large: pathlib.Path, out: pathlib.Path) -> None
     """Writes the largest growth of this process's memory in bytes while it loads `large`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    over = sharding.over(sharding.make_mesh(MESH))
+    over = sharding.over(sharding.automatic(MESH))
     held = [model_folder.load_model(small, sharding=over, dtype="bfloat16")]  # programs, libraries
 
     def memory() -> int:

@@ -143,7 +143,7 @@ def test_a_model_folder_is_read_into_a_mesh(tmp_path):
     ],
 )
 def test_a_process_makes_the_rows_of_its_devices(monkeypatch, sizes, own, expected):
-    mesh = sharding.make_mesh(sizes)
+    mesh = sharding.automatic(sizes)
     kept = {d for d in mesh.devices.flat if d.id in own}
     real = NamedSharding.devices_indices_map
 

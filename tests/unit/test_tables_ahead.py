@@ -99,8 +99,7 @@ def loop_of(requests, segments, asked):
     model = tiny.denoiser(SETTINGS)
     with traces._patched(prefill=traces._prefill):
         begun = sample.begin(model, requests, segments, settings=asked)
-    names = [field.name for field in dataclasses.fields(state_of.StepTokens)]
-    steps = state_of.StepTokens(*(jnp.asarray(getattr(segments[0], name)) for name in names))
+    steps = jax.tree.map(jnp.asarray, state_of.StepTokens.of(segments[0]))
     run = functools.partial(sample.run_segment.__wrapped__, settings=begun.program)
     program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]

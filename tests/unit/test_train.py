@@ -207,7 +207,7 @@ def test_a_step_over_a_mesh_is_that_of_one_device():
     settings = stand_ins.settings()
     batch = stand_ins.batches(settings).batch("draw", 0)
     alone = train.init_state(settings, tiny.denoiser(settings.model))
-    mesh = sharding.make_mesh({"fsdp": 2, "tensor": -1})
+    mesh = sharding.automatic({"fsdp": 2, "tensor": -1})
     spread = sharding.place_state(jax.tree.map(jnp.copy, alone), mesh)
     split = [not x.sharding.is_fully_replicated for x in jax.tree.leaves(spread.opt_state)]
     assert sum(split) > len(split) / 3

@@ -64,8 +64,6 @@ def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
         raise ValueError(f"there is no task '{task}'. Choose one of {', '.join(TABLE)}.")
     if split not in SPLITS:
         raise ValueError(f"there is no split '{split}'. Choose one of {', '.join(SPLITS)}.")
-    if seed < 0 or index < 0:
-        raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
     make, others = TABLE[task].make, TABLE[task].made_of
     if others:
         made = make(sample(others[index % len(others)], seed, index, split))

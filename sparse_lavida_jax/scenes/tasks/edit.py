@@ -53,11 +53,8 @@ def _worded(dice: Dice, kind: str, anchor: Phrase, new: Object) -> Edit:
             return Edit(kind, anchor, colour=new.colour)
         case _:
             direction = dice.pick(tuple(DIRECTIONS))
-            step, to_corner = (
-                Edit(kind, anchor, direction=direction),
-                Edit(kind, anchor, corner=corner),
-            )
-            return dice.pick((step, to_corner))
+            step = Edit(kind, anchor, direction=direction)
+            return dice.pick((step, Edit(kind, anchor, corner=corner)))
 
 
 TASK = Task(make, judges.edit_fault, "edit", command="edit", label="Edited")
