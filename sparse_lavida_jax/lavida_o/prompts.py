@@ -216,10 +216,7 @@ class ChatPrompts(PromptLanguage):
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
         """Returns an example that locates things in an image: one sequence with all boxes."""
         seen = images.see(image, self.model.vision)
-        try:
-            parts, known = chat.locate_all(self.tokenizer, phrases, seen.part)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        parts, known = self._words(chat.locate_all, phrases, seen.part)
         given = known != self.model.text_mask_id
         example = self._example(" ".join(phrases), parts, [seen], known[:, None], given)
         return [dataclasses.replace(example, ends=False)]
@@ -255,7 +252,7 @@ class ChatPrompts(PromptLanguage):
         cell = self.model.codes_side * self.factor
         return chat.micro_condition(columns * cell, rows * cell, score=7.11) + ";"
 
-    def _words(self, make, words: str, *more, **settings):
+    def _words(self, make, words: str | Sequence[str], *more, **settings):
         """Calls a builder of `lavida_o/chat.py`; control tokens in the words are an error."""
         try:
             return make(self.tokenizer, words, *more, **settings)
