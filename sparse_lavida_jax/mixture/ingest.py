@@ -172,7 +172,6 @@ class _RowReader:
         size = images.size_of(image)
         if min(size) < self.dataset.min_size:
             raise LeftOut("min_size")
-        places, squares = [(0, 0)], [self._padded(image)]
         if crop:
             side = self.to.side
             left, top = (n - side for n in images.size_to_crop(size, side))
@@ -183,6 +182,8 @@ class _RowReader:
             squares = [
                 images.training_crop(image, side, *place, self.to.factor) for place in places
             ]
+        else:
+            places, squares = [(0, 0)], [self._padded(image)]
         hps = self._number("hpsv2")
         record = dataclasses.replace(
             record,
