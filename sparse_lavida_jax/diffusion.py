@@ -513,11 +513,9 @@ def corrupt(
         prompt.codes, prompt.cell, prompt.source_position, weight_by_code=by_code
     )
     is_text = kind == "text"
-    mask_id, register_id = (
-        (model.text_mask_id, model.text_register_id)
-        if is_text
-        else (model.image_mask_id, model.image_register_id)
-    )
+    mask_id, register_id = model.image_mask_id, model.image_register_id
+    if is_text:
+        mask_id, register_id = model.text_mask_id, model.text_register_id
     answer = [_response_tokens(prompt, response, blocks, mask_id, is_text=is_text)]
     if not full_attention:
         answer.append(_registers(prompt, blocks, register_id, answer[0], model.num_registers))

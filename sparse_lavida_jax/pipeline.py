@@ -589,12 +589,8 @@ class SparseLaViDa:
         """
         masked = (cells == self.settings.model.image_mask_id).any(axis=-1)
         rows = rows or math.isqrt(len(cells))
-        (image,) = self._codec.decode(np.where(masked[:, None], 0, cells)[None], rows)
+        assert self.codec is not None  # tasks that need one were refused (`prompts.refusal`)
+        (image,) = self.codec.decode(np.where(masked[:, None], 0, cells)[None], rows)
         step = image.shape[0] // rows
         hidden = masked.reshape(rows, -1).repeat(step, axis=0).repeat(step, axis=1)
         return np.where(hidden[..., None], np.uint8(MASKED_GREY), image)
-
-    @property
-    def _codec(self) -> ImageCodec:
-        assert self.codec is not None  # tasks that need one were refused (`prompts.refusal`)
-        return self.codec

@@ -232,23 +232,22 @@ class Batch:
     def run(self) -> None:
         """Does them; if that fails, does each alone, so that only the faulty one gets the error."""
         requests = [request for ticket in self.tickets for request in ticket.requests]
-        for ticket, start in self._firsts():
+        start, failure = 0, None
+        for ticket in self.tickets:
             ticket.batch, ticket.start, ticket.stages = len(requests), start, ()
+            start += len(ticket.requests)
         self.device.take(self)
         try:
-            how = {"padding": "served", "programs": self._programs}
-            result = self.pipe.run(requests, self._look, **how)
+            result = self.pipe.run(requests, self._look, padding="served", programs=self._programs)
         except Exception as error:
             failure = error
-        else:
-            failure = None
         finally:
             self.device.give()
         if failure is None:
-            for ticket, start in self._firsts():
+            for ticket in self.tickets:
                 self._measure(ticket)
                 if not ticket.future.done():
-                    ticket.future.set_result(result.part(start, start + len(ticket.requests)))
+                    ticket.future.set_result(result.part(ticket.rows.start, ticket.rows.stop))
         elif len(self.tickets) == 1 or isinstance(failure, Cancelled):
             for ticket in self.tickets:
                 self._measure(ticket)
@@ -263,24 +262,17 @@ class Batch:
         ticket.seconds = time.monotonic() - ticket.began
         ticket.device, ticket.first = self.on_device, self.first
 
-    def _firsts(self) -> Iterator[tuple[Ticket, int]]:
-        """Yields each ticket with the index of its first row."""
-        start = 0
-        for ticket in self.tickets:
-            yield ticket, start
-            start += len(ticket.requests)
-
     def _look(self, state: Progress) -> None:
         """Updates the progress of the tickets, and lets other batches use the device."""
         self.left = state.total - state.steps
-        for ticket, start in self._firsts():
+        for ticket in self.tickets:
             if ticket.cancelled:
                 done = f"{state.steps} of {state.total} steps of the {state.making}"
                 ticket.fail(Cancelled(f"cancelled after {done}."))
                 continue
             ticket.follow(state)
-            if start in state.rows and ticket.wants_preview(state):
-                cells = state.canvas[state.rows.index(start)]
+            if ticket.start in state.rows and ticket.wants_preview(state):
+                cells = state.canvas[state.rows.index(ticket.start)]
                 rows = cell_rows(len(cells), ticket.requests[0].size)
                 kept = () if ticket.looks == EVERY else ticket.previews
                 ticket.previews = (*kept, self.pipe.preview(cells, rows))

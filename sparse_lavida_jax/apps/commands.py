@@ -206,13 +206,12 @@ def _entry(where: str, line: str) -> dict[str, Any]:
         named = {OTHER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
         if len(named) < len(entry):
             raise ValueError(f"an option is given twice, under two names: {', '.join(entry)}.")
-        entry = named
-        schema.build(Line, entry)
+        schema.build(Line, named)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is no JSON: {error}.") from error
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from error
-    return entry
+    return named
 
 
 def _check_out(path: pathlib.Path, suffixes: dict[str, str] | None = None) -> None:

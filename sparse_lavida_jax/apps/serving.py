@@ -23,7 +23,7 @@ from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import regions
-from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
+from sparse_lavida_jax.inference.requests import TASKS, Request, Shown, check_ceilings
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 
@@ -247,14 +247,8 @@ class Service:
                 raise RequestError(
                     f"the prompt has {len(text)} characters: at most {self.limits.words} are taken."
                 )
-        for name, most in (
-            ("num_images", self.limits.images),
-            ("rounds", self.limits.images),
-            ("max_new_tokens", self.limits.new_tokens),
-        ):
-            asked = options.get(name)
-            if asked is not None and not 1 <= asked <= most:
-                raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
+        ceilings = dict.fromkeys(("num_images", "rounds"), self.limits.images)
+        check_ceilings(options, ceilings | {"max_new_tokens": self.limits.new_tokens})
 
     def _settings(self, task: str) -> list[tuple[int | None, int | None]]:
         """Returns the (steps, registers) that may be asked for and are compiled in advance."""

@@ -317,10 +317,9 @@ def copy(
         array = store.read_one(name)
         return array if change is None else change(name, array)
 
-    leaves = store.leaves.items()
     wanted = [
         one
-        for name, leaf in leaves
+        for name, leaf in store.leaves.items()
         for one in _as_dtype(name, leaf, dtype, functools.partial(read, name))
     ]
     size = sum(one.nbytes for one in wanted)

@@ -13,13 +13,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import tensors
-from sparse_lavida_jax.checkpoints.tensors import INDEX
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.convert.settings import official_config, official_vq_config
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.lavida_o import chat
 
-SHARD_TENSORS = 200
 # Corners of boxes, in eighths of an image, and the tokens that enclose them.
 LOCATIONS = (*(f"<LOC_{i}>" for i in range(9)), "<box_p>", "</box_p>", "<LOC_BEGIN>", "<LOC_END>")
 
@@ -68,13 +66,7 @@ def write(folder: pathlib.Path, settings: config.Config) -> int:
     files.write_json(folder / "vqvae" / "config.json", official_vq_config(settings.vq))
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     wanted = [_arbitrary(name) for name in names.table(settings) if not name.optional]
-    placed = {}
-    for start in range(0, len(wanted), SHARD_TENSORS):
-        shard = wanted[start : start + SHARD_TENSORS]
-        file = f"model-{start:05d}.safetensors"
-        tensors.write(folder / file, shard)
-        placed |= {tensor.name: file for tensor in shard}
-    files.write_json(folder / INDEX, {"weight_map": placed})
+    tensors.write_sharded(folder, wanted, always_indexed=True)
     return sum(tensor.nbytes for tensor in wanted)
 
 

@@ -79,15 +79,15 @@ def template_ids(
     return np.array(ids, np.int32), np.array(given, bool)
 
 
-def check_words(text: str, what: str = "prompt") -> str:
+def check_words(text: str) -> str:
     """Checks a text that a user wrote, and returns it.
 
     Raises:
         RequestError: it is empty, or `check_characters` refuses it.
     """
     if not text.strip():
-        raise RequestError(f"the {what} is empty: say in words what you want.")
-    check_characters(text, what)
+        raise RequestError("the prompt is empty: say in words what you want.")
+    check_characters(text, "prompt")
     return text
 
 

@@ -64,10 +64,8 @@ class Vocabulary:
     def unknown(self, text: str) -> list[str]:
         """Returns the words of a text that training never held; case and plural do not matter."""
         found = [word for word in _TOKEN_OR_WORD.findall(text) if not word.startswith("<")]
-        return [word for word in dict.fromkeys(found) if not self._holds(word.casefold())]
-
-    def _holds(self, word: str) -> bool:
-        return any(form in self._spellings for form in (word, *_other_numbers(word)))
+        forms = {word: {word.casefold(), *_other_numbers(word.casefold())} for word in found}
+        return [word for word, of in forms.items() if self._spellings.keys().isdisjoint(of)]
 
     def warning(self, texts: Iterable[str]) -> str:
         """Returns a sentence about the unknown words of texts; "" if there are none."""

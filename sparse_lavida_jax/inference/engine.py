@@ -340,11 +340,6 @@ class TaskRun:
         by_kind = self.draw_images if TASKS[requests[0].task].draws else self.write_texts
         return does.get(requests[0].task, by_kind)(requests)
 
-    @property
-    def cell_side(self) -> int:
-        """Pixels per side of a cell."""
-        return self.codec.image_size // self.settings.model.grid_size
-
     def _texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
         return [self.prompts.text(ids) for ids in responses]
 
@@ -461,7 +456,7 @@ class TaskRun:
         if request.task == "edit":
             return _Canvas(request.words, (grid, grid), image, canvas)
         if request.box is not None:
-            canvas, known = regions.placed(image, request.box, side, self.cell_side)
+            canvas, known = regions.placed(image, request.box, side, side // grid)
         assert known is not None
         canvas = self.prompts.erased(canvas, known)
         words = self.prompts.fill_words(request.task, request.words, known)

@@ -312,9 +312,7 @@ class RequestMaker:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
         ceilings = dict.fromkeys(("num_images", "rounds"), MOST_IMAGES)
         ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
-        for name, most in ceilings.items():
-            if not 1 <= given.get(name, 1) <= most:
-                raise RequestError(f"{name}={given[name]} is out of range: 1 to {most}.")
+        check_ceilings(given, ceilings)
         if task == "constrained_caption" and ("template" in given) == ("required" in given):
             raise RequestError("a constrained caption needs a template or words, one of the two.")
 
@@ -377,6 +375,17 @@ def _grid(known: Any, row: int, side: int) -> Grid:
             f"the grid of known cells is {list(found.shape)}: it must be [{side}, {side}]."
         )
     return found if found.ndim == 2 else found[row]
+
+
+def check_ceilings(given: Mapping[str, Any], ceilings: Mapping[str, int]) -> None:
+    """Checks that options lie between 1 and their ceilings; None counts as not given.
+
+    Raises:
+        RequestError: names the first one.
+    """
+    for name, most in ceilings.items():
+        if (asked := given.get(name)) is not None and not 1 <= asked <= most:
+            raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
 
 
 def named(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,9 +111,7 @@ class ChatPrompts(PromptLanguage):
         height, width = mask.shape
         longest = max(height, width)
         top, left = (longest - height) // 2, (longest - width) // 2
-        square = np.zeros((longest, longest), bool)
-        square[top : top + height, left : left + width] = mask
-        return square
+        return np.pad(mask, ((top, longest - height - top), (left, longest - width - left)))
 
     def erased(self, canvas: Pixels, known: Grid) -> Pixels:
         """Returns the canvas unchanged: the known cells show what is to be drawn."""
@@ -218,10 +216,7 @@ class ChatPrompts(PromptLanguage):
     def locate(self, phrases: Sequence[str], image: Pixels) -> list[Example]:
         """Returns an example that locates things in an image: one sequence with all boxes."""
         seen = images.see(image, self.model.vision)
-        try:
-            parts, known = chat.locate_all(self.tokenizer, phrases, seen.part)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        parts, known = self._words(chat.locate_all, phrases, seen.part)
         given = known != self.model.text_mask_id
         example = self._example(" ".join(phrases), parts, [seen], known[:, None], given)
         return [dataclasses.replace(example, ends=False)]
@@ -257,7 +252,7 @@ class ChatPrompts(PromptLanguage):
         cell = self.model.codes_side * self.factor
         return chat.micro_condition(columns * cell, rows * cell, score=7.11) + ";"
 
-    def _words(self, make, words: str, *more, **settings):
+    def _words(self, make, words: str | Sequence[str], *more, **settings):
         """Calls a builder of `lavida_o/chat.py`; control tokens in the words are an error."""
         try:
             return make(self.tokenizer, words, *more, **settings)

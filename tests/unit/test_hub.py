@@ -169,7 +169,7 @@ def test_a_released_model_is_converted_once_and_then_found_by_its_id(
     assert place == tmp_path / f"cache/sparse-lavida-jax-models/them--LaViDa-O-{COMMIT[:12]}"
     assert "# Converted from them/LaViDa-O\n" in (place / "README.md").read_text()
     assert "\nbase_model: them/LaViDa-O\n" in cards.card(place, "me/mine")
-    (tmp_path / "released" / "model-00000.safetensors").unlink()
+    (tmp_path / "released" / "model-00001-of-00001.safetensors").unlink()
     from_torch.convert_from_hub("them/LaViDa-O")  # nothing is left to do
     assert main.main(["main", "--mode=verify", "--src=them/LaViDa-O"]) == 0
 

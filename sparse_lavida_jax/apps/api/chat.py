@@ -56,7 +56,8 @@ async def chat(request: fastapi.Request):
         shown = [service.small(service.image_of_uri(uri)) for uri in talk.images]
         return shown or None, {"together": len(shown) > 1 or None}
 
-    more: dict[str, Any] = {"max_new_tokens": most_tokens(asked)}
+    most = most_tokens(asked)
+    more: dict[str, Any] = {"max_new_tokens": most}
     if talk.earlier:
         more["earlier"] = talk.earlier
     if asked.top_p < 1:
@@ -66,10 +67,10 @@ async def chat(request: fastapi.Request):
     if asked.stream:
         return await asking.streamed(waiting, _chunks(waiting, asked))
     result = await waiting.ended()
-    most, choices = most_tokens(asked), []
+    choices = []
     for row, ids in enumerate(result.tokens):
         message = {"role": "assistant", "content": _text(service, ids, most)}
-        choices.append(_choice(row, "message", message, _reason(service, ids, most)))
+        choices.append(_choice(row, "message", message, _length(service, ids, most)[1]))
     return _whole(waiting, result, choices, most)
 
 
@@ -98,7 +99,7 @@ async def _chunks(
         text = _text(service, ids, most)
         if rest := text[len(said[row]) :]:
             yield chunk(row, {"content": rest})
-        _, last = chunk(row, {}, _reason(service, ids, most))
+        _, last = chunk(row, {}, _length(service, ids, most)[1])
         yield "", last | {"sparse_lavida": asking.notes(waiting.ticket, result)}
     if asked.stream_options.get("include_usage"):
         counted = {"usage": _usage(service, result, most)}
@@ -213,16 +214,12 @@ def _text(service: Service, ids: Any, most: int | None) -> str:
     return service.pipe.prompts.answer(ids[:most])
 
 
-def _length(service: Service, ids: Any, most: int | None) -> tuple[int, bool]:
-    """Returns the number of tokens in an answer, and whether it ended by itself."""
+def _length(service: Service, ids: Any, most: int | None) -> tuple[int, str]:
+    """Returns the number of tokens in an answer, and why it ends: by itself, or at its limit."""
     ends = service.pipe.prompts.ends()
     said = ids[:most, 0].tolist()
     end = next((i for i, x in enumerate(said) if x in ends), None)
-    return (len(said), False) if end is None else (end, True)
-
-
-def _reason(service: Service, ids: Any, most: int | None) -> str:
-    return "stop" if _length(service, ids, most)[1] else "length"
+    return (len(said), "length") if end is None else (end, "stop")
 
 
 def _usage(service: Service, result: Result, most: int | None) -> dict[str, Any]:
