@@ -3,12 +3,15 @@ r"""The dense baseline of the bundled model: trained and sampled with full atten
 
     python -m sparse_lavida_jax.main --config=configs/scenes_dense.py
 
-Size, data, steps and seed are those of `configs/scenes_long.py`, without blocks, registers or
-cache: LaViDa-O's own method at this scale.
+Size, data and seed are those of `configs/scenes_long.py`, without blocks, registers or cache:
+LaViDa-O's own method at this scale. A dense step takes 1.6 times less CPU time, so that each lesson
+and the whole run have 1.6 times as many steps.
 """
 
 import ml_collections
 import scenes_long
+
+STEPS = 1.6  # relative to the sparse model; measured on one core
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -16,4 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.name = "scenes_dense"
     c.diffusion.attention = "full"
     c.model.trained_attention = "full"
+    c.train.train_steps = int(STEPS * c.train.train_steps)
+    for lesson in c.data.lessons.values():
+        lesson.until = int(STEPS * lesson.until)
     return c

@@ -97,10 +97,6 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.data.edit_keeps = 0.6
     c.data.lessons = LESSONS
     c.data.tasks = TASKS
-    if eyes == "blind":
-        c.name = "scenes_blind"
-        c.data.blind = True
-        c.data.tasks = {name: TASKS[name] for name in TEXT}
     c.optimizer.warmup_steps = 200
     c.optimizer.final_fraction = 0.03
     c.optimizer.ema = 0.9995
@@ -113,7 +109,12 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         "plan", "edit", "edit_plan", "answer", "point", "locate", "name", "quiz", "detect",
         "caption", "infill", "inpaint", "outpaint", "reflect", "arithmetic",
     )  # fmt: skip
-    if eyes == "blind":
-        c.train.eval_tasks = ("answer", "point", "locate", "name")
     c.train.checkpoint_seconds = 300.0
+    if eyes == "blind":
+        c.name = "scenes_blind"
+        c.data.blind = True
+        c.data.lessons = {}  # which teach to look
+        c.data.tasks = {name: TASKS[name] for name in TEXT}
+        c.train.train_steps = 5000
+        c.train.eval_tasks = ("answer", "point", "locate", "name")
     return c

@@ -40,7 +40,7 @@ from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.training import optimizer, step
+from sparse_lavida_jax.training import optimizer, start, step
 
 GB = 1e9
 HEADS = ("text_head/kernel", "image_head/logits/kernel")
@@ -220,9 +220,7 @@ def first_state(settings: config.Config, model: Denoiser | None = None) -> train
     Without a model the parameters are random: to be called while tracing.
     """
     params, frozen = parts(settings, model)
-    ema = params if settings.optimizer.ema else None
-    opt_state = optimizer.init(settings.optimizer, params)
-    return train.TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0), frozen)
+    return dataclasses.replace(start.begun(settings.optimizer, params), frozen=frozen)
 
 
 def lowered_step(settings: config.Config, state, batch, learning_rate_scale) -> jax.stages.Lowered:

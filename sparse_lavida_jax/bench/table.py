@@ -167,9 +167,9 @@ def table(name: str, rows: Iterable[Mapping[str, Any]]) -> str:
         heading: [_Cells().cell(text, row) for row in found]
         for heading, text in asked["columns"].items()
     }
-    optional = asked.get("optional", ())
-    if not any(cell for heading in optional for cell in cells[heading]):
-        cells = {heading: column for heading, column in cells.items() if heading not in optional}
+    for heading in asked.get("optional", ()):
+        if not any(cells[heading]):
+            del cells[heading]
     return markdown.table([*cells], zip(*cells.values(), strict=True))
 
 
@@ -217,25 +217,32 @@ def quality_table(rows: Rows) -> str:
 
 
 def _twins(rows: Rows) -> dict[str, dict[str, Any]]:
-    """Returns the scores per task of the sparse model and its dense twin, trained equally long."""
+    """Returns the scores per task of the sparse model, its dense twin and its blind one."""
     twins = bars()["twins"]
-    steps = {row["train_steps"] for row in rows if row["model"] == twins["sparse"]}
+    trained = {twins[name]: name for name in ("sparse", "dense", "blind")}
     found: dict[str, dict[str, Any]] = {}
     for row in _scored(rows):
-        if row["model"] == twins.get(row["method"]) and row["train_steps"] in steps:
-            found.setdefault(row["task"], {"task": row["task"]})[row["method"]] = row
+        name = trained.get(row["model"])
+        # Each is scored as it was trained.
+        if name and (row["method"] == "dense") == (name == "dense"):
+            found.setdefault(row["task"], {"task": row["task"]})[name] = row
     return found
 
 
 def twins_table(rows: Rows) -> str:
-    """Returns the sparse model against its dense twin: same size, data, steps and seed."""
+    """Returns the sparse model against its dense twin: same size, lessons, CPU time and seed."""
     return table("twins", [row for row in _twins(rows).values() if ": " not in row["task"]])
 
 
-def bundled_table(rows: Rows) -> str:
-    """Returns the scores of the bundled model and its dense twin for all tasks with a bar."""
+def bundled_table(rows: Rows, parts: bool = True) -> str:
+    """Returns the scores of the bundled model and its twins for all tasks with a bar.
+
+    Args:
+        parts: includes the parts of tasks, such as "draw: position".
+    """
     twins = _twins(rows)
-    return table("bundled", [twins.get(task, {"task": task}) for task in bars()["quality"]])
+    asked = [task for task in bars()["quality"] if parts or ": " not in task]
+    return table("bundled", [twins.get(task, {"task": task}) for task in asked])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class TaskResult:
     Attributes:
         task: its name; for held-out combinations followed by "/held_out".
         correct, total: prompts answered correctly, and asked.
-        columns: (correct, total) for each column of "draw", and for each part of "edit".
+        columns: (correct, total) for each column of a task, and for each part of "edit".
         attribute_precision: share of drawn objects whose shape and colour were asked for; None for
             tasks without images.
         reasons: the most common reasons for a score of 0, with their counts.

@@ -26,7 +26,7 @@ class Sample:
     plan: str | None = None  # the layout of `target`, for an image task
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
-    column: str | None = None  # one of `draw.COLUMNS`, for a task that draws or plans a request
+    column: str | None = None  # the kind of request or question: `draw.COLUMNS`, `answer.COLUMNS`
     held_out: bool = False
     task: str = ""
 

@@ -41,12 +41,12 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
         )
     if in_host_memory:
         params, frozen = jax.device_put((params, frozen), jax.devices()[0])
-    begun = functools.partial(_begun, settings.optimizer)
+    start = functools.partial(begun, settings.optimizer)
     if mesh is None:
-        return dataclasses.replace(begun(params), frozen=frozen)
+        return dataclasses.replace(start(params), frozen=frozen)
     params, frozen = sharding.place_state((params, frozen), mesh)
     with jax.set_mesh(mesh):
-        return dataclasses.replace(jax.jit(begun, donate_argnums=0)(params), frozen=frozen)
+        return dataclasses.replace(jax.jit(start, donate_argnums=0)(params), frozen=frozen)
 
 
 def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoiser:
@@ -73,7 +73,8 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
     return jax.tree.map(jnp.copy, params)  # the first step donates its state
 
 
-def _begun(settings: config.Optimizer, params: Denoiser) -> TrainState:
+def begun(settings: config.Optimizer, params: Denoiser) -> TrainState:
+    """Returns the state at step 0 of a run that trains these parameters."""
     ema = jax.tree.map(jnp.copy, params) if settings.ema else None
     opt_state = optimizer.init(settings, params)
     return sharding.constrained(TrainState(jnp.int32(0), params, ema, opt_state, jnp.int32(0)))

@@ -166,10 +166,17 @@ def test_the_dense_baseline_differs_in_its_attention_only():
     alike = dataclasses.replace(
         dense,
         name=sparse.name,
+        data=dataclasses.replace(dense.data, lessons=sparse.data.lessons),
+        train=dataclasses.replace(dense.train, train_steps=sparse.train.train_steps),
         diffusion=dataclasses.replace(dense.diffusion, attention="step_causal"),
         model=dataclasses.replace(dense.model, trained_attention="step_causal"),
     )
     assert alike == sparse
+    for name, lesson in sparse.data.lessons.items():
+        share = lesson.until / sparse.train.train_steps
+        assert dense.data.lessons[name].until == pytest.approx(
+            share * dense.train.train_steps, abs=1
+        )
 
 
 @each_prepared

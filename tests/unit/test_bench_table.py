@@ -49,30 +49,35 @@ def test_a_reader_that_has_enough_ends_it_without_a_word():
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-def scored(model, method, task, correct, columns=None, steps=34):
+def scored(model, method, task, correct, columns=None):
     return {
         "model": model, "method": method, "task": task, "correct": correct, "total": 100,
-        "columns": columns or {}, "train_steps": steps,
+        "columns": columns or {},
     }  # fmt: skip
 
 
-def test_the_bundled_model_stands_next_to_its_twin_where_there_is_a_bar():
+def test_the_bundled_model_stands_next_to_its_twins_where_there_is_a_bar():
     rows = [
-        scored("scenes_long", "sparse", "draw", 91, {"position": [8, 10], "single": [9, 10]}),
+        scored("scenes_long", "sparse", "draw", 98, {"position": [8, 10], "single": [9, 10]}),
         scored("scenes_dense", "dense", "draw", 80, {"position": [5, 10]}),
         scored("scenes_long", "dense", "edit", 99),
         scored("scenes_long", "sparse", "answer", 40),
     ]
-    lines = {line.split("|")[1].strip(): line for line in table.bundled_table(rows).splitlines()}
-    assert "| 0.01 | 0.910 (0.838 to 0.952) | 0.800 (" in lines["draw"]
-    assert lines["draw"].endswith("| 0.90 met |")
-    assert "| 0.800 (" in lines["draw: position"] and "| 0.500 (" in lines["draw: position"]
-    assert lines["answer"].endswith(" | | 0.90 not met |")
-    assert lines["edit"] == "| edit | 0.00 | | | 0.80 not met |"
-    assert "draw: single" not in lines
-    shorter = [scored("scenes_dense", "dense", "draw", 80, steps=28)]
-    together = table.bundled_table([rows[0], *shorter]).splitlines()[2]
-    assert together == "| draw | 0.01 | 0.910 (0.838 to 0.952) | | 0.90 met |"
+
+    def lines(rows):
+        return {line.split("|")[1].strip(): line for line in rows.splitlines()}
+
+    told = lines(table.bundled_table(rows))
+    assert "| 0.01 | 0.980 (0.930 to 0.994) | 0.800 (" in told["draw"]
+    assert told["draw"].endswith("| 0.97 met |")
+    assert "| 0.800 (" in told["draw: position"] and "| 0.500 (" in told["draw: position"]
+    assert told["answer"].endswith(" | | 0.95 not met |")
+    assert told["edit"] == "| edit | 0.00 | | | 0.90 not met |"
+    assert "draw: single" not in told
+    blind = scored("scenes_blind", "sparse", "answer", 36)
+    told = lines(table.bundled_table([rows[3], blind]))
+    assert told["task"] == "| task | chance | blind | sparse | bar |"
+    assert told["answer"].startswith("| answer | 0.35 | 0.36 | 0.400 (")
 
 
 def test_seconds_of_sampling_are_told_where_they_are_asked_for_alone():

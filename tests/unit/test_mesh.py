@@ -88,11 +88,20 @@ def test_a_folder_in_8_bits_is_split_too(folder, tmp_path):
     assert largest_share(spread.model) == 1 / 4
 
 
-def test_a_command_names_the_mesh():
-    def mesh(*words):
-        return commands.mesh_of(cli.parser_of("generate").parse_args(["a", *words]))
+def test_a_command_names_the_mesh(monkeypatch):
+    given = []
 
-    assert mesh() is None
+    def from_pretrained(name, *, mesh, **_):
+        given.append(mesh)
+        return object.__new__(SparseLaViDa)
+
+    def mesh(*words):
+        commands.load(cli.parser_of("generate").parse_args(["a", *words]))
+        return given.pop()
+
+    monkeypatch.setattr(SparseLaViDa, "from_pretrained", from_pretrained)
+
+    assert not mesh()
     assert dict(mesh("--mesh=fsdp=2,tensor=-1").shape) == {"fsdp": 2, "tensor": 4}
     for words, told in (
         ("rows=2", "--mesh: the mesh has an axis 'rows'"),

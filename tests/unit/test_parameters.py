@@ -26,6 +26,12 @@ def test_names_are_paths(model):
     assert len(names) == len(jax.tree.leaves(model))
 
 
+def test_a_function_is_given_the_name_of_every_leaf(model):
+    named = parameters.mapped(lambda name, leaf: (name, leaf.shape), model)
+    expected = [(name, leaf.shape) for name, leaf in parameters.by_name(model).items()]
+    assert jax.tree.leaves(named, is_leaf=lambda x: isinstance(x, tuple)) == expected
+
+
 def test_parts_have_each_parameter_once_and_join_to_the_model(model):
     mine, rest = parameters.parted(model, is_branch)
     ours, theirs = parameters.by_name(mine), parameters.by_name(rest)

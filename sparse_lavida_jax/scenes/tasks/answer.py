@@ -51,9 +51,9 @@ def kinds(thing: Object) -> tuple[Phrase, ...]:
 
 def make(dice: Dice) -> Sample:
     """Asks how many there are, for a colour, whether there is one, or of which there are more."""
-    make = dice.pick((_count_made, _colour_made, _presence_made, _comparison_made))
-    scene, (question, said) = make(dice)
-    return Sample(question, scene, f" {said}")
+    column = dice.pick(COLUMNS)
+    scene, (question, said) = MADE[column](dice)
+    return Sample(question, scene, f" {said}", column=column)
 
 
 def _count_made(dice: Dice) -> tuple[Scene, Asked]:
@@ -118,4 +118,11 @@ def _pairs_like(phrase: Phrase, alike: bool = True) -> tuple[tuple[str, str], ..
     return tuple(pair for pair in PAIRS if phrase.matches(Object(*pair, SIZES[0])) == alike)
 
 
+MADE = {
+    "count": _count_made,
+    "colour": _colour_made,
+    "presence": _presence_made,
+    "comparison": _comparison_made,
+}
+COLUMNS = tuple(MADE)
 TASK = Task(make, judges.exact, "answer", command="ask", label="Answered")
