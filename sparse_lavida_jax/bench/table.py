@@ -400,7 +400,7 @@ def readme_tables() -> str:
     most = max((row["batch"] for row in speed), default=0)
     largest = table("sampling", [row for row in speed if row["batch"] == most])
     whole = requests_table(rows_of("whole_requests"))
-    return f"{bundled_table(read_rows('quality'))}\n\n{largest}\n\n{whole}"
+    return f"{bundled_table(read_rows('quality'), parts=False)}\n\n{largest}\n\n{whole}"
 
 
 def main() -> None:
