@@ -27,9 +27,8 @@ from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.inference import engine
 
 HERE = pathlib.Path(__file__).resolve().parent
-MODEL = """It is the model that `configs/scenes_long.py` trained for 34,000 steps
-([more](training.md#the-bundled-model)). It draws well, but does not use what an image shows, so
-most results that depend on an image are wrong."""
+MODEL = """It is the model that `configs/scenes_long.py` trained for 44,000 steps
+([more](training.md#the-bundled-model))."""
 PAGE = f"""# Every task, by its command
 
 Results of the bundled model with the first seed, without selection, made by
