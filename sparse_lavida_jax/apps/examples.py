@@ -16,9 +16,20 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "a purple cross below a cyan triangle",
         "a small yellow square",
     ),
-    "ask": ("how many squares are there?", "how many circles are there?"),
+    "edit": (
+        "make the red circle green",
+        "replace the blue square with a yellow cross",
+        "remove the red circle",
+        "add a purple triangle",
+    ),
+    "reflect": ("two blue squares", "a red circle above a blue square"),
+    "ask": (
+        "how many squares are there?",
+        "what colour is the circle?",
+        "is there a green triangle?",
+    ),
     "caption": ("a ___ red circle and a ___ blue square",),
-    "infill": ("a ___ circle is above a blue square",),
+    "infill": ("a ___ red circle and a ___ blue square",),
     "ground": ("red circle", "blue square"),
 }
 
