@@ -4,7 +4,7 @@
     python docs/tour.py                               # docs/tour.md and docs/tour.png
     python docs/tour.py --dense=runs/scenes_dense     # docs/steps.gif too
 
-Uses the bundled model and the first seed, without selection. In the animation, the model that
+Uses the bundled model and the first seed. In the animation, the model that
 `configs/scenes_dense.py` trains is next to it. Afterwards, look at the results: describe the model
 in `MODEL`, and mark wrong results in the page with a line `# wrong: ...` below them.
 """
@@ -31,8 +31,8 @@ MODEL = """It is the model that `configs/scenes_long.py` trained for 44,000 step
 ([more](training.md#the-bundled-model))."""
 PAGE = f"""# Every task, by its command
 
-Results of the bundled model with the first seed, without selection, made by
-`python docs/tour.py`.
+Results of the bundled model with the first seed, for prompts of kinds that it was trained on, made
+by `python docs/tour.py`.
 {MODEL}
 Wrong results are marked with `# wrong`; the [README](../README.md#how-good-how-fast) has the scores
 of all tasks. `cut.png` is the middle of `out.png`.

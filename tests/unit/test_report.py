@@ -229,7 +229,7 @@ def test_the_card_of_the_bundled_model_is_made_of_its_rows(tmp_path):
     assert readme == (model_folder.BUNDLED / "scenes" / "README.md").read_text()
     assert readme.startswith("---\nlibrary_name: sparse-lavida-jax\n")
     assert "\nlicense: apache-2.0\n" in readme
-    assert "| point | 0.4235 | 847 | 2000 | 0.402 to 0.445 | 0.42 |" in readme
+    assert "| point | 1 | 2000 | 2000 | 0.998 to 1.000 | 0.42 |" in readme
     assert "$ sparse-lavida evaluate scenes\n" in readme
     model_folder.copy("scenes", tmp_path / "unknown", dtype="bfloat16")
     files.write_json(tmp_path / "unknown" / "made_of.json", [])

@@ -42,6 +42,8 @@ def test_the_first_thousand_examples_are_pinned():
         sample = tasks.sample(task, 0, number // len(PINNED))
         fields = dataclasses.asdict(sample)
         fields["picture"] = fields.pop("image")  # its name when the digest was computed
+        if task == "answer":
+            fields["column"] = None  # questions had no kind then
         digest.update(json.dumps(fields, sort_keys=True).encode())
         for scene in images(sample):
             digest.update(world.render(scene).tobytes())
