@@ -167,9 +167,10 @@ def table(name: str, rows: Iterable[Mapping[str, Any]]) -> str:
         heading: [_Cells().cell(text, row) for row in found]
         for heading, text in asked["columns"].items()
     }
-    for heading in asked.get("optional", ()):
-        if not any(cells[heading]):
-            del cells[heading]
+    for headings in asked.get("optional", ()):
+        if not any(cell for heading in headings for cell in cells[heading]):
+            for heading in headings:
+                del cells[heading]
     return markdown.table([*cells], zip(*cells.values(), strict=True))
 
 
