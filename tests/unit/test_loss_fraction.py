@@ -40,7 +40,7 @@ LEAST = {
     "scenes:schedule": (0.06, 0.1),
     "scenes_g4": (0.06, 0.1),
     "scenes_long": (0.065, 0.1),
-    "scenes_dense": (0.12, 0.14),
+    "scenes_dense": (0.14, 0.12),
     "digits": (0.0, 0.16),  # no text
 }
 
