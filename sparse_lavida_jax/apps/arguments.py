@@ -115,7 +115,7 @@ ARGUMENTS = {
     "prompt": _argument("prompt", "the prompt, instruction, question or text", str, nargs="?"),
     "image": _argument("image", "the image: PNG, JPEG or WebP", str, nargs="?"),
     "needed_image": _argument("image", "the image: PNG, JPEG or WebP"),
-    "shown": _argument("--image --picture", "image that the text describes"),
+    "shown": _argument("--image --picture", "the image that the text describes"),
     "phrases": _argument("phrases", "the things to find, one argument each", str, nargs="+"),
     "size": _argument(
         "--size",
@@ -228,8 +228,10 @@ ARGUMENTS = {
     "debug": _argument("--debug", "show where in the program an error occurs", None),
     "replay": _argument("--replay", "draw the image of this PNG again", Path, metavar="PNG"),
     "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
-    "source": _argument("--image --picture", "source image; default: the recorded file"),
-    "first_image": _argument("--image --picture", "image for the first line"),
+    "source": _argument(
+        "--image --picture", "the source image; by default the file named in the PNG"
+    ),
+    "first_image": _argument("--image --picture", "the image that the first line refers to"),
     "host": _argument(
         "--host",
         "address to listen on; other machines do not reach the default",
