@@ -94,12 +94,11 @@ class MixtureBatches(Batches):
         super().__init__(settings, factors, shares, **share)
 
     def captioned(self, count: int) -> list[Record]:
-        """Returns the first training records of images with captions."""
+        """Returns the first training records, in the order of the first epoch, with captions."""
         found: list[Record] = []
         for group, records in self.records.items():
-            numbers = (i for i in range(len(records)) if i not in self.held[group])
-            first = map(records.__getitem__, itertools.islice(numbers, count))
-            found += (record for record in first if record.kind == "text_to_image")
+            order = itertools.islice(self.orders[group], min(count, len(self.taken[group])))
+            found += (record for i in order if (record := records[i]).kind == "text_to_image")
         return found[:count]
 
     def words(self) -> frozenset[str] | None:
