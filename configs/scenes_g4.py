@@ -11,8 +11,8 @@ import ml_collections
 import scenes
 
 
-def get_config(blocks: str = "plan") -> ml_collections.ConfigDict:
-    c = scenes.get_config(blocks)
+def get_config() -> ml_collections.ConfigDict:
+    c = scenes.get_config()
     c.name = "scenes_g4"
     c.model.codes_per_token = 4
     c.model.codebook_size = 256

@@ -216,20 +216,6 @@ def test_a_run_that_was_begun_with_one_step_of_text_can_go_on(name, tmp_path):
         runs.Run(tmp_path, read(name)).__enter__()
 
 
-def test_a_run_of_the_small_model_that_was_begun_with_a_few_steps_a_row_can_go_on(tmp_path):
-    begun = config.read(CONFIGS["scenes"].with_name("scenes.py:schedule"))
-    assert begun.diffusion == config.Diffusion(num_masked_blocks=4, plan_steps=(6, 8, 12, 18))
-    assert dataclasses.replace(begun, diffusion=read("scenes").diffusion) == read("scenes")
-    with runs.Run(tmp_path, begun) as run:
-        run.metrics_path.write_text("")
-    with runs.Run(tmp_path, begun):
-        pass
-    with pytest.raises(runs.RunError, match="blocks was 'schedule' and is 'plan'"):
-        runs.Run(tmp_path, read("scenes")).__enter__()
-    with pytest.raises(config.ConfigError, match=r"no 'plans'\. There are: plan, schedule"):
-        config.read(CONFIGS["scenes"].with_name("scenes.py:plans"))
-
-
 def test_the_image_tokenizers_are_those_that_are_shipped():
     for name in ("g1", "g4"):
         model = config.Model(

@@ -37,7 +37,6 @@ LEAST = {
     "sft_1024:schedule": (0.06, 0.22),
     "sft_1024:paper": (0.06, 0.35),
     "scenes": (0.06, 0.1),
-    "scenes:schedule": (0.06, 0.1),
     "scenes_g4": (0.06, 0.1),
     "scenes_long": (0.065, 0.1),
     "scenes_dense": (0.14, 0.12),
