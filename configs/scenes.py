@@ -17,8 +17,11 @@ LESSONS = dict(
     # From a place to its contents. In a crowd, few names follow from the others.
     name=dict(until=500, tasks=dict(name_some=1.0)),
     # And the reverse.
-    look=dict(until=1300, tasks=dict(name_some=1.0, locate=1.5, point=1.5)),
-    draw=dict(until=3000, tasks=dict(plan=3.0, draw=7.0, locate=0.6, point=0.6, name_some=0.4)),
+    look=dict(until=1300, tasks=dict(name_some=1.0, locate=1.5, point=1.5, quiz_fair=0.7)),
+    draw=dict(
+        until=3000,
+        tasks=dict(plan=6.0, draw=5.0, locate=0.6, point=0.6, name_some=0.4, answer=0.8, edit=0.4),
+    ),
 )
 
 
@@ -62,8 +65,8 @@ def get_config() -> ml_collections.ConfigDict:
         image_codec="scenes_g1",
         lessons=LESSONS,
         tasks=dict(
-            plan=3.2,
-            draw=9.0,
+            plan=5.0,
+            draw=7.0,
             edit=2.0,
             edit_plan=1.0,
             fill_plan=0.2,
@@ -121,9 +124,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.train = dict(
         train_steps=100_000,
         batch_size=16,
-        seconds=620.0,
+        seconds=720.0,
         checkpoint_seconds=120.0,
-        image_seconds=220.0,
+        image_seconds=240.0,
         eval_prompts=48,
     )
     return c

@@ -36,6 +36,10 @@ class TextTokenizer(abc.ABC):
     def vocab_size(self) -> int:
         return self._inner.get_vocab_size()
 
+    def ids(self) -> dict[str, int]:
+        """Returns the id of every token."""
+        return self._inner.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         """Returns ids; the subclass decides how special tokens in the text are treated."""
         return self._inner.encode(text).ids

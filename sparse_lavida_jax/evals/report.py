@@ -100,17 +100,18 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     """
     how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
     command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
-    if settings.data.source == "prepared" and not settings.train.init_from:
-        return (
-            f"# {settings.name}\n\nA Sparse-LaViDa trained from scratch {how} on the images and"
-            f" texts of `{pathlib.Path(settings.data.folder).name}`. Their owners decide how"
-            " it may be used.\n"
-        )
+    own = settings.data.source == "prepared"
+    data = f"on the images and texts of `{pathlib.Path(settings.data.folder).name}`"
     if settings.train.init_from:
-        base = pathlib.Path(settings.train.init_from).name
+        base, on = pathlib.Path(settings.train.init_from).name, data if own else f"by {command}"
         return (
-            f"# {settings.name}\n\nTrained by {command} {how} from the model `{base}`. Its licence,"
+            f"# {settings.name}\n\nTrained {on} {how} from the model `{base}`. Its licence,"
             f" below, also applies to these parameters.\n\n{base_readme}"
+        )
+    if own:
+        return (
+            f"# {settings.name}\n\nA Sparse-LaViDa trained from scratch {how} {data}. Their"
+            " owners decide how it may be used.\n"
         )
     return (
         f"# {settings.name}\n\nA small Sparse-LaViDa trained from scratch by"

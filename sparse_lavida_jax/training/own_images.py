@@ -28,7 +28,7 @@ from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture import batches, folders, ingest, prepare, recipe, words
 from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.training import train_vq
+from sparse_lavida_jax.training import start, train_vq
 
 PEEKED = 64  # images whose sizes determine that of the image tokenizer
 MOST_BYTES = 2**28  # of pixels used to train an image tokenizer
@@ -44,6 +44,8 @@ CHANNELS = (16, 32, 48, 64, 96)  # of the image tokenizer, one entry per resolut
 CPU_SECONDS = 1500.0
 ADAPTED_WIDTH = 1024  # models at least this wide are trained with adapters
 PLANNED = config.Diffusion(blocks="plan", text_masked_blocks=8)
+# What the tokenizers determine of a model.
+OF_TOKENIZERS = ("vocab_size", "end_of_text_id", "text_mask_id", "codebook_size", "grid_size")
 # Models from scratch, apart from what the tokenizers determine: for a few CPU cores, and for one
 # accelerator.
 SMALL = config.Model(
@@ -250,17 +252,19 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
             " images, or name the model to start from with --init-from."
         ) from error
     images, on_cpu = vq.read_settings(prepared / "vq"), jax.default_backend() == "cpu"
-    ids = {
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text_id": tokenizer.id_of(chat.END_OF_TEXT),
-        "text_mask_id": tokenizer.id_of(chat.MASK),
-        "codebook_size": images.codebook_size,
-        "grid_size": images.image_size // images.factor,
-    }
+    sized = (
+        tokenizer.vocab_size,
+        tokenizer.id_of(chat.END_OF_TEXT),
+        tokenizer.id_of(chat.MASK),
+        images.codebook_size,
+        images.image_size // images.factor,
+    )
     return config.Config(
         name=prepared.name,
         prompts="chat",
-        model=dataclasses.replace(SMALL if on_cpu else LARGE, **ids),
+        model=dataclasses.replace(
+            SMALL if on_cpu else LARGE, **dict(zip(OF_TOKENIZERS, sized, strict=True))
+        ),
         vq=images,
         data=config.Data(
             source="prepared", folder=str(prepared), image_codec=str(prepared / "vq"),
@@ -288,14 +292,17 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
     Raises:
         CheckpointError: there is no such model.
         RecordError: the folder is incomplete.
-        ConfigError: the model was not made for prompts in the form of LaViDa-O's.
+        ConfigError, VQError: see `from_scratch`, for a model of the small world, whose tokenizers
+            are of no use here.
     """
     base = model_folder.read_config(model_folder.find_model(init_from))
     if base.prompts != "chat":
-        raise config.ConfigError(
-            f"{init_from} knows the words of the small world alone: start from a converted"
-            " LaViDa-O, from a model that was trained on prepared data, or from nothing (without"
-            " --init-from)."
+        own = from_scratch(prepared)
+        sized = {name: getattr(own.model, name) for name in OF_TOKENIZERS}
+        return dataclasses.replace(
+            own,
+            model=dataclasses.replace(base.model, **sized),
+            train=dataclasses.replace(own.train, init_from=init_from),
         )
     large = base.model.width >= ADAPTED_WIDTH
     # Records of a plain folder have no layouts, so none is used; a small image has few cells.
@@ -331,7 +338,8 @@ def size_in_words(settings: config.Config) -> str:
     length = f"{train.seconds / 60:.0f} minutes" if train.seconds else f"{train.train_steps} steps"
     if train.init_from:
         how = f"adapters of rank {settings.lora.rank}" if settings.lora.rank else "whole"
-        return f"{train.init_from} is trained on {settings.data.folder}, {how}, for {length}"
+        new = ", with new words and image codes" if start.has_own_tokenizers(settings) else ""
+        return f"{train.init_from} is trained on {settings.data.folder}, {how}{new}, for {length}"
     device = jax.devices()[0].device_kind
     return (
         f"a model of {model.num_layers} layers of width {model.width} is trained from scratch on"

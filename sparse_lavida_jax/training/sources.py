@@ -16,7 +16,7 @@ from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
-from sparse_lavida_jax.training import states
+from sparse_lavida_jax.training import start, states
 
 SHOWN_PROMPTS = 24  # from the data, drawn during training
 
@@ -55,7 +55,7 @@ class TrainingData:
         If it starts from another model, that model's words are included, if they are known.
         """
         known = frozenset()
-        if self.settings.train.init_from:
+        if self.settings.train.init_from and not start.has_own_tokenizers(self.settings):
             base = Vocabulary.read(self.tokenizer.path.parent)
             known = base and base.words
         if self.prepared is None or known is None or (more := self.prepared.words()) is None:
@@ -91,8 +91,9 @@ def open_source(
         codec, tokenizer = ImageCodec(settings.data.image_codec, settings.model), Tokenizer()
         batches = SceneBatches(settings, encoder_of(tokenizer, settings, codec), **share)
         return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)
-    folder, init_from = pathlib.Path(settings.data.folder), settings.train.init_from
-    base = model_folder.find_model(init_from) if init_from else folder
+    base = folder = pathlib.Path(settings.data.folder)
+    if settings.train.init_from and not start.has_own_tokenizers(settings):
+        base = model_folder.find_model(settings.train.init_from)
     path, vq = base / "tokenizer.json", base / "vq"
     try:
         tokenizer = ChatTokenizer(path)

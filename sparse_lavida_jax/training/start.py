@@ -3,15 +3,20 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.models import lora, sharding
+from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
+from sparse_lavida_jax.mixture import prepare
+from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import optimizer, states
 from sparse_lavida_jax.training.step import TrainState
 
@@ -49,6 +54,18 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
         return dataclasses.replace(jax.jit(start, donate_argnums=0)(params), frozen=frozen)
 
 
+def has_own_tokenizers(settings: config.Config) -> bool:
+    """Whether a run that starts from a model has the tokenizers of its data, not of that model.
+
+    So it is if the data are your own and the model is of the small world, whose tokenizer has few
+    words and no control tokens of a chat.
+    """
+    base = settings.train.init_from
+    if not base or settings.data.source != "prepared" or states.is_unfinished(base):
+        return False
+    return model_folder.read_config(model_folder.find_model(base)).prompts != settings.prompts
+
+
 def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoiser:
     """Returns the parameters to train, or to attach adapters to."""
     base = settings.train.init_from
@@ -58,6 +75,8 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
 
     if base and states.is_unfinished(base):
         return states.load_unfinished(base, make_model=make)
+    if has_own_tokenizers(settings):
+        return _taken_over(settings, model_folder.find_model(base))
     if base:
         return model_folder.load_model(
             base,
@@ -71,6 +90,35 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
             " train.init_from."
         )
     return jax.tree.map(jnp.copy, params)  # the first step donates its state
+
+
+def _taken_over(settings: config.Config, base: pathlib.Path) -> Denoiser:
+    """Returns random parameters with those of a model with other tokenizers, where they fit.
+
+    Text embeddings are taken for the tokens that both have, all else where the shapes are equal.
+    """
+    widths = model_folder.read_config(base).model.width, settings.model.width
+    if widths[0] != widths[1]:
+        raise config.ConfigError(
+            f"{base} has width {widths[0]}, model.width={widths[1]}: nothing of it could be taken"
+            " over. Leave out --config.model.width or --init-from."
+        )
+    old = Tokenizer(base / "tokenizer.json").ids()
+    new = ChatTokenizer(pathlib.Path(settings.data.folder) / prepare.TOKENIZER).ids()
+    # Locations have another unit.
+    both = sorted(token for token in old.keys() & new.keys() if not token.startswith("<LOC_"))
+    here, there = (np.array([ids[token] for token in both]) for ids in (new, old))
+    found = parameters.by_name(model_folder.load_model(base).model)
+
+    def choose(name, leaf):
+        taken = found.get(name)
+        if name == "text_embedding":
+            return leaf.at[here].set(taken[there])
+        if name == "text_head/kernel":
+            return leaf.at[:, here].set(taken[:, there])
+        return leaf if taken is None or taken.shape != leaf.shape else taken
+
+    return parameters.mapped(choose, model_folder.make_denoiser(settings))
 
 
 def begun(settings: config.Optimizer, params: Denoiser) -> TrainState:

@@ -4,6 +4,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
@@ -11,7 +12,10 @@ from sparse_lavida_jax import cli
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
+from sparse_lavida_jax.models import parameters, vq
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
+from sparse_lavida_jax.training import own_images, start
 
 COLOURS = ("red", "green", "blue", "yellow", "black")
 SIZES = {"small": 6, "middling": 10, "large": 14}
@@ -88,6 +92,34 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert front("ask", out, "what is it?", "--checkpoint", run) == 2
     assert "was not trained to ask: it learned from text_to_image alone" in capsys.readouterr().err
 
+    # The bundled model has other tokenizers. Its layers and the words that both have are kept.
+    more = tmp_path / "more"
+    settings = own_images.continued(prepared, "scenes")
+    old, new = (
+        parameters.by_name(model)
+        for model in (
+            model_folder.load_model("scenes").model,
+            start.init_state(settings, model_folder.make_denoiser(settings)).params,
+        )
+    )
+    spoken = ChatTokenizer(prepared / "tokenizer.json").ids()
+    for token, kept in {"Ġred": True, "Ġlayout": False, "<LOC_8>": False}.items():
+        rows = (Tokenizer().ids().get(token, 0), spoken[token])
+        pair = [tree["text_embedding"][row] for tree, row in zip((old, new), rows, strict=True)]
+        assert np.array_equal(*pair) == kept, token
+    for name in ("joint_layers/attn_out/kernel", "image_head/code/kernel", "seen_row"):
+        np.testing.assert_array_equal(old[name], new[name], err_msg=name)
+    assert old["cell_row"].shape != new["cell_row"].shape
+    words = ("train", f"--data={prepared}", "--init-from=scenes", f"--workdir={more}")
+    assert front(*words, *SHORT) == 0
+    assert "whole, with new words and image codes" in capsys.readouterr().err
+    assert "`prepared` (seed 0, 2 steps" in (more / "model/README.md").read_text()
+    asked = ("generate", "a red square", "--checkpoint", more, "--steps", 2, "--out", out)
+    assert front(*asked) == 0, capsys.readouterr().err
+    words = (*words[:-1], f"--workdir={tmp_path / 'narrow'}", *SHORT)
+    said = told(capsys, *words, "--config.model.width=64")
+    assert "has width 96, model.width=64: nothing of it could be taken over" in said
+
 
 @pytest.mark.slow
 def test_three_commands_go_on_from_a_converted_model(images, tmp_path, capsys):
@@ -128,8 +160,6 @@ def test_what_cannot_be_done_is_told(images, tmp_path, capsys):
     assert "cannot be used: there is no tokenizer at" in said
     said = told(capsys, "train", f"--data={out}")
     assert "has no tokenizers for a model from scratch" in said and "--init-from" in said
-    said = told(capsys, "train", f"--data={out}", "--init-from=scenes")
-    assert "scenes knows the words of the small world alone: start from a converted" in said
     assert "--init-from goes with --data" in told(capsys, "train", "--init-from=scenes")
     assert "--data goes without --config" in told(capsys, "train", "x.py", f"--data={out}")
     (tmp_path / "empty").mkdir()
