@@ -4,16 +4,20 @@ r"""A server under load: images per minute, latencies, refusals, batch sizes and
     python -m sparse_lavida_jax.bench.serving --code 13c59e4 . --clients 1 4 16 64
     python -m sparse_lavida_jax.bench.serving --code . --rate 20 --mix generate:8=9 generate:32=1
     python -m sparse_lavida_jax.bench.serving --address http://127.0.0.1:8000 --clients 16
+    python -m sparse_lavida_jax.bench.serving --code . --name soak --clients 8 --seconds 1200 \
+        --mix generate:any=4 ask=3 broken=2 leave=1
 
 Servers of several commits are started one after another, with the same model folder and the same
 options, and get the same requests. With `--rate` requests are due at the times of a Poisson process
 that does not wait for answers. Latency is measured from the time a request was due, so a server
 that falls behind gets no lighter load. Without `--rate` each client sends its next request as soon
-as the last one is answered, or after the `Retry-After` seconds of a refusal. Writes one row per
-server and number of clients to `bench/results/<device>/serving`.
+as the last one is answered, or after the `Retry-After` seconds of a refusal. "broken" requests are
+damaged bodies and uploads, which must be refused; with "leave" the client disconnects at a random
+time. Writes one row per server and number of clients to `bench/results/<device>/serving`.
 """
 
 import argparse
+import base64
 import collections
 import contextlib
 import dataclasses
@@ -38,6 +42,8 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parents[2]
 MODEL = pathlib.Path("sparse_lavida_jax/assets/models/scenes")
+# Statuses of HTTP that are no failure; 0: no answer.
+EXPECTED = {"broken": (400, 413, 429), "leave": (0, 200, 429)}
 START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 1800.0, 60.0, 600.0
 WORDS = [
     f"a {first} {shape} {place} a {second} {other}"
@@ -56,8 +62,9 @@ class Load:
         seconds: duration of the measurement.
         before: seconds of the same load before that, not measured.
         rate: requests per second, as a Poisson process; 0: each client asks again when answered.
-        mix: shares of the tasks, "generate" and "ask"; "generate:8" is "generate" in 8 steps
-            instead of the model's default.
+        mix: shares of the tasks, "generate", "ask", "broken" and "leave"; "generate:8" is
+            "generate" in 8 steps instead of the model's default, "generate:any" in random steps
+            and with random registers and samplers.
         seed: of the arrivals and of the requests' contents.
     """
 
@@ -104,7 +111,7 @@ def drive(address: str, load: Load) -> list[Answered]:
             if due >= load.before + load.seconds:
                 return
             time.sleep(max(0.0, due - now))
-            code, batch, again = _ask(address, task.partition(":")[0], body)
+            code, batch, again = _ask(address, task, body)
             late = time.monotonic() - begin - due
             with lock:
                 answers.append(Answered(task, due, late, code, batch))
@@ -128,23 +135,47 @@ def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
         (task,), words = dice.choices(tasks, shares), dice.choice(WORDS)
         body: dict[str, Any] = {"seed": number % 2**31}
         name, _, steps = task.partition(":")
-        if steps:
+        if steps == "any":
+            body |= {"num_inference_steps": dice.randint(1, 16), "registers": dice.randint(1, 4)}
+            body["sampler"] = dice.choice(("sparse", "dense", "pt"))
+        elif steps:
             body["num_inference_steps"] = int(steps)
         if name == "ask":
             body |= {"model": "", "messages": [{"role": "user", "content": f"is there {words}?"}]}
         else:
             body |= {"prompt": words, "response_format": "b64_json"}
+        if name == "broken":
+            body = _broken(dice, body)
         yield due, task, body
+
+
+def _broken(dice: random.Random, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns a body that is to be refused: wrong types, huge numbers, damaged images."""
+    picture = base64.b64encode(
+        b"\x89PNG\r\n\x1a\n" + dice.randbytes(dice.randint(0, 4096))
+    ).decode()
+    shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+    return dice.choice(
+        (
+            {"messages": [{"role": "user", "content": [shown]}]},
+            {"messages": dice.choice((None, [], "x", [[]]))},
+            body | {dice.choice(("n", "seed", "registers", "guidance_scale")): 1e30},
+            body | {"prompt": dice.choice((None, [], 7, "x" * 100_000, "\ud800"))},
+            body | {"size": dice.choice(("9" * 5000, "0x0", "-1x4", {}))},
+        )
+    )
 
 
 def _ask(address: str, task: str, body: dict[str, Any]) -> tuple[int, int, float]:
     """Returns the HTTP status, the rows of the batch, and the seconds to wait before a retry."""
-    path = {"generate": "images/generations", "ask": "chat/completions"}[task]
+    path = "chat/completions" if "messages" in body else "images/generations"
+    leaves = task == "leave"
     request = urllib.request.Request(
         f"{address}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
+        patience = random.uniform(0.001, 1.0) if leaves else ANSWER_SECONDS
+        with urllib.request.urlopen(request, timeout=patience) as reply:
             return reply.status, json.load(reply).get("sparse_lavida", {}).get("batch", 1), 0.0
     except urllib.error.HTTPError as error:
         return error.code, 0, float(error.headers.get("Retry-After", 0))
@@ -157,12 +188,14 @@ def summary(answers: list[Answered], load: Load) -> dict[str, Any]:
     done = [answer for answer in answers if answer.code == 200]
     until = max((answer.due + answer.latency for answer in done), default=math.inf)
     minutes = (until - load.before) / 60
-    images = sum(answer.task.startswith("generate") for answer in done)
+    images = sum(answer.task != "ask" for answer in done)
     found: dict[str, Any] = {
         "requests": len(answers),
         "answered": len(done),
         "rejected": sum(answer.code == 429 for answer in answers),
-        "failed": sum(answer.code not in (200, 429) for answer in answers),
+        "failed": sum(
+            answer.code not in EXPECTED.get(answer.task, (200, 429)) for answer in answers
+        ),
         "images_a_minute": images / minutes,
         "texts_a_minute": (len(done) - images) / minutes,
         "batches": dict(sorted(collections.Counter(answer.batch for answer in done).items())),
@@ -249,17 +282,19 @@ def main() -> None:
     asked = _parser().parse_args()
     mix = tuple((task, float(share)) for task, share in (one.split("=") for one in asked.mix))
     how = {"before": asked.before, "rate": asked.rate, "mix": mix}
+    kind = asked.name or ("open" if asked.rate else "closed")
     rows: list[tuple[str, dict[str, Any]]] = []
 
     def measure(name: str, address: str, process: int | None) -> None:
         for clients in asked.clients:
             load = Load(clients, asked.seconds, **how)
+            before = {} if process is None else memory(process)
             found = summary(drive(address, load), load)
-            found |= {} if process is None else memory(process)
-            rows.append(
-                (f"{name}/{clients}", {"server": name, **dataclasses.asdict(load), **found})
-            )
-            print(name, clients, json.dumps(found), flush=True)
+            if process is not None:
+                found |= memory(process) | {"rss_before_gb": before.get("rss_gb")}
+            values = {"load": kind, "server": name, **dataclasses.asdict(load), **found}
+            rows.append((f"{kind}/{name}/{clients}", values))
+            print(kind, name, clients, json.dumps(found), flush=True)
 
     if asked.address:
         measure("running", asked.address, None)
@@ -288,7 +323,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=30.0, help="seconds to measure")
     add("--before", type=float, default=5.0, help="seconds of load before measuring")
     add("--rate", type=float, default=0.0, help="requests per second; 0: after each answer")
-    add("--mix", nargs="+", default=["generate=1"], help="shares of generate, ask, generate:STEPS")
+    add("--name", default="", help="of the rows; by default open, with --rate, or closed")
+    add("--mix", nargs="+", default=["generate=1"], help="shares of tasks")
     return parser
 
 

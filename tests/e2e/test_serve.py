@@ -32,6 +32,7 @@ from serving_on_loopback import served  # noqa: E402
 from sparse_lavida_jax.apps import hosting, server  # noqa: E402
 from sparse_lavida_jax.apps.api import asking  # noqa: E402
 from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
+from sparse_lavida_jax.bench import serving as load  # noqa: E402
 from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 
 PROMPT = "a red circle above a blue square"
@@ -297,3 +298,12 @@ def test_a_client_that_leaves_frees_the_device_at_the_next_segment(slow):
     stays.join(staged.PATIENCE)
     assert replies["stays"] == "b"
     assert service.counts["ask", "cancelled"] == 1
+
+
+def test_a_crowd_that_sends_anything_gets_no_error(address):
+    mix = (("generate:2", 1.0), ("ask", 1.0), ("broken", 6.0), ("leave", 1.0))
+    crowd = load.Load(4, 3.0, mix=mix)
+    answers = load.drive(address, crowd)
+    wrong = [one for one in answers if one.code not in load.EXPECTED.get(one.task, (200, 429))]
+    assert wrong == [] and load.summary(answers, crowd)["failed"] == 0
+    assert {one.code for one in answers if one.task == "broken"} >= {400}
