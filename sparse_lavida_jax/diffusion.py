@@ -46,7 +46,6 @@ from sparse_lavida_jax.layout import (
     NO_FEATURE,
     PROMPT_BLOCK,
     Stream,
-    register_positions,
 )
 from sparse_lavida_jax.sequence import Kind, PromptRow, SeenBatch
 from sparse_lavida_jax.visibility import AnyArray
@@ -568,7 +567,8 @@ def _registers(
     return Tokens(
         tokens=np.full(shape, register_id),
         index=np.full(total, NO_CELL),  # or `NO_FEATURE`, the same number
-        position=np.tile(register_positions(prompt.length, count), len(last_clean)),
+        # After the whole sequence (Sec. 3.1 and 7.2).
+        position=np.tile(prompt.length + np.arange(count, dtype=np.int32), len(last_clean)),
         block=np.repeat(blocks.masked_blocks, count),
         last_clean=np.repeat(last_clean, count),
         target=np.zeros(shape, np.int32),

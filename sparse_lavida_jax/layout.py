@@ -119,11 +119,6 @@ def concatenate(*streams: T) -> T:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *streams)
 
 
-def register_positions(length: int, num_registers: int) -> Int[np.ndarray, " m"]:
-    """Returns L..L+m-1: the m positions after the whole sequence (Sec. 3.1 and 7.2)."""
-    return length + np.arange(num_registers, dtype=np.int32)
-
-
 def sort_by_block(
     block: Int[np.ndarray, " s"], *groups: Int[np.ndarray, " s"]
 ) -> Int[np.ndarray, " s"]:

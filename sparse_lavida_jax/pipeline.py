@@ -26,7 +26,7 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import from_torch
-from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.example import Example, RowRequest
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.batches import Bucket, Padding
@@ -571,7 +571,7 @@ class SparseLaViDa:
         Raises:
             ConfigError: more steps than there are tokens.
         """
-        rows = [Request(task="", seed=one) for one in row_seeds(seed, len(examples))]
+        rows = [RowRequest(seed=one) for one in row_seeds(seed, len(examples))]
         how = sampling or self.settings.sampling
         padding: Padding = "full" if shared else "fit"
         done = self.engine.decode(examples, rows, how, padding=padding, callback=callback)

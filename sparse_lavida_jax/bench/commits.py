@@ -37,9 +37,8 @@ PROMPTS = flags.DEFINE_integer("prompts", 500, "Prompts for --score.", lower_bou
 CONFIG = "configs/scenes.py"
 WARM = 200  # first steps, not timed: every program is compiled by then
 SAME = 20  # the number of first steps whose losses are compared
-ENDLESS = ("train_steps=1000000", "seconds=0", "log_every=1", "eval_prompts=0")
-# Turns off sheets of images; older versions have another name for the option.
-NO_SHEETS = {True: "picture_seconds=0", False: "image_seconds=0"}
+# Without sheets of images, by the name of the option that commits of any age take.
+ENDLESS = ("train_steps=1000000", "seconds=0", "log_every=1", "eval_prompts=0", "picture_seconds=0")
 
 
 @dataclasses.dataclass
@@ -65,7 +64,6 @@ class Trainer:
             ["git", "rev-parse", self.commit], check=True, capture_output=True, text=True
         )
         self.commit = found.stdout.strip()
-        self.is_old = "picture_seconds" in (self.code / CONFIG).read_text()
 
     def start(self, core: int, *options: str) -> subprocess.Popen:
         """Starts `main` on one core."""
@@ -107,10 +105,7 @@ def cpu_seconds(process: subprocess.Popen) -> float:
 def steps(trainers: dict[str, Trainer], seconds: float) -> dict[str, Any]:
     """Returns the CPU time per step of each commit, and how far apart their losses are."""
     core = min(os.sched_getaffinity(0))
-    started = {
-        name: one.start(core, *_train(*ENDLESS, NO_SHEETS[one.is_old]))
-        for name, one in trainers.items()
-    }
+    started = {name: one.start(core, *_train(*ENDLESS)) for name, one in trainers.items()}
     seen: dict[str, list[tuple[int, float]]] = {name: [] for name in trainers}
     end = time.monotonic() + seconds
     try:

@@ -19,10 +19,11 @@ import time
 
 from absl import app, flags
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import timing
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.convert import stand_in
-from sparse_lavida_jax.convert.settings import RELEASED_VQ, settings_from
+from sparse_lavida_jax.convert.settings import settings_from
 
 SCRATCH = flags.DEFINE_string("scratch", "", "Folder for temporary files; default: in /tmp.")
 LAYERS = flags.DEFINE_multi_integer("layers", [3, 6], "Numbers of layers to measure.")
@@ -54,12 +55,9 @@ def main(argv: list[str]) -> None:
     for layers in LAYERS.value:
         with tempfile.TemporaryDirectory(dir=SCRATCH.value or None) as scratch:
             source, target = pathlib.Path(scratch) / "released", pathlib.Path(scratch) / "model"
-            settings = settings_from(
-                RELEASE | {"n_layers": layers, "dual_tower_layers": layers // 2}, RELEASED_VQ
-            )
             # In a separate process: this one's memory would be counted for its children.
             with SPAWN.Pool(1) as pool:
-                size = pool.apply(stand_in.write, (source, settings))
+                size = pool.apply(stand_in.write, (source, with_layers(layers)))
             begin = time.perf_counter()
             peak = _peak_memory(["--mode=convert", f"--src={source}", f"--dst={target}"])
             seconds = time.perf_counter() - begin
@@ -77,6 +75,11 @@ def main(argv: list[str]) -> None:
         peaks.append(peak)
     if not is_bounded(peaks):
         sys.exit("bench.convert: the peak is above 4 GiB, or grows by more than 5 %.")
+
+
+def with_layers(number: int) -> config.Config:
+    """Returns the release's settings with few layers, half of them with a generation branch."""
+    return settings_from(RELEASE | {"n_layers": number, "dual_tower_layers": number // 2})
 
 
 def is_bounded(peaks: list[int]) -> bool:

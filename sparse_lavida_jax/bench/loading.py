@@ -22,11 +22,10 @@ from absl import app, flags
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import timing
-from sparse_lavida_jax.bench.convert import RELEASE, SCRATCH, SPAWN
+from sparse_lavida_jax.bench.convert import SCRATCH, SPAWN, with_layers
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
-from sparse_lavida_jax.convert.settings import RELEASED_VQ, settings_from
 from sparse_lavida_jax.models import fuse
 
 TINY = flags.DEFINE_bool("tiny", False, "Narrow layers in place of the release's.")
@@ -79,8 +78,7 @@ def main(argv: list[str]) -> None:
 def settings(layers: int, *, tiny: bool) -> config.Config:
     """Returns the release's settings with few layers, half of them with a generation branch."""
     if not tiny:
-        given = RELEASE | {"n_layers": layers, "dual_tower_layers": layers // 2}
-        return settings_from(given, RELEASED_VQ)
+        return with_layers(layers)
     narrow = stand_in.tiny_settings()
     model = dataclasses.replace(narrow.model, num_layers=layers, dual_tower_layers=layers // 2)
     return dataclasses.replace(narrow, model=model)

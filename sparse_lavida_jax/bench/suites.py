@@ -11,8 +11,7 @@ from jaxtyping import UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.data.example import Example, RowRequest
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
@@ -79,7 +78,7 @@ class RequestCase:
             Text(part.ids[: len(part.ids) - fewer]) if isinstance(part, Text) else part
             for part in self.example.parts
         )
-        asked = [Request(task=self.task, seed=seed) for seed in seeds]
+        asked = [RowRequest(seed=seed) for seed in seeds]
         return [dataclasses.replace(self.example, parts=parts, request=one) for one in asked]
 
     def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Segment]:

@@ -212,11 +212,6 @@ def _scored(rows: Rows) -> Iterator[View]:
             yield View({**row, **told, "order": (row["task"], task != row["task"])})
 
 
-def quality_table(rows: Rows) -> str:
-    """Returns the share correct for every task with its interval, and its bar if there is one."""
-    return table("quality", _scored(rows))
-
-
 def _twins(rows: Rows) -> dict[str, dict[str, Any]]:
     """Returns the scores per task of the sparse model, its dense twin and its blind one."""
     twins = bars()["twins"]
@@ -376,7 +371,7 @@ def _roofline(row: View) -> str:
 # Functions for all that is more than one line per row; other tables are `table(name, rows)`.
 MADE: dict[str, Callable[[Rows], str]] = {
     "attention_bars": attention_bars,
-    "quality": quality_table,
+    "quality": lambda rows: table("quality", _scored(rows)),
     "twins": twins_table,
     "speed_bars": speed_bars,
 }

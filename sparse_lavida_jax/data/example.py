@@ -2,7 +2,6 @@
 """An example: one sequence with its response, before masking."""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
@@ -10,20 +9,22 @@ from jaxtyping import Bool, Float, Int, UInt8
 from sparse_lavida_jax.sequence import Kind, Part, Views
 
 
-@runtime_checkable
-class RowRequest(Protocol):
-    """What the sampler reads of a request (`inference.requests.Request`); None: as configured."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RowRequest:
+    """How a row is sampled: the part of a request that the sampler reads.
 
-    @property
-    def seed(self) -> int: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def guidance(self) -> float | None: ...
-    @property
-    def guidance_image(self) -> float | None: ...
+    Attributes:
+        seed: determines all random numbers of this row.
+        attempt: the number of this attempt; each has its own noise.
+        temperature: for the image or the text; None: as configured.
+        guidance, guidance_image: guidance scales for an image; None: as configured.
+    """
+
+    seed: int = 0
+    attempt: int = 0
+    temperature: float | None = None
+    guidance: float | None = None
+    guidance_image: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

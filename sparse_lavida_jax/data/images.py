@@ -8,6 +8,7 @@ vision tower takes bytes and normalises them itself.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import einops
 import numpy as np
@@ -251,6 +252,16 @@ def locations_to_box(locations: tuple[int, int, int, int], size: Size, frame: in
 
 # ---------------------------------------------------------------------------------------------
 # Helpers.
+
+
+def overlap(one: Sequence[int | float], other: Sequence[int | float]) -> float:
+    """Returns the intersection of two boxes over their union; 0 for a box without area."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    shared = max(width, 0) * max(height, 0)
+    areas = [max(x2 - x1, 0) * max(y2 - y1, 0) for x1, y1, x2, y2 in (one, other)]
+    union = sum(areas) - shared
+    return shared / union if union > 0 else 0.0
 
 
 def size_of(image: Pixels) -> Size:

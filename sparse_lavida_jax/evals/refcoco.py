@@ -9,9 +9,10 @@ import pathlib
 import pickle
 from typing import Any, ClassVar
 
+from sparse_lavida_jax.data.images import overlap
 from sparse_lavida_jax.evals.benchmark import Benchmark, Item
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read, records
-from sparse_lavida_jax.evals.scorers import mean, overlap
+from sparse_lavida_jax.evals.scorers import mean
 from sparse_lavida_jax.sampling import presets
 
 LEAST_OVERLAP = 0.5

@@ -14,7 +14,6 @@ from sparse_lavida_jax.data import markdown
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-Box = Sequence[int | float]  # x1, y1, x2, y2
 
 RELAXATION = 0.05  # allowed difference of numbers in ChartQA
 LEAST_ANLS = 0.5  # lower similarities count as 0
@@ -157,16 +156,6 @@ def _number(text: str) -> float | None:
         return float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         return None
-
-
-def overlap(one: Box, other: Box) -> float:
-    """Returns the intersection of two boxes over their union; 0 for a box without area."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    shared = max(width, 0) * max(height, 0)
-    areas = [max(x2 - x1, 0) * max(y2 - y1, 0) for x1, y1, x2, y2 in (one, other)]
-    union = sum(areas) - shared
-    return shared / union if union > 0 else 0.0
 
 
 def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m e"]) -> float:

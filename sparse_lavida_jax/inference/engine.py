@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
-from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.example import Example, RowRequest
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import batches, regions
 from sparse_lavida_jax.inference.batches import Bucket, Padding
@@ -82,7 +82,7 @@ class Engine:
     def decode(
         self,
         examples: Sequence[Example],
-        requests: Sequence[Request],
+        requests: Sequence[RowRequest],
         sampling: config.Sampling,
         *,
         making: str = "",
@@ -192,7 +192,7 @@ def tokens_passed(
 ) -> int:
     """Returns the tokens passed by all steps of one example, with the prompt, without padding."""
     settings = _settings(sampling, model, example.kind, _has_source(example))
-    asked = dataclasses.replace(example, request=example.request or Request(task=""))
+    asked = dataclasses.replace(example, request=example.request or RowRequest())
     plan = _plan_of([asked], sampling, settings, model, text_block_len)
     laid = lay_out(asked, model, settings)
     return int(plan.tokens[0]) + _prompt_tokens(laid) * plan.prompt_passes
@@ -205,7 +205,7 @@ def _prompt_tokens(laid: LaidOut) -> int:
 
 
 def of_all(
-    sampling: config.Sampling, requests: Sequence[Request], *, has_source: bool = False
+    sampling: config.Sampling, requests: Sequence[RowRequest], *, has_source: bool = False
 ) -> config.Sampling:
     """Returns the settings of a batch: it is guided if any of its rows is.
 
@@ -347,7 +347,7 @@ class TaskRun:
         self,
         making: str,
         examples: Sequence[Example],
-        requests: Sequence[Request],
+        requests: Sequence[RowRequest],
         sampling: config.Sampling | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
         """Decodes examples, and records the buckets in which images were decoded."""
@@ -589,6 +589,6 @@ class TaskRun:
         return self.result(requests, tokens=tuple(found), boxes=boxes)
 
 
-def _seeds(requests: Sequence[Request]) -> list[Request]:
+def _seeds(requests: Sequence[Request]) -> list[RowRequest]:
     """Returns requests reduced to their noise, for text about an image to be drawn."""
-    return [Request(task="", seed=one.seed, attempt=one.attempt) for one in requests]
+    return [RowRequest(seed=one.seed, attempt=one.attempt) for one in requests]

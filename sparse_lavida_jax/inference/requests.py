@@ -16,6 +16,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.example import RowRequest
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
     Grid,
@@ -61,17 +62,14 @@ Shown = Pixels | Image.Image | pathlib.Path | str | Result | ShownImage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
+class Request(RowRequest):
     """One thing that a model is asked to do.
 
     Attributes:
-        task: one of `TASKS`; "" if it only says how a row is sampled.
+        task: one of `TASKS`.
         words: prompt, instruction, question, phrase, or text with gaps.
         images: what the task is about; one image, except for questions about several.
         earlier: earlier questions of the conversation, with their answers.
-        seed: determines all random numbers of this row.
-        temperature: for the image or the text; None: as in `sampling`.
-        guidance, guidance_image: guidance scales for an image; None: as in `sampling`.
         sampling: how it is sampled; None: the settings of the checkpoint.
         plan: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
@@ -79,7 +77,6 @@ class Request:
         known: cells of an inpainted image that stay as they are.
         box: the place of the given image in an outpainted one: x1, y1, x2, y2 in pixels.
         rounds: the largest number of attempts at an image that the model judges itself.
-        attempt: the number of this attempt; each has its own noise.
         max_new_tokens: of an answer; None: the usual number.
         template: the text with gaps for a constrained caption.
         required: words that a constrained caption must contain, in order.
@@ -91,17 +88,12 @@ class Request:
     words: str = ""
     images: tuple[ShownImage, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
-    seed: int = 0
-    temperature: float | None = None
-    guidance: float | None = None
-    guidance_image: float | None = None
     sampling: config.Sampling | None = None
     plan: bool | str | None = None
     size: tuple[int, int] | None = None
     known: Grid | None = None
     box: tuple[int, int, int, int] | None = None
     rounds: int = ROUNDS
-    attempt: int = 0
     max_new_tokens: int | None = None
     template: Template | None = None
     required: tuple[str, ...] = ()

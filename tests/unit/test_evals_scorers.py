@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
+from sparse_lavida_jax.data import images
 from sparse_lavida_jax.evals import scorers
 
 words = st.text("abc ", max_size=6)
@@ -70,11 +71,11 @@ def test_the_overlap_counts_pixels(one, other):
         mask[y1:y2, x1:x2] = True
     either = (pixels[0] | pixels[1]).sum()
     expected = (pixels[0] & pixels[1]).sum() / either if either else 0.0
-    assert scorers.overlap(one, other) == pytest.approx(expected)
+    assert images.overlap(one, other) == pytest.approx(expected)
 
 
 def test_a_box_without_area_overlaps_nothing():
-    assert scorers.overlap((5, 5, 2, 2), (0, 0, 9, 9)) == 0.0
+    assert images.overlap((5, 5, 2, 2), (0, 0, 9, 9)) == 0.0
 
 
 def test_the_frechet_distance_is_that_of_a_square_root_of_the_product():

@@ -3,6 +3,7 @@
 
 import numpy as np
 
+from sparse_lavida_jax.data import images
 from sparse_lavida_jax.scenes import rules
 from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import STRIPS, Phrase, box_text, object_box, parse_box
@@ -22,21 +23,14 @@ def make(dice: Dice) -> Sample | None:
 
 def judge(sample: Sample, output: str) -> str:
     assert sample.image is not None
-    box = np.array(parse_box(output)) / STRIPS  # in cells
+    box = [edge / STRIPS for edge in parse_box(output)]  # in cells
     phrase = Phrase.parse(sample.prompt.removeprefix("where is the ").removesuffix("?"))
     cell, thing = rules.find(sample.image, phrase)
     row, column = divmod(cell, GRID)
     half = EXTENT[thing.size] / 32
     true = np.array([column, row, column, row]) + 0.5 + half * np.array([-1, -1, 1, 1])
-    overlap = _overlap(box, true)
+    overlap = images.overlap(box, true.tolist())
     return "" if overlap >= LEAST_OVERLAP else f"the box overlaps {phrase} by {overlap:.2f} only"
-
-
-def _overlap(first: np.ndarray, second: np.ndarray) -> float:
-    """Returns the intersection over the union of two boxes x1, y1, x2, y2."""
-    sides = np.minimum(first[2:], second[2:]) - np.maximum(first[:2], second[:2])
-    both = np.prod(np.maximum(sides, 0))
-    return float(both / (np.prod(first[2:] - first[:2]) + np.prod(second[2:] - second[:2]) - both))
 
 
 TASK = Task(make, judge, "answer", command="ground", label="Pointed")
