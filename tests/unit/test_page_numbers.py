@@ -120,6 +120,6 @@ def test_two_commits_compare_as_measured():
     assert f"take {rows['steps']['times_faster']:.1f} times less CPU time" in told
     before, after = (rows["scores"]["draw"][name] for name in ("before", "after"))
     assert (
-        f"draws {after['share']:.2f} of 500 prompts correctly after {after['seconds']:.0f}" in told
+        f"drew {after['share']:.2f} of 500 prompts correctly after {after['seconds']:.0f}" in told
     )
     assert f"the older commit draws {before['share']:.2f} after {before['seconds']:.0f}" in told
