@@ -5,11 +5,11 @@ r"""Sizes of model folders of the release's structure, and how long it takes to 
     python -m sparse_lavida_jax.bench.loading --tiny
 
 Folders of 2 and of 12 layers are filled with arbitrary numbers, with everything else at full size
-(4 and 10 GB; both forms and their source take 27 GB of disk), and are loaded whole, for images alone,
-and with their matrices in int8, each in its own process. Half of the layers have a generation
-branch, as in the release: every pair of layers adds the same, so bytes and seconds of all 32 layers
-follow from the two; their rows say so. With --tiny the layers are narrow, which only shows that the
-command works.
+(4 and 10 GB; both forms and their source take 27 GB of disk), and are loaded whole, for images
+alone, and with their matrices in int8, each in its own process. Half of the layers have a
+generation branch, as in the release: every pair of layers adds the same, so bytes and seconds of
+all 32 layers follow from the two; their rows say so. With --tiny the layers are narrow, which only
+shows that the command works.
 """
 
 import dataclasses
