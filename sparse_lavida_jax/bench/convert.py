@@ -9,7 +9,6 @@ largest resident set of that process, as counted by the operating system. It mus
 number of layers: within 5 %, and below 4 GiB; otherwise the exit status is 1.
 """
 
-import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -19,33 +18,14 @@ import time
 
 from absl import app, flags
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import timing
 from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.bench.release import MOST_BYTES, SPAWN, settings
 from sparse_lavida_jax.convert import stand_in
-from sparse_lavida_jax.convert.settings import settings_from
 
 SCRATCH = flags.DEFINE_string("scratch", "", "Folder for temporary files; default: in /tmp.")
 LAYERS = flags.DEFINE_multi_integer("layers", [3, 6], "Numbers of layers to measure.")
-SPAWN = multiprocessing.get_context("spawn")
-MOST_BYTES = 4 * 2**30
 MOST_GROWTH = 1.05
-# The widths of the release (spec Sec. 10.5).
-RELEASE = {
-    "d_model": 4096,
-    "d_model_gen": 2048,
-    "downsample": True,
-    "dual_tower": True,
-    "embedding_size": 127378,
-    "eos_token_id": 126081,
-    "gen_mlp_type": "dit2",
-    "mask_token_id": 126336,
-    "mlp_hidden_size": 12288,
-    "mlp_hidden_size_gen": 8192,
-    "n_heads": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-}
 
 
 def main(argv: list[str]) -> None:
@@ -57,7 +37,7 @@ def main(argv: list[str]) -> None:
             source, target = pathlib.Path(scratch) / "released", pathlib.Path(scratch) / "model"
             # In a separate process: this one's memory would be counted for its children.
             with SPAWN.Pool(1) as pool:
-                size = pool.apply(stand_in.write, (source, with_layers(layers)))
+                size = pool.apply(stand_in.write, (source, settings(layers)))
             begin = time.perf_counter()
             peak = _peak_memory(["--mode=convert", f"--src={source}", f"--dst={target}"])
             seconds = time.perf_counter() - begin
@@ -75,11 +55,6 @@ def main(argv: list[str]) -> None:
         peaks.append(peak)
     if not is_bounded(peaks):
         sys.exit("bench.convert: the peak is above 4 GiB, or grows by more than 5 %.")
-
-
-def with_layers(number: int) -> config.Config:
-    """Returns the release's settings with few layers, half of them with a generation branch."""
-    return settings_from(RELEASE | {"n_layers": number, "dual_tower_layers": number // 2})
 
 
 def is_bounded(peaks: list[int]) -> bool:

@@ -23,15 +23,15 @@ from absl import app, flags
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import timing
-from sparse_lavida_jax.bench.convert import SCRATCH, SPAWN, with_layers
+from sparse_lavida_jax.bench.convert import SCRATCH
 from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.bench.release import ALL_LAYERS, SPAWN, load_for, settings
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.models import fuse
 
 TINY = flags.DEFINE_bool("tiny", False, "Narrow layers in place of the release's.")
 LAYERS = (2, 12)
-ALL_LAYERS = 32
 LOADS = 3
 # What is loaded: the folder, and the task that the parameters are for.
 WAYS: dict[str, tuple[str, fuse.Task]] = {
@@ -76,15 +76,6 @@ def main(argv: list[str]) -> None:
             print(f"{path.name}: {one.disk_bytes / 1e9:.3f} GB, {one.seconds:.1f} s")
 
 
-def settings(layers: int, *, tiny: bool) -> config.Config:
-    """Returns the release's settings with few layers, half of them with a generation branch."""
-    if not tiny:
-        return with_layers(layers)
-    narrow = stand_in.tiny_settings()
-    model = dataclasses.replace(narrow.model, num_layers=layers, dual_tower_layers=layers // 2)
-    return dataclasses.replace(narrow, model=model)
-
-
 def make_folders(scratch: pathlib.Path, given: config.Config) -> None:
     """Writes a model folder of arbitrary numbers, and one with its matrices in int8."""
     stand_in.write(scratch / "released", given)
@@ -101,9 +92,7 @@ def load(folder: pathlib.Path, task: fuse.Task) -> Loaded:
     for _ in range(LOADS):
         leaves.clear()
         begin = time.perf_counter()
-        model = model_folder.load_model(folder, dtype="bfloat16").model
-        if task != "both":
-            model = fuse.for_inference(model, task=task)
+        model = load_for(folder, task)
         leaves += jax.block_until_ready(jax.tree.leaves(model))
         del model
         seconds.append(time.perf_counter() - begin)

@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from sparse_lavida_jax.sampling.state import num_registers
 Row = dict[str, Any]
 Split = dict[str, float]  # seconds for each part of a request
 SPLIT = ("host", "prefill", "loop", "vq_encode", "vq_decode")
+RANDOM_SCALE = 0.02  # of random weights, at least
+
+M = TypeVar("M")
 
 
 class Discarding(Denoiser):
@@ -153,10 +156,12 @@ class Timed:
         """Returns the values of the row."""
         case, model = self.case, self.subject.settings.model
         settings, need = case.settings(model), work.of_case(case, model)
-        steps = len(need.steps)
-        scale = steps / (case.steps_timed or steps)
+        steps, timed = len(need.steps), case.timed_steps(model)
+        operations = [one.operations for one in need.steps]
+        scale = sum(operations) / sum(operations[timed.start : timed.stop])
         split = {name: statistics.median(one[name] for one in splits) for name in SPLIT}
-        part = f"; {case.steps_timed} of {steps} equal steps timed" if case.steps_timed else ""
+        told = f"; {len(timed)} of {steps} steps timed, scaled by their operations"
+        part = told if case.steps_timed else ""
         rows = case.batch * settings.guidance_rows if case.of_one else 1
         rates = max(calibration["matmul_tflops"].values()), calibration["copy_gbps"]
         held = _peak_bytes()
@@ -168,7 +173,7 @@ class Timed:
             "batch": case.batch,
             "guidance_rows": settings.guidance_rows,
             "steps": steps,
-            "steps_timed": case.steps_timed or steps,
+            "steps_timed": len(timed),
             "registers": settings.num_registers,
             **timing.times([sum(one.values()) + (scale - 1) * one["loop"] for one in splits]),
             "split_s": split | {"loop": scale * split["loop"]},
@@ -181,7 +186,7 @@ class Timed:
             "flops": {"useful": need.total("operations")},
             "bytes": {"weights": need.total("weights"), "kv": need.total("keys")}
             | {"parameters": fuse.parameter_bytes(self.model)},
-            "loop_flops": sum(one.operations for one in need.steps),
+            "loop_flops": sum(operations),
             "floor_s": need.floor_s(*rates),
             "calibration": calibration,
             # None if an earlier row of this process used more.
@@ -234,6 +239,26 @@ def measure(
     requests = {number: one.timed for number, one in enumerate(timed)}
     splits = timing.in_turn(requests, runs, first=1)
     return [one.row(splits[number], calibration) for number, one in enumerate(timed)]
+
+
+def random_parameters(make: Callable[[], M], dtype: jnp.dtype) -> M:
+    """Returns the module that `make` would, with random numbers, making one array at a time.
+
+    The numbers are as large as those of a wide model; in matrices of a narrow one they are larger,
+    or the layers would output next to nothing.
+    """
+    leaves, tree = jax.tree.flatten(jax.eval_shape(make))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(key, shape):
+        return max(RANDOM_SCALE, max(shape[-2], 1) ** -0.5) * jax.random.normal(key, shape, dtype)
+
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [
+        normal(key, leaf.shape) if leaf.ndim > 1 else jnp.ones(leaf.shape, dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, made)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -23,10 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
@@ -67,10 +64,6 @@ STEPS = flags.DEFINE_integer(
 )
 PRESETS = flags.DEFINE_list("presets", [], "Presets to time; default: all.")
 
-RANDOM_SCALE = 0.02  # of random weights, at least
-
-M = TypeVar("M")
-
 
 def main(argv: list[str]) -> None:
     """Measures a suite, or all presets for images and then for text, and prints a table."""
@@ -102,7 +95,9 @@ def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
     codec = None
     sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
     if SUITE.value and sides == settings.vq.image_size:
-        codec = _random(lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), jnp.dtype("float32"))
+        codec = requests.random_parameters(
+            lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), jnp.dtype("float32")
+        )
     unfused = functools.partial(_random_model, settings.model, None)
     subject = requests.Subject(model, settings, codec, VQ_DTYPE.value, True, unfused)
     examples = suites.random_examples(settings)
@@ -140,27 +135,7 @@ def _random_model(settings: config.Model, task: fuse.Task | None) -> Denoiser:
         model = Denoiser(settings, rngs=nnx.Rngs(0))
         return model if task is None else fuse.for_inference(model, task=task)
 
-    return _random(make, jnp.dtype(settings.compute_dtype))
-
-
-def _random(make: Callable[[], M], dtype: jnp.dtype) -> M:
-    """Returns the module that `make` would, with random numbers, making one array at a time.
-
-    The numbers are as large as those of a wide model; in matrices of a narrow one they are larger,
-    or the layers would output next to nothing.
-    """
-    leaves, tree = jax.tree.flatten(jax.eval_shape(make))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def normal(key, shape):
-        return max(RANDOM_SCALE, shape[-2] ** -0.5) * jax.random.normal(key, shape, dtype)
-
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    made = [
-        normal(key, leaf.shape) if leaf.ndim > 1 else jnp.ones(leaf.shape, dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, made)
+    return requests.random_parameters(make, jnp.dtype(settings.compute_dtype))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ class RequestCase:
         """Returns a batch of examples; other turns may have fewer words within the bucket."""
         fewer = turn % 8 if self.varies else 0
         parts = tuple(
-            Text(part.ids[: len(part.ids) - fewer]) if isinstance(part, Text) else part
+            dataclasses.replace(part, ids=part.ids[: len(part.ids) - fewer])
+            if isinstance(part, Text)
+            else part
             for part in self.example.parts
         )
         asked = [RowRequest(seed=seed) for seed in seeds]
@@ -91,12 +93,21 @@ class RequestCase:
         self, model: config.Model, seeds: Sequence[int] | None = None
     ) -> list[plans.Segment]:
         """Returns the steps that are timed."""
-        plan = self.plan(model, seeds)
+        plan, timed = self.plan(model, seeds), self.timed_steps(model)
         if not self.steps_timed:
             return plan
-        longest = max(plan, key=lambda part: part.num_steps)
-        start = max(longest.num_steps - self.steps_timed, 0) // 2
-        return [longest.steps(start, start + self.steps_timed)]
+        longest = max(range(len(plan)), key=lambda number: plan[number].num_steps)
+        before = sum(part.num_steps for part in plan[:longest])
+        return [plan[longest].steps(timed.start - before, timed.stop - before)]
+
+    def timed_steps(self, model: config.Model) -> range:
+        """Returns the numbers of the steps that are timed."""
+        lengths = [part.num_steps for part in self.plan(model)]
+        if not self.steps_timed:
+            return range(sum(lengths))
+        longest = lengths.index(max(lengths))
+        start = sum(lengths[:longest]) + max(lengths[longest] - self.steps_timed, 0) // 2
+        return range(start, start + min(self.steps_timed, lengths[longest]))
 
     def prompt(self, model: config.Model) -> prompts.Prompt:
         """Returns the prompts of a batch, with all guidance rows."""

@@ -62,6 +62,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "times_faster": lambda row: row["other"]["median_s"] / row["median_s"],
     "times_faster_than": lambda row: row["times_faster"],
     "times_slower": lambda row: row["median_s"] / row["other"]["median_s"],
+    "times_operations": lambda row: row["flops"]["useful"] / row["other"]["flops"]["useful"],
     "times_faster_an_image": lambda row: row["times_faster"] * row["batch"] / row["other"]["batch"],
     "share_of_token_ratio": lambda row: (
         row["times_faster"] * row["tokens"]["useful"] / row["other"]["tokens"]["useful"]
@@ -103,6 +104,10 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "difference": lambda row: row["sparse"]["share"] - row["dense"]["share"],
     "within": lambda row: bars()["twins"]["within"],
     "as_good": lambda row: _verdict(row["difference"] >= -row["within"]),
+    # From the rehearsal.
+    "checked": lambda row: ", ".join(
+        f"{name} {'yes' if is_so else 'no'}" for name, is_so in row["checks"].items()
+    ),
     # From attention.
     "at_most_us": lambda row: row["median_s"] * 1e6,
     "at_most_growth": lambda row: row["growth"],

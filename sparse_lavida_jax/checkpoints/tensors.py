@@ -154,12 +154,14 @@ def write_sharded(
     *,
     always_indexed: bool = False,
     metadata: Mapping[str, str] = FOR_PYTORCH,
+    written: Callable[[pathlib.Path], None] | None = None,
 ) -> int:
     """Writes `SINGLE`, or several files with their `INDEX`; returns the number of files.
 
     Args:
         most_bytes: of the tensors in one file; a larger tensor gets a file of its own.
         always_indexed: numbers the file and writes the index even if there is only one file.
+        written: called with each numbered file once it is written.
 
     Raises:
         OSError: the disk is full.
@@ -177,6 +179,8 @@ def write_sharded(
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         write(folder / file, shard, metadata)
+        if written is not None:
+            written(folder / file)
         placed |= {tensor.name: file for tensor in shard}
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}

@@ -5,7 +5,7 @@ It converts, loads and exports as the release does. The images that it draws are
 """
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tokenizers
@@ -45,13 +45,25 @@ def tiny_settings() -> config.Config:
 
 
 def byte_tokenizer(
-    control: Sequence[str] = chat.CONTROL, more: Sequence[str] = LOCATIONS
+    control: Sequence[str] = chat.CONTROL,
+    more: Sequence[str] = LOCATIONS,
+    ids: Mapping[str, int] | None = None,
 ) -> tokenizers.Tokenizer:
-    """Returns a tokenizer with `control` first, in that order, one token per byte, then `more`."""
+    """Returns a tokenizer with `control` first, in that order, one token per byte, then `more`.
+
+    Args:
+        ids: of tokens that stand elsewhere, as in the release; ids without a token get one that no
+            text contains.
+    """
+    ids = ids or {}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(
-        models.BPE({token: i for i, token in enumerate((*control, *alphabet))}, [])
-    )
+    others = [token for token in (*control, *alphabet) if token not in ids]
+    size = max(len(others) + len(ids), max(ids.values(), default=0) + 1)
+    taken = {*ids.values()}
+    free = [i for i in range(size) if i not in taken]
+    others += [f"<unused_{i}>" for i in free[len(others) :]]
+    vocabulary = {**ids, **dict(zip(others, free, strict=True))}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([*control])
@@ -64,7 +76,9 @@ def write(folder: pathlib.Path, settings: config.Config) -> int:
     (folder / "vqvae").mkdir(parents=True)
     files.write_json(folder / "config.json", official_config(settings, "bfloat16"))
     files.write_json(folder / "vqvae" / "config.json", official_vq_config(settings.vq))
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    model = settings.model
+    ids = {chat.END_OF_TEXT: model.end_of_text_id, chat.MASK: model.text_mask_id}
+    byte_tokenizer(ids=ids).save(str(folder / "tokenizer.json"))
     wanted = [_arbitrary(name) for name in names.table(settings) if not name.optional]
     tensors.write_sharded(folder, wanted, always_indexed=True)
     return sum(tensor.nbytes for tensor in wanted)

@@ -72,6 +72,7 @@ def export(
     *,
     adapters: Mapping[str, float] | None = None,
     max_shard_bytes: int = SHARD_BYTES,
+    take: Callable[[pathlib.Path], None] | None = None,
 ) -> Exported:
     """Writes the PyTorch folder `dst` from a model folder, run directory or bundled name `src`.
 
@@ -81,6 +82,8 @@ def export(
     Args:
         adapters: names of adapters to add to the parameters, with their weights.
         max_shard_bytes: of one safetensors file; a larger tensor gets a file of its own.
+        take: takes each of these files away once it is written, so that the disk needs to hold only
+            one of them.
 
     Raises:
         CheckpointError: there is no model in `src`, or it is damaged, or the adapters do not fit
@@ -96,9 +99,11 @@ def export(
     together = not model.placed or any(one.startswith(names.VQ_PREFIX) for one in model.placed)
     in_shards = denoiser + tokenizer if together else denoiser
     num_bytes = sum(tensor.nbytes for tensor in [*in_shards, *tokenizer])
-    model_folder.check_free_space(dst.parent, num_bytes)
+    held = min(num_bytes, max_shard_bytes) if take else num_bytes
+    model_folder.check_free_space(dst.parent, held)
     with model_folder.replacing(dst) as new:
-        shards = tensors.write_sharded(new, in_shards, max_shard_bytes, always_indexed=True)
+        how: Any = {"always_indexed": True, "written": take}
+        shards = tensors.write_sharded(new, in_shards, max_shard_bytes, **how)
         _write_small_files(new, model, in_shards)
         if tokenizer:
             alone = [
