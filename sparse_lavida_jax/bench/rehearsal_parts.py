@@ -221,9 +221,7 @@ def load(asked: Rehearsal, name: str, task: fuse.Task) -> Rows:
         model = quantize.quantized(shapes, "int8") if name == INT8 else shapes
         return model if task == "both" else fuse.for_inference(model, task=task)
 
-    whole = jax.eval_shape(planned, shapes)
-    names_of = parameters.by_name(whole).items()
-    expected = sum(leaf.size * _stored_bytes(name, leaf) for name, leaf in names_of)
+    expected = _bytes_in_memory(jax.eval_shape(planned, shapes))
     # `fuse.for_inference` copies what it keeps while everything is still there.
     _check_room(expected + (asked.weight_bytes if task != "both" else 0), "loading")
     before = serving.memory(os.getpid()).get("rss_gb", 0.0)
@@ -246,10 +244,14 @@ def load(asked: Rehearsal, name: str, task: fuse.Task) -> Rows:
     return {f"load_{task if name == MODEL else INT8}": row}
 
 
-def _stored_bytes(name: str, leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns the bytes of a number in memory: bfloat16, except in 8-bit matrices."""
-    stays = leaf.dtype.itemsize == 1 or name.endswith("/scale")
-    return leaf.dtype.itemsize if stays else 2
+def _bytes_in_memory(shapes: Denoiser) -> int:
+    """Returns the bytes of all parameters: in bfloat16, except 8-bit matrices and their scales."""
+    leaves = parameters.by_name(shapes)
+    narrow = {name.rpartition("/")[0] for name, leaf in leaves.items() if leaf.dtype.itemsize == 1}
+    return sum(
+        leaf.size * (leaf.dtype.itemsize if name.rpartition("/")[0] in narrow else 2)
+        for name, leaf in leaves.items()
+    )
 
 
 def _check_room(needed: int, what: str) -> None:
