@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the measurements of `docs/serving.md`: a table, and `docs/serving.png`.
+
+python -m sparse_lavida_jax.bench.serving --code 13c59e4 . --clients 1 4 16 64
+python docs/serving.py        # needs pip install 'sparse-lavida-jax[plots]'
+"""
+
+import pathlib
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from sparse_lavida_jax.bench import record
+from sparse_lavida_jax.data import markdown
+
+HERE = pathlib.Path(__file__).resolve().parent
+BEGIN, END = "<!-- written by docs/serving.py -->", "<!-- up to here -->"
+SERVERS = {"13c59e4": "before", "this": "now"}
+LOADS = {"closed": "asks again when answered", "open": "20 requests a second, mixed"}
+COLUMNS = ("load", "clients", "server", "images a minute", "p50 / p95 / p99 of an image (s)",
+           "refused", "largest batch", "memory (GB)")  # fmt: skip
+
+
+def table(rows: list[dict]) -> str:
+    """Returns the rows of all loads as a table, before and now in turns."""
+    cells = []
+    for row in ordered(rows):
+        seconds = row["generate_s"]
+        cells.append(
+            (
+                LOADS[row["load"]],
+                row["clients"],
+                SERVERS[row["server"]],
+                f"{row['images_a_minute']:.0f}",
+                " / ".join(f"{seconds[share]:.2f}" for share in ("p50", "p95", "p99")),
+                f"{row['rejected']} of {row['requests']}",
+                max(map(int, row["batches"])),
+                f"{row['rss_gb']:.1f}",
+            )
+        )
+    return markdown.table(COLUMNS, cells)
+
+
+def ordered(rows: list[dict]) -> list[dict]:
+    """Returns the rows that are shown, in the order of the table."""
+    shown = [row for row in rows if row["load"] in LOADS]
+    return sorted(shown, key=lambda row: (row["load"], row["clients"], row["server"]))
+
+
+def plot(rows: list[dict], path: pathlib.Path) -> None:
+    """Draws images per minute and the 95th percentile of latency over the number of clients."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    closed = [row for row in ordered(rows) if row["load"] == "closed"]
+    for server, name in SERVERS.items():
+        own = [row for row in closed if row["server"] == server]
+        clients = [row["clients"] for row in own]
+        axes[0].plot(clients, [row["images_a_minute"] for row in own], "o-", label=name)
+        axes[1].plot(clients, [row["generate_s"]["p95"] for row in own], "o-", label=name)
+    for axis, title in zip(axes, ("images a minute", "seconds for an image, p95"), strict=True):
+        axis.set(xscale="log", ylim=0, xlabel="clients", title=title)
+        axis.set_xticks(ticks := sorted({row["clients"] for row in closed}), map(str, ticks))
+        axis.minorticks_off()
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Writes the table and the plot."""
+    rows, page = record.read_rows("serving"), HERE / "serving.md"
+    page.write_text(markdown.with_part(page.read_text(), BEGIN, END, table(rows)))
+    plot(rows, HERE / "serving.png")
+
+
+if __name__ == "__main__":
+    main()
