@@ -5,6 +5,7 @@ The requests of a batch are named by their words, in order: "a b".
 """
 
 import threading
+import time
 import types
 
 import numpy as np
@@ -103,3 +104,11 @@ def after(making, steps, rows=1, total=3):
     segments = plans.segments(plan, passes_clean="newest", passes_rest=False)
     more = {"plan": segments, "settings": SETTINGS, "prompted": (2,) * rows}
     return Progress(making, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)
+
+
+def until(condition):
+    """Waits for a condition, at most `PATIENCE` seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()

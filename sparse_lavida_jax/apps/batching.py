@@ -295,7 +295,7 @@ class Batch:
                 if self.pipe.mesh is None:
                     self.device.give()
                     stack.callback(self.device.take, self)
-                    stack.enter_context(self.batcher.beside(self.tickets[0].kind))
+                    stack.enter_context(self.batcher.beside(self.tickets[0].kind, key))
                 if key in known:  # another batch compiled it in the meantime
                     stack.close()
                 else:
@@ -304,6 +304,7 @@ class Batch:
                         ticket.compiles = True
             yield
             known.add(key)
+            self.batcher.kept.add(key)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -321,7 +322,8 @@ class Batcher:
     Attributes:
         open: requests that have not ended, in order of arrival.
         device: what batches take turns on.
-        known: keys of the programs that have already run (`engine.Programs`).
+        known: keys of the programs that are in memory because they have run (`engine.Programs`).
+        kept: keys of all programs that ever ran: the folder of compiled programs has them.
         stops: whether new requests are turned away.
     """
 
@@ -330,10 +332,10 @@ class Batcher:
         self.open: list[Ticket] = []
         self.device = Device()
         self.known: set[Hashable] = set()
+        self.kept: set[Hashable] = set()
         self.stops = False
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # those under way
-        self._begun = 0  # batches under way, including those that compile
         self._places = 0  # taken by requests whose images are still being read
         # For each kind, the rows expected in its next batch, and how many seconds to wait for them.
         self._expected: dict[Hashable, tuple[int, float]] = {}
@@ -401,7 +403,7 @@ class Batcher:
         ticket = Ticket(requests, [], began=time.monotonic())
         ticket.future.set_running_or_notify_cancel()
         with self._changed:
-            self._begin(ticket)
+            self._busy[ticket.kind] += 1
             self._rehearsed.add(ticket)
             ticket.cancelled = self.stops
         try:
@@ -439,14 +441,17 @@ class Batcher:
         self.ended(ticket)
 
     @contextlib.contextmanager
-    def beside(self, kind: Hashable) -> Iterator[None]:
-        """Lets other batches, even of this kind, start while one compiles; few compile at once."""
+    def beside(self, kind: Hashable, key: Hashable) -> Iterator[None]:
+        """Lets other batches, even of this kind, start while one compiles a program.
+
+        Few compile at once. A program that is only loaded again does not wait for them.
+        """
         with self._changed:
             self._busy -= collections.Counter([kind])
             if not self.stops:
                 self._workers.submit(self._work)
         try:
-            with self._compiling:
+            with contextlib.nullcontext() if key in self.kept else self._compiling:
                 yield
         finally:
             with self._changed:
@@ -473,7 +478,7 @@ class Batcher:
                 if first is None or self._busy.total() >= self.limits.together:
                     return []
                 kind = first.kind
-                self._begin(first)
+                self._busy[kind] += 1
                 expected, wait = self._expected.get(kind, (0, 0.0))
                 self._changed.wait_for(
                     lambda kind=kind, expected=expected: self._rows_of(kind) >= expected, wait
@@ -482,13 +487,8 @@ class Batcher:
                     return batch
                 self._end(first)  # it was cancelled in the meantime
 
-    def _begin(self, ticket: Ticket) -> None:
-        self._busy[ticket.kind] += 1
-        self._begun += 1
-
     def _end(self, ticket: Ticket) -> None:
         self._busy -= collections.Counter([ticket.kind])  # subtraction drops counts of 0
-        self._begun -= 1
         self._changed.notify_all()
 
     def _rows_of(self, kind: Hashable) -> int:
@@ -524,13 +524,11 @@ class Batcher:
             self._end(first)
 
     def _drop_programs(self) -> None:
-        """Frees all compiled programs if there are too many, while no batch is running.
+        """Frees all compiled programs if there are too many.
 
         Otherwise their number and their memory would grow with every new setting that clients use.
+        Batches under way load theirs again, beside the device, before the next segment.
         """
-        if len(self.known) < self.limits.programs:
-            return
-        self._changed.wait_for(lambda: not self._begun)
-        if len(self.known) >= self.limits.programs:  # unless another thread did so first
+        if len(self.known) >= self.limits.programs:
             jax.clear_caches()
             self.known.clear()

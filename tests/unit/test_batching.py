@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests share a batch, take turns on the device, or compile in the background."""
 
+import itertools
 import threading
 import time
 
@@ -31,13 +32,6 @@ def running(service, words="first"):
 
 def texts(tickets):
     return [ticket.future.result(staged.PATIENCE).text for ticket in tickets]
-
-
-def until(condition):
-    deadline = time.monotonic() + staged.PATIENCE
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert condition()
 
 
 def test_requests_of_one_kind_that_wait_are_done_together_up_to_the_largest_batch(service):
@@ -109,7 +103,7 @@ def test_a_batch_that_nobody_waits_for_ends_at_the_next_segment(service):
     service.pipe.go.release()
     for ticket in left:
         assert isinstance(ticket.future.exception(staged.PATIENCE), Cancelled)
-    until(lambda: not service.running)
+    staged.until(lambda: not service.running)
     assert service.pipe.together == 0
 
 
@@ -119,7 +113,7 @@ def test_who_asks_again_at_once_is_waited_for():
     for words in "ab":  # one after another: no other is expected
         ticket = service.submit("ask", words)
         texts([ticket])
-    until(lambda: not service._batcher._busy)
+    staged.until(lambda: not service._batcher._busy)
     service._batcher._expected[ticket.kind] = 2, float(staged.PATIENCE)
     second = service.submit("ask", "c")
     time.sleep(0.05)
@@ -178,7 +172,7 @@ def arrives(service, words, kind):
     """Submits a request, and waits until it wants the device."""
     device, before = service._batcher.device, len(service._batcher.device._waiting)
     ticket = service.submit("ask", words, max_new_tokens=kind)
-    until(lambda: len(device._waiting) > before)
+    staged.until(lambda: len(device._waiting) > before)
     return ticket
 
 
@@ -199,7 +193,7 @@ def test_a_heavy_request_waits_for_a_light_one_and_gets_a_turn_between_two(stepp
     first = stepping.submit("ask", "light 4")
     for ticket in (first, *later):
         ticket.future.result(staged.PATIENCE)
-    until(lambda: len(stepping.pipe.steps) == 11)
+    staged.until(lambda: len(stepping.pipe.steps) == 11)
     assert stepping.pipe.steps == ["light"] * 4 + ["heavy"] + ["second"] * 2 + ["heavy"] * 4
 
 
@@ -236,6 +230,28 @@ def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
     stepping.close()
 
 
+def test_programs_are_dropped_and_loaded_again_while_others_compile(monkeypatch):
+    monkeypatch.setattr(batching.jax, "clear_caches", lambda: None)
+    stepping = Service(Stepping(), Limits(programs=2, longest_wait=0.0))
+    batcher, kinds = stepping._batcher, itertools.count(1)
+
+    def compiles():
+        batcher.known |= {1, 2}  # too many
+        for name in ("other", "new_a"):
+            other = stepping.submit("ask", f"{name} 1", max_new_tokens=next(kinds))
+            other.future.result(staged.PATIENCE)  # it finishes before this one continues
+        batcher._compiling.acquire()  # nothing else may compile
+        assert "new_a" in batcher.kept and not batcher.known.clear()
+        other = stepping.submit("ask", "new_a 1", max_new_tokens=next(kinds))
+        other.future.result(staged.PATIENCE)
+        batcher._compiling.release()
+
+    stepping.pipe.at["new", 0] = compiles
+    stepping.submit("ask", "new 1").future.result(2 * staged.PATIENCE)
+    assert stepping.pipe.steps == ["new", "other", "new_a", "new_a"]
+    stepping.close()
+
+
 def test_a_service_is_ready_when_every_size_of_batch_has_run():
     service = Service(staged.Staged(batch_size=6))
     warming = service.warm_up()
@@ -256,7 +272,7 @@ def test_closing_ends_the_warm_up():
     assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
     closing = threading.Thread(target=service.close)
     closing.start()
-    until(lambda: service._batcher.stops)
+    staged.until(lambda: service._batcher.stops)
     service.pipe.run_free()
     closing.join(staged.PATIENCE)
     warming.join(staged.PATIENCE)

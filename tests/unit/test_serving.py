@@ -45,6 +45,7 @@ def test_requests_run_one_at_a_time_in_their_order(service):
     assert service.pipe.asked == ["a", "b", "c"]
     assert service.pipe.most_together == 1
     assert (service.running, service.waiting) == (False, 0)
+    staged.until(lambda: sum(service.counts.values()) == 3)
     assert dict(service.counts) == {("ask", "done"): 3}
     assert service.tokens == {"ask": 21}
 
@@ -71,6 +72,7 @@ def test_cancelling_frees_the_device_at_the_next_segment(service):
     assert service.pipe.asked == ["left", "after"]
     service.pipe.run_free()
     assert after.future.result(staged.PATIENCE).text == "b"
+    staged.until(lambda: sum(service.counts.values()) == 2)
     assert service.counts == {("ask", "cancelled"): 1, ("ask", "done"): 1}
 
 
@@ -90,6 +92,7 @@ def test_errors_reach_who_asked_and_no_other(service):
     assert isinstance(tickets[0].future.exception(staged.PATIENCE), RequestError)
     assert isinstance(tickets[1].future.exception(staged.PATIENCE), ZeroDivisionError)
     assert tickets[2].future.result(staged.PATIENCE).text == "b"
+    staged.until(lambda: sum(service.counts.values()) == 3)
     assert {outcome for _, outcome in service.counts} == {"refused", "failed", "done"}
 
 
@@ -117,6 +120,7 @@ def test_stopping_turns_away_what_waits_and_lets_what_runs_end(service):
         service.submit("ask", "late")
     service.pipe.run_free()
     assert runs.future.result(staged.PATIENCE).text == "b"
+    staged.until(lambda: sum(service.counts.values()) == 2)
     assert service.counts == {("ask", "refused"): 1, ("ask", "done"): 1}
 
 
