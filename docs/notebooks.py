@@ -34,9 +34,9 @@ def outputs_of(name: str) -> list[dict]:
     """Runs a notebook from its first cell to its last, as Jupyter does; returns what it shows."""
     os.environ["SPARSE_LAVIDA_SMALL"] = "0"
     book = nbformat.read(COLABS / f"{name}.ipynb", as_version=4)
-    nbclient.NotebookClient(
-        book, timeout=SECONDS, resources={"metadata": {"path": str(COLABS)}}
-    ).execute()
+    client = nbclient.NotebookClient(book, resources={"metadata": {"path": str(COLABS)}})
+    client.timeout, client.coalesce_streams = SECONDS, True  # lines of progress are one output
+    client.execute()
     return [output for cell in book.cells for output in cell.get("outputs", [])]
 
 
