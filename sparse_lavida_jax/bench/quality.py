@@ -62,22 +62,30 @@ def _score() -> None:
     method = METHOD.value or presets.default_preset(settings.model)
     sampling = dataclasses.replace(settings.sampling, preset=method)
     bench, metrics = Bench("quality"), []
+
+    def write(result: exact.TaskResult, **more: float) -> None:
+        metrics.extend(result.metrics)
+        row = {
+            "method": method,
+            "model": settings.name,
+            "checkpoint": pipe.source.sha256,
+            "train_steps": settings.train.train_steps,
+            "steps": sampling.num_steps,
+            "registers": settings.model.num_registers,
+            **exact.as_json(result),
+            **more,
+            "note": "exact scorers on pixels and text; says nothing about speed",
+        }
+        bench.write(f"{settings.name}/{method}/{result.task.replace(' ', '_')}", row)
+        print(scorers.table(result.metrics).splitlines()[2], flush=True)
+
     for task in asked:
         for split in ("test", "held_out")[: 1 + (task in HELD_OUT)]:
-            result = exact.evaluate(pipe, task, PROMPTS.value, split=split, sampling=sampling)
-            metrics += result.metrics
-            row = {
-                "method": method,
-                "model": settings.name,
-                "checkpoint": pipe.source.sha256,
-                "train_steps": settings.train.train_steps,
-                "steps": sampling.num_steps,
-                "registers": settings.model.num_registers,
-                **exact.as_json(result),
-                "note": "exact scorers on pixels and text; says nothing about speed",
-            }
-            bench.write(f"{settings.name}/{method}/{result.task}", row)
-            print(scorers.table(result.metrics).splitlines()[2], flush=True)
+            write(exact.evaluate(pipe, task, PROMPTS.value, split=split, sampling=sampling))
+        if task == "draw":
+            result, layouts = exact.evaluate_several(pipe, PROMPTS.value // 4, sampling=sampling)
+            write(result, layouts=layouts)
+            print(f"{layouts:.2f} different layouts in four images of a prompt", flush=True)
     print(scorers.table(metrics))
 
 

@@ -114,6 +114,35 @@ def evaluate(
     return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
 
 
+def evaluate_several(
+    pipe: Any,
+    prompts: int,
+    *,
+    images: int = 4,
+    sampling: config.Sampling | None = None,
+    seed: int = EVAL_SEED,
+) -> tuple[TaskResult, float]:
+    """Draws several images of each prompt, which are to differ and still be right.
+
+    Returns:
+        The scores of all images; and the mean number of different layouts per prompt, where a
+        layout is the set of cells with an object, read from the image. An unreadable image has none.
+    """
+    asked = [tasks.sample("draw", seed, index, "test") for index in range(prompts)]
+    samples = [sample for sample in asked for _ in range(images)]
+    outputs = answer(pipe, samples, sampling=sampling, seed=seed)
+    scenes = [world.read(np.asarray(output)) for output in outputs]
+    layouts = [
+        {cell for cell, _ in scene.objects()} if isinstance(scene, world.Scene) else None
+        for scene in scenes
+    ]
+    different = [
+        len({frozenset(cells) for cells in layouts[at : at + images] if cells is not None})
+        for at in range(0, len(layouts), images)
+    ]
+    return tally(f"draw/{images} images", samples, outputs), float(np.mean(different))
+
+
 def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]) -> TaskResult:
     """Adds up the scores of outputs."""
     scores = [tasks.score(*pair) for pair in zip(samples, outputs, strict=True)]

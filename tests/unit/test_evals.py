@@ -4,6 +4,7 @@
 import collections
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,26 @@ def test_held_out_combinations_have_a_name_of_their_own():
     pipe = stand_ins.Knowing(SETTINGS, asked("draw", "held_out"))
     result = exact.evaluate(pipe, "draw", PROMPTS, split="held_out")
     assert (result.task, result.share) == ("draw/held_out", 1.0)
+
+
+def test_several_images_of_a_prompt_are_scored_and_their_layouts_counted():
+    """Of three images of a prompt two are the same, and one more has no readable layout."""
+    samples = asked("draw", count=5)
+    pipe = stand_ins.Knowing(SETTINGS, samples)
+    assert exact.evaluate_several(pipe, 5, images=3)[1] == 1.0
+
+    def generate(prompts, **_):
+        shown = [world.render(sample.target) for sample in samples for _ in range(4)]
+        for at in range(0, len(shown), 4):
+            # Elsewhere by a cell: as right for single objects, and for no matter which relation.
+            shown[at + 1] = np.roll(shown[at], world.IMAGE_SIZE // world.GRID, axis=1)
+            shown[at + 2] = np.full_like(shown[at], 128)
+        return SimpleNamespace(pixels=shown)
+
+    pipe.generate = generate
+    result, layouts = exact.evaluate_several(pipe, 5)
+    assert (result.task, result.total, layouts) == ("draw/4 images", 20, 2.0)
+    assert 10 <= result.correct <= 15  # what was moved may now be on the other side
 
 
 def test_everything_that_was_trained_is_evaluated(tmp_path):
