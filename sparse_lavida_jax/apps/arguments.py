@@ -256,7 +256,7 @@ ARGUMENTS = {
         "--programs",
         "kinds of batches whose compiled programs are kept in memory, 1 to 100000",
         int,
-        64,
+        32,
         metavar="N",
     ),
     "only": _argument(

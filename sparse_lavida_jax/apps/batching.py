@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batches import SHARING, kind_of
@@ -68,7 +69,7 @@ class Limits:
     new_tokens: int = 1024
     longest_wait: float = 0.5
     together: int = 4
-    programs: int = 64
+    programs: int = 32
     only: tuple[tuple[int, int | None], ...] | None = None
 
 
@@ -303,6 +304,8 @@ class Batch:
                     for ticket in self.tickets:
                         ticket.compiles = True
             yield
+            if key not in known:
+                runtime.return_freed_memory()
             known.add(key)
             self.batcher.kept.add(key)
 
@@ -531,4 +534,5 @@ class Batcher:
         """
         if len(self.known) >= self.limits.programs:
             jax.clear_caches()
+            runtime.return_freed_memory()
             self.known.clear()

@@ -45,11 +45,20 @@ MODEL = pathlib.Path("sparse_lavida_jax/assets/models/scenes")
 # Statuses of HTTP that are no failure; 0: no answer.
 EXPECTED = {"broken": (400, 413, 429), "leave": (0, 200, 429)}
 START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 1800.0, 60.0, 600.0
+SAMPLES = 20  # of the memory of a server
 WORDS = [
     f"a {first} {shape} {place} a {second} {other}"
     for first, second in itertools.permutations(("red", "blue", "green"), 2)
     for shape, other in itertools.permutations(("circle", "square", "triangle"), 2)
     for place in ("above", "left of")
+]
+
+# Of "generate:any": each needs programs that the others do not.
+SETTINGS = [
+    {"num_inference_steps": steps, "registers": registers, "sampler": sampler}
+    for steps in (1, 2, 4, 8, 12)
+    for registers in (2, 4)
+    for sampler in ("sparse", "pt")
 ]
 
 
@@ -63,8 +72,8 @@ class Load:
         before: seconds of the same load before that, not measured.
         rate: requests per second, as a Poisson process; 0: each client asks again when answered.
         mix: shares of the tasks, "generate", "ask", "broken" and "leave"; "generate:8" is
-            "generate" in 8 steps instead of the model's default, "generate:any" in random steps
-            and with random registers and samplers.
+            "generate" in 8 steps instead of the model's default, "generate:any" has one of
+            `SETTINGS`.
         seed: of the arrivals and of the requests' contents.
     """
 
@@ -136,8 +145,7 @@ def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
         body: dict[str, Any] = {"seed": number % 2**31}
         name, _, steps = task.partition(":")
         if steps == "any":
-            body |= {"num_inference_steps": dice.randint(1, 16), "registers": dice.randint(1, 4)}
-            body["sampler"] = dice.choice(("sparse", "dense", "pt"))
+            body |= dice.choice(SETTINGS)
         elif steps:
             body["num_inference_steps"] = int(steps)
         if name == "ask":
@@ -277,6 +285,26 @@ def memory(process: int) -> dict[str, float]:
     return {name: int(sizes[key].split()[0]) / 1e6 for name, key in names.items() if key in sizes}
 
 
+@contextlib.contextmanager
+def _watched(process: int | None, seconds: float) -> Iterator[list[float | None]]:
+    """Yields a list that gets the memory of a process in GB, now and every so many seconds."""
+    def size() -> float | None:
+        return None if process is None else memory(process).get("rss_gb")
+
+    def watch() -> None:
+        while not ended.wait(seconds):
+            sizes.append(size())
+
+    sizes, ended = [size()], threading.Event()
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield sizes
+    finally:
+        ended.set()
+        watching.join()
+
+
 def main() -> None:
     """Measures every server with every number of clients, and writes and prints the rows."""
     asked = _parser().parse_args()
@@ -288,10 +316,10 @@ def main() -> None:
     def measure(name: str, address: str, process: int | None) -> None:
         for clients in asked.clients:
             load = Load(clients, asked.seconds, **how)
-            before = {} if process is None else memory(process)
-            found = summary(drive(address, load), load)
+            with _watched(process, (load.before + load.seconds) / SAMPLES) as sizes:
+                found = summary(drive(address, load), load)
             if process is not None:
-                found |= memory(process) | {"rss_before_gb": before.get("rss_gb")}
+                found |= memory(process) | {"rss_before_gb": sizes[0], "rss_during_gb": sizes}
             values = {"load": kind, "server": name, **dataclasses.asdict(load), **found}
             rows.append((f"{kind}/{name}/{clients}", values))
             print(kind, name, clients, json.dumps(found), flush=True)
