@@ -45,7 +45,6 @@ MODEL = pathlib.Path("sparse_lavida_jax/assets/models/scenes")
 # Statuses of HTTP that are no failure; 0: no answer.
 EXPECTED = {"broken": (400, 413, 429), "leave": (0, 200, 429)}
 START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 1800.0, 60.0, 600.0
-SAMPLES = 20  # of the memory of a server
 WORDS = [
     f"a {first} {shape} {place} a {second} {other}"
     for first, second in itertools.permutations(("red", "blue", "green"), 2)
@@ -285,26 +284,6 @@ def memory(process: int) -> dict[str, float]:
     return {name: int(sizes[key].split()[0]) / 1e6 for name, key in names.items() if key in sizes}
 
 
-@contextlib.contextmanager
-def _watched(process: int | None, seconds: float) -> Iterator[list[float | None]]:
-    """Yields a list that gets the memory of a process in GB, now and every so many seconds."""
-    def size() -> float | None:
-        return None if process is None else memory(process).get("rss_gb")
-
-    def watch() -> None:
-        while not ended.wait(seconds):
-            sizes.append(size())
-
-    sizes, ended = [size()], threading.Event()
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        yield sizes
-    finally:
-        ended.set()
-        watching.join()
-
-
 def main() -> None:
     """Measures every server with every number of clients, and writes and prints the rows."""
     asked = _parser().parse_args()
@@ -314,12 +293,15 @@ def main() -> None:
     rows: list[tuple[str, dict[str, Any]]] = []
 
     def measure(name: str, address: str, process: int | None) -> None:
+        def size() -> dict[str, float]:
+            return {} if process is None else memory(process)
+
         for clients in asked.clients:
-            load = Load(clients, asked.seconds, **how)
-            with _watched(process, (load.before + load.seconds) / SAMPLES) as sizes:
-                found = summary(drive(address, load), load)
-            if process is not None:
-                found |= memory(process) | {"rss_before_gb": sizes[0], "rss_during_gb": sizes}
+            load, half = Load(clients, asked.seconds, **how), dict[str, float]()
+            before, middle = size().get("rss_gb"), load.before + load.seconds / 2
+            threading.Timer(middle, lambda half=half: half.update(size())).start()
+            found = summary(drive(address, load), load) | size()
+            found |= {"rss_before_gb": before, "rss_half_way_gb": half.get("rss_gb")}
             values = {"load": kind, "server": name, **dataclasses.asdict(load), **found}
             rows.append((f"{kind}/{name}/{clients}", values))
             print(kind, name, clients, json.dumps(found), flush=True)
