@@ -221,11 +221,13 @@ def test_several_devices_are_kept_by_programs_that_never_ran(stepping):
 
 
 def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
-    dropped, stepping = [], Service(Stepping(), Limits(programs=3))
-    monkeypatch.setattr(batching.jax, "clear_caches", lambda: dropped.append(1))
+    done, stepping = [], Service(Stepping(), Limits(programs=3))
+    monkeypatch.setattr(batching.jax, "clear_caches", lambda: done.append("drop"))
+    monkeypatch.setattr(batching.runtime, "return_freed_memory", lambda: done.append("return"))
     for name in ("new_a", "new_b", "new_c", "new_d"):
         stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
-    assert dropped == [1]
+    # What compiling leaves is returned as well.
+    assert done == ["return"] * 3 + ["drop", "return"] + ["return"]
     assert stepping._batcher.known == {"new_d"}
     stepping.close()
 
