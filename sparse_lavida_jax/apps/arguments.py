@@ -254,7 +254,7 @@ ARGUMENTS = {
     ),
     "programs": _argument(
         "--programs",
-        "kinds of batches whose compiled programs are kept in memory, 1 to 100000",
+        "kinds of batches whose programs stay in memory, besides those of --warmup, 1 to 100000",
         int,
         32,
         metavar="N",

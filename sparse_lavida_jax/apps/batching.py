@@ -57,7 +57,7 @@ class Limits:
         new_tokens: tokens in an answer.
         longest_wait: the longest, in seconds, to wait for more requests while the device is free.
         together: batches of different kinds that take turns on the device; each has a cache.
-        programs: batch shapes whose compiled programs are kept.
+        programs: batch shapes whose compiled programs are kept, besides those of the warm-up.
         only: (steps, registers) that requests for images may set besides the model's own, with no
             other setting that needs new programs; registers None: the model's own. None: any.
     """
@@ -327,6 +327,7 @@ class Batcher:
         device: what batches take turns on.
         known: keys of the programs that are in memory because they have run (`engine.Programs`).
         kept: keys of all programs that ever ran: the folder of compiled programs has them.
+        warmed: the number of keys that were known at the end of the warm-up.
         stops: whether new requests are turned away.
     """
 
@@ -336,6 +337,7 @@ class Batcher:
         self.device = Device()
         self.known: set[Hashable] = set()
         self.kept: set[Hashable] = set()
+        self.warmed = 0
         self.stops = False
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # those under way
@@ -416,6 +418,7 @@ class Batcher:
             with self._changed:
                 self._end(ticket)
                 self._rehearsed.remove(ticket)
+                self.warmed = max(self.warmed, len(self.known))
 
     def stop(self) -> None:
         """Takes no more requests and turns away those that wait; running ones continue."""
@@ -532,7 +535,7 @@ class Batcher:
         Otherwise their number and their memory would grow with every new setting that clients use.
         Batches under way load theirs again, beside the device, before the next segment.
         """
-        if len(self.known) >= self.limits.programs:
+        if len(self.known) >= self.limits.programs + self.warmed:
             jax.clear_caches()
             runtime.return_freed_memory()
             self.known.clear()

@@ -232,6 +232,19 @@ def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
     stepping.close()
 
 
+def test_programs_of_the_warm_up_leave_room_for_others(monkeypatch):
+    dropped, stepping = [], Service(Stepping(), Limits(programs=2))
+    monkeypatch.setattr(batching.jax, "clear_caches", lambda: dropped.append(1))
+    for name in ("new_w", "new_x", "new_y"):
+        stepping._batcher.rehearse(stepping.pipe.requests("ask", f"{name} 1"))
+    stepping.submit("ask", "new_a 1").future.result(staged.PATIENCE)
+    assert dropped == [] and len(stepping._batcher.known) == 4
+    for name in ("new_b", "new_c"):
+        stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
+    assert dropped == [1]
+    stepping.close()
+
+
 def test_programs_are_dropped_and_loaded_again_while_others_compile(monkeypatch):
     monkeypatch.setattr(batching.jax, "clear_caches", lambda: None)
     stepping = Service(Stepping(), Limits(programs=2, longest_wait=0.0))
