@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the measurements of `docs/serving.md`: a table, and `docs/serving.png`.
+r"""Writes the measurements of `docs/serving.md`: two tables, and `docs/serving.png`.
 
 python -m sparse_lavida_jax.bench.serving --code 13c59e4 . --clients 1 4 16 64
+python -m sparse_lavida_jax.bench.serving --code . --name light --clients 1 --mix generate:8=1
+python -m sparse_lavida_jax.bench.serving --code . --name heavy --clients 1 --mix generate:32=1
+python -m sparse_lavida_jax.bench.serving --code . --name turns --clients 16 --seconds 60 \
+    --before 20 --rate 4 --mix generate:8=3 generate:32=1
 python docs/serving.py        # needs pip install 'sparse-lavida-jax[plots]'
 """
 
@@ -19,6 +23,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 BEGIN, END = "<!-- written by docs/serving.py -->", "<!-- up to here -->"
 SERVERS = {"13c59e4": "before", "this": "now"}
 LOADS = {"closed": "asks again when answered", "open": "20 requests a second, mixed"}
+TURNS_BEGIN, TURNS_END = "<!-- turns, written by docs/serving.py -->", "<!-- end of turns -->"
+TURNS = {
+    ("light", "generate:8_s"): "8 steps, alone",
+    ("heavy", "generate:32_s"): "32 steps, alone",
+    ("turns", "generate:8_s"): "8 steps, mixed with 32 steps",
+    ("turns", "generate:32_s"): "32 steps, mixed with 8 steps",
+}
 COLUMNS = ("load", "clients", "server", "images a minute", "p50 / p95 / p99 of an image (s)",
            "refused", "largest batch", "memory (GB)")  # fmt: skip
 
@@ -41,6 +52,17 @@ def table(rows: list[dict]) -> str:
             )
         )
     return markdown.table(COLUMNS, cells)
+
+
+def turns(rows: list[dict]) -> str:
+    """Returns the latencies of light and heavy requests as a table."""
+    by_load = {row["load"]: row for row in rows}
+    shares = ("p50", "p95", "p99")
+    cells = [
+        (meaning, *(f"{by_load[load][name][share]:.3f}" for share in shares))
+        for (load, name), meaning in TURNS.items()
+    ]
+    return markdown.table(("image of", *(f"{share} (s)" for share in shares)), cells)
 
 
 def ordered(rows: list[dict]) -> list[dict]:
@@ -67,9 +89,10 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Writes the table and the plot."""
+    """Writes the tables and the plot."""
     rows, page = record.read_rows("serving"), HERE / "serving.md"
-    page.write_text(markdown.with_part(page.read_text(), BEGIN, END, table(rows)))
+    text = markdown.with_part(page.read_text(), BEGIN, END, table(rows))
+    page.write_text(markdown.with_part(text, TURNS_BEGIN, TURNS_END, turns(rows)))
     plot(rows, HERE / "serving.png")
 
 

@@ -254,9 +254,9 @@ ARGUMENTS = {
     ),
     "programs": _argument(
         "--programs",
-        "kinds of batches whose compiled programs are kept in memory, 1 to 100000",
+        "kinds of batches whose programs stay in memory, besides those of --warmup, 1 to 100000",
         int,
-        64,
+        32,
         metavar="N",
     ),
     "only": _argument(

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batches import SHARING, kind_of
@@ -56,7 +57,7 @@ class Limits:
         new_tokens: tokens in an answer.
         longest_wait: the longest, in seconds, to wait for more requests while the device is free.
         together: batches of different kinds that take turns on the device; each has a cache.
-        programs: batch shapes whose compiled programs are kept.
+        programs: batch shapes whose compiled programs are kept, besides those of the warm-up.
         only: (steps, registers) that requests for images may set besides the model's own, with no
             other setting that needs new programs; registers None: the model's own. None: any.
     """
@@ -68,7 +69,7 @@ class Limits:
     new_tokens: int = 1024
     longest_wait: float = 0.5
     together: int = 4
-    programs: int = 64
+    programs: int = 32
     only: tuple[tuple[int, int | None], ...] | None = None
 
 
@@ -303,6 +304,8 @@ class Batch:
                     for ticket in self.tickets:
                         ticket.compiles = True
             yield
+            if key not in known:
+                runtime.return_freed_memory()
             known.add(key)
             self.batcher.kept.add(key)
 
@@ -324,6 +327,7 @@ class Batcher:
         device: what batches take turns on.
         known: keys of the programs that are in memory because they have run (`engine.Programs`).
         kept: keys of all programs that ever ran: the folder of compiled programs has them.
+        warmed: the number of keys that were known at the end of the warm-up.
         stops: whether new requests are turned away.
     """
 
@@ -333,6 +337,7 @@ class Batcher:
         self.device = Device()
         self.known: set[Hashable] = set()
         self.kept: set[Hashable] = set()
+        self.warmed = 0
         self.stops = False
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # those under way
@@ -413,6 +418,7 @@ class Batcher:
             with self._changed:
                 self._end(ticket)
                 self._rehearsed.remove(ticket)
+                self.warmed = max(self.warmed, len(self.known))
 
     def stop(self) -> None:
         """Takes no more requests and turns away those that wait; running ones continue."""
@@ -529,6 +535,7 @@ class Batcher:
         Otherwise their number and their memory would grow with every new setting that clients use.
         Batches under way load theirs again, beside the device, before the next segment.
         """
-        if len(self.known) >= self.limits.programs:
+        if len(self.known) >= self.limits.programs + self.warmed:
             jax.clear_caches()
+            runtime.return_freed_memory()
             self.known.clear()

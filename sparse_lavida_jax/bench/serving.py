@@ -52,6 +52,14 @@ WORDS = [
     for place in ("above", "left of")
 ]
 
+# Of "generate:any": each needs programs that the others do not.
+SETTINGS = [
+    {"num_inference_steps": steps, "registers": registers, "sampler": sampler}
+    for steps in (1, 2, 4, 8, 12)
+    for registers in (2, 4)
+    for sampler in ("sparse", "pt")
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Load:
@@ -63,8 +71,8 @@ class Load:
         before: seconds of the same load before that, not measured.
         rate: requests per second, as a Poisson process; 0: each client asks again when answered.
         mix: shares of the tasks, "generate", "ask", "broken" and "leave"; "generate:8" is
-            "generate" in 8 steps instead of the model's default, "generate:any" in random steps
-            and with random registers and samplers.
+            "generate" in 8 steps instead of the model's default, "generate:any" has one of
+            `SETTINGS`.
         seed: of the arrivals and of the requests' contents.
     """
 
@@ -136,8 +144,7 @@ def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
         body: dict[str, Any] = {"seed": number % 2**31}
         name, _, steps = task.partition(":")
         if steps == "any":
-            body |= {"num_inference_steps": dice.randint(1, 16), "registers": dice.randint(1, 4)}
-            body["sampler"] = dice.choice(("sparse", "dense", "pt"))
+            body |= dice.choice(SETTINGS)
         elif steps:
             body["num_inference_steps"] = int(steps)
         if name == "ask":
@@ -286,12 +293,15 @@ def main() -> None:
     rows: list[tuple[str, dict[str, Any]]] = []
 
     def measure(name: str, address: str, process: int | None) -> None:
+        def size() -> dict[str, float]:
+            return {} if process is None else memory(process)
+
         for clients in asked.clients:
-            load = Load(clients, asked.seconds, **how)
-            before = {} if process is None else memory(process)
-            found = summary(drive(address, load), load)
-            if process is not None:
-                found |= memory(process) | {"rss_before_gb": before.get("rss_gb")}
+            load, half = Load(clients, asked.seconds, **how), dict[str, float]()
+            before, middle = size().get("rss_gb"), load.before + load.seconds / 2
+            threading.Timer(middle, lambda half=half: half.update(size())).start()
+            found = summary(drive(address, load), load) | size()
+            found |= {"rss_before_gb": before, "rss_half_way_gb": half.get("rss_gb")}
             values = {"load": kind, "server": name, **dataclasses.asdict(load), **found}
             rows.append((f"{kind}/{name}/{clients}", values))
             print(kind, name, clients, json.dumps(found), flush=True)

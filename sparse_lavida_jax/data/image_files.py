@@ -30,6 +30,7 @@ MOST_ASPECT = 64  # the longer side over the shorter: images are padded to squar
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 RECORD = "sparse-lavida"  # the text chunk of a PNG that records how it was drawn
+PNG_LEVEL = 1  # of zlib, for images that are sent: a quarter of the time of level 6, a third larger
 FRAME_MILLISECONDS = 350
 LAST_FRAME_MILLISECONDS = 2000
 BACKDROP = (255, 255, 255)  # colour of transparent pixels
@@ -261,14 +262,15 @@ def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None
 def encoded(
     image: Pixels, format: str = "PNG", record: dict[str, Any] | None = None, quality: int = 100
 ) -> bytes:
-    """Returns an encoded image; a PNG is encoded as in `write`.
+    """Returns an encoded image; a PNG has the record that `write` stores, and is written faster.
 
     Args:
         format: one of `FORMATS`.
         quality: of JPEG and WebP, 0 to 100.
     """
     file = io.BytesIO()
-    how = _noted(record) if format == "PNG" else {"quality": quality}
+    png = format == "PNG"
+    how = _noted(record) | {"compress_level": PNG_LEVEL} if png else {"quality": quality}
     Image.fromarray(image).save(file, format, **how)
     return file.getvalue()
 

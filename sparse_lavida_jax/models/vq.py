@@ -339,7 +339,7 @@ def _in_batches(call, model, items, batch):
     # No items count as one empty batch, so that the result has the right shape.
     fill = size if len(items) == 0 else -len(items) % size
     padded = np.concatenate([items, np.zeros((fill, *items.shape[1:]), items.dtype)])
-    results = []
+    model, results = parameters.taken_apart(model), []
     for i in range(0, len(padded), size):
         results.append(call(model, padded[i : i + size]))
         runtime.check_interrupt()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A service that gets ever other settings does not grow: it keeps a bounded number of programs."""
 
-import ctypes
 import itertools
 import pathlib
 import statistics
@@ -12,6 +11,7 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import tasks, world
 
@@ -34,7 +34,6 @@ def pipe(tmp_path_factory):
 
 def resident() -> int:
     """Returns the bytes of memory that this process uses."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
     pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * 4096
 
@@ -61,6 +60,21 @@ def test_the_programs_of_a_service_are_bounded(pipe):
     live = [programs for programs, _ in served(pipe, settings, 3 * len(settings))]
     rounds = np.array(live).reshape(3, -1).max(axis=1)
     assert rounds[2] <= 1.1 * rounds[:2].max()
+
+
+def test_the_first_request_after_the_warm_up_compiles_nothing(pipe):
+    service, counted = Service(pipe), record.compiled()
+    try:
+        service.warm_up().join(PATIENCE)
+        assert service.ready and counted.seconds
+        before = len(counted.seconds)
+        for task in ("generate", "ask"):
+            ticket = service.submit(task, "a red circle above a blue square", seed=7)
+            ticket.future.result(PATIENCE)
+            assert not ticket.compiles and ticket.first == 0
+        assert len(counted.seconds) == before
+    finally:
+        service.close()
 
 
 @pytest.mark.slow

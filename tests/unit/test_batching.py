@@ -221,12 +221,27 @@ def test_several_devices_are_kept_by_programs_that_never_ran(stepping):
 
 
 def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
-    dropped, stepping = [], Service(Stepping(), Limits(programs=3))
-    monkeypatch.setattr(batching.jax, "clear_caches", lambda: dropped.append(1))
+    done, stepping = [], Service(Stepping(), Limits(programs=3))
+    monkeypatch.setattr(batching.jax, "clear_caches", lambda: done.append("drop"))
+    monkeypatch.setattr(batching.runtime, "return_freed_memory", lambda: done.append("return"))
     for name in ("new_a", "new_b", "new_c", "new_d"):
         stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
-    assert dropped == [1]
+    # What compiling leaves is returned as well.
+    assert done == ["return"] * 3 + ["drop", "return"] + ["return"]
     assert stepping._batcher.known == {"new_d"}
+    stepping.close()
+
+
+def test_programs_of_the_warm_up_leave_room_for_others(monkeypatch):
+    dropped, stepping = [], Service(Stepping(), Limits(programs=2))
+    monkeypatch.setattr(batching.jax, "clear_caches", lambda: dropped.append(1))
+    for name in ("new_w", "new_x", "new_y"):
+        stepping._batcher.rehearse(stepping.pipe.requests("ask", f"{name} 1"))
+    stepping.submit("ask", "new_a 1").future.result(staged.PATIENCE)
+    assert dropped == [] and len(stepping._batcher.known) == 4
+    for name in ("new_b", "new_c"):
+        stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
+    assert dropped == [1]
     stepping.close()
 
 

@@ -2,8 +2,11 @@
 """Where compiled programs are cached, whether freed memory is kept, and Ctrl-C on a device."""
 
 import contextlib
+import ctypes
 import os
+import pathlib
 import signal
+import sys
 import types
 
 import jax
@@ -117,3 +120,27 @@ def test_memory_is_kept_where_the_c_library_can_be_told_to(monkeypatch):
     library.mallopt = told.append
     runtime.keep_freed_memory()
     assert len(told) == 2
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"),
+    reason="only the allocator of glibc keeps freed memory: run it on Linux with glibc",
+)
+def test_freed_memory_between_used_memory_is_returned():
+    size, count, libc = 4096, 25_000, ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    held = [libc.malloc(size) for _ in range(count)]
+    for address in held:
+        ctypes.memset(address, 1, size)
+    for address in held[:-1]:  # the last one keeps what is below it from being returned
+        libc.free(address)
+    before = resident()
+    runtime.return_freed_memory()
+    assert before - resident() > size * count / 2
+    libc.free(held[-1])
+
+
+def resident() -> int:
+    """Returns the bytes of memory that this process uses."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

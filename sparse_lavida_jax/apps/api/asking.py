@@ -18,7 +18,7 @@ from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
 
-POLL_SECONDS = 0.05  # between checks whether a client is still connected
+POLL_SECONDS = 0.05  # between looks at the progress, for streams
 OPTIONS = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}  # that bodies may set
 
 
@@ -35,19 +35,28 @@ class Asked:
         self._ended = asyncio.wrap_future(ticket.future)
         # If the client has left, asyncio should not log the error as never retrieved.
         self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._left = asyncio.ensure_future(self._leaves())
+        self._ended.add_done_callback(lambda _: self._left.cancel())
 
-    async def goes_on(self) -> bool:
+    async def _leaves(self) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+
+    async def goes_on(self, seconds: float | None = POLL_SECONDS) -> bool:
         """Waits a moment, and returns whether the request is still waiting or running.
+
+        Args:
+            seconds: the longest to wait; None: until it ends.
 
         Raises:
             Cancelled: the client disconnected; the request is cancelled.
         """
-        if (await asyncio.wait([self._ended], timeout=POLL_SECONDS))[0]:
-            return False
-        if await self.request.is_disconnected():
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait([self._ended, self._left], timeout=seconds, return_when=first)
+        if not self._ended.done() and self._left.done():
             self.ticket.cancel()
             raise Cancelled("the client left.")
-        return True
+        return not self._ended.done()
 
     def result(self) -> Result:
         """Returns the result of a request that has ended.
@@ -66,8 +75,7 @@ class Asked:
             HTTPException: the request was refused, failed or was cancelled.
         """
         with errors.refusing():
-            while await self.goes_on():
-                pass
+            await self.goes_on(None)
             return self.result()
 
 
