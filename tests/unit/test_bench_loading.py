@@ -25,7 +25,7 @@ def test_all_layers_follow_from_two_numbers_of_layers(tmp_path):
     assert every["image"].device_bytes < every["whole"].device_bytes
     assert every["int8"].device_bytes < every["whole"].device_bytes
     row = loading.row("int8", loading.ALL_LAYERS, every["int8"])
-    assert row["scaled"] and "computed from 2 and 12 layers" in row["note"]
+    assert row["scaled"] and "computed from 2 and 6 layers" in row["note"]
 
 
 def test_the_release_has_its_widths():
