@@ -213,9 +213,18 @@ def write_digests(folder: pathlib.Path, digests: Mapping[str, str]) -> None:
 
 
 def read_digests(folder: pathlib.Path) -> dict[str, str]:
-    """Returns the digests of the arrays of a model folder; empty if they cannot be read."""
+    """Returns the digests of the arrays of a model folder; {} for a very old one that has none.
+
+    Raises:
+        CheckpointError: the file is empty or damaged.
+    """
     try:
         lines = (folder / TENSORS).read_text().splitlines()
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    except (OSError, ValueError):
+        lines = []
+    found = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if not all(found) or not found:
+        raise CheckpointError(f"{folder / TENSORS} is empty or damaged. Copy the folder again.")
+    return found

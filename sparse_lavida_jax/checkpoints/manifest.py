@@ -110,15 +110,16 @@ def _read(folder: pathlib.Path) -> dict[str, str]:
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     """Returns a sentence that names the damaged arrays of a file; empty if there are none."""
-    name, digests = path.relative_to(folder).as_posix(), arrays.read_digests(folder)
-    found: dict[str, str] = {}
+    name, found = path.relative_to(folder).as_posix(), {}
     if path in _others(folder, ""):
         found = _digests_in(folder, path)
-        digests = {key: known for key, known in digests.items() if key.startswith(f"{name}:")}
+        known = arrays.read_digests(folder).items()
+        digests = {key: one for key, one in known if key.startswith(f"{name}:")}
     elif path.suffix == ".safetensors" or name.startswith(f"{stores.PARAMS}/"):
         with stores.silence(), contextlib.suppress(CheckpointError):
             found = stores.open_params(folder).digests()
-        digests = {key: known for key, known in digests.items() if ":" not in key}
+        known = arrays.read_digests(folder).items()
+        digests = {key: one for key, one in known if ":" not in key}
     else:
         return ""
     return _complaint(digests, found)

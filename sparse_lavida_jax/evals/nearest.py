@@ -10,7 +10,7 @@ models that share an image tokenizer.
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax.evals.scorers import frechet_distance
 from sparse_lavida_jax.mixture.records import Record
@@ -48,11 +48,14 @@ def compare(
     tiles: list[tuple[np.ndarray, str]] = []
     for i, image in enumerate(shown):
         tiles += [(drawn[i], asked[i]), (image, f"nearest: {records[found[i]].asked[0]}")]
-    same = (codes == known[found]).mean(axis=(1, 2)) >= REMEMBERED
+    same = _are_copies(codes, known[found])
+    some = known[: max(len(drawn), 2)]
+    alike = _are_copies(some, known[nearest(table[some], table[known], others=True)])
     said = (
         f"Samples for captions of training images, each next to the nearest of {len(records)}"
         f" training images. {same.sum()} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
-        " their codes with it: they are memorised."
+        f" their codes with it; {alike.sum()} of {len(some)} training images share as many with"
+        " another one. What goes beyond that is memorised."
     )
     if many:
         distance = frechet_distance(table[codes].mean(axis=(1, 2)), table[known].mean(axis=(1, 2)))
@@ -63,12 +66,25 @@ def compare(
     return said, tiles
 
 
+def _are_copies(
+    codes: Int[np.ndarray, "n y x"], others: Int[np.ndarray, "n y x"]
+) -> Bool[np.ndarray, " n"]:
+    return (codes == others).mean(axis=(1, 2)) >= REMEMBERED
+
+
 def nearest(
-    samples: Float[np.ndarray, "n y x d"], training: Float[np.ndarray, "m y x d"]
+    samples: Float[np.ndarray, "n y x d"],
+    training: Float[np.ndarray, "m y x d"],
+    *,
+    others: bool = False,
 ) -> Int[np.ndarray, " n"]:
-    """Returns, for each sample, the index of the training image at the least squared distance."""
+    """Returns, for each sample, the index of the training image at the least squared distance.
+
+    Args:
+        others: the samples are the first training images; another one is found for each.
+    """
     flat = training.reshape(len(training), -1)
-    size = (flat**2).sum(axis=1)
-    return np.array(
-        [np.argmin(size - 2 * (flat @ one)) for one in samples.reshape(len(samples), -1)]
-    )
+    distances = (flat**2).sum(axis=1) - 2 * samples.reshape(len(samples), -1) @ flat.T
+    if others:
+        np.fill_diagonal(distances, np.inf)
+    return distances.argmin(axis=1)
