@@ -106,7 +106,7 @@ def load_model(
         check_finite=check_finite,
     )
     vq = folder / "vq"
-    manifest.verify_tensors(folder, vq.name)
+    manifest.verify_tensors(folder)
     return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
 
 
@@ -123,7 +123,7 @@ def verify(folder: pathlib.Path) -> int:
     for name in store.leaves:
         runtime.check_interrupt()
         store.check_array(name, store.read_one(name), digests)
-    manifest.verify_tensors(folder, "vq")
+    manifest.verify_tensors(folder)
     return count
 
 

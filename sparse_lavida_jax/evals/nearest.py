@@ -10,7 +10,7 @@ models that share an image tokenizer.
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from sparse_lavida_jax.evals.scorers import frechet_distance
 from sparse_lavida_jax.mixture.records import Record
@@ -48,13 +48,14 @@ def compare(
     tiles: list[tuple[np.ndarray, str]] = []
     for i, image in enumerate(shown):
         tiles += [(drawn[i], asked[i]), (image, f"nearest: {records[found[i]].asked[0]}")]
-    same = _are_copies(codes, known[found])
-    some = known[: max(len(drawn), 2)]
-    alike = _are_copies(some, known[nearest(table[some], table[known], others=True)])
+    some = known[: len(drawn)]
+    others = known[nearest(table[some], table[known], others=True)]
+    pairs = (codes, known[found]), (some, others)
+    same, alike = (((a == b).mean(axis=(1, 2)) >= REMEMBERED).sum() for a, b in pairs)
     said = (
         f"Samples for captions of training images, each next to the nearest of {len(records)}"
-        f" training images. {same.sum()} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
-        f" their codes with it; {alike.sum()} of {len(some)} training images share as many with"
+        f" training images. {same} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
+        f" their codes with it; {alike} of {len(some)} training images share as many with"
         " another one. What goes beyond that is memorised."
     )
     if many:
@@ -64,12 +65,6 @@ def compare(
             f" tokenizer: {distance:.4f} ({len(drawn)} samples). This is not an FID."
         )
     return said, tiles
-
-
-def _are_copies(
-    codes: Int[np.ndarray, "n y x"], others: Int[np.ndarray, "n y x"]
-) -> Bool[np.ndarray, " n"]:
-    return (codes == others).mean(axis=(1, 2)) >= REMEMBERED
 
 
 def nearest(

@@ -160,10 +160,9 @@ def write(
             said, shown = nearest.compare(pipe, records, settings.train.eval_prompts)
             _save(sheet([Tile(*one) for one in shown]), folder / "images/nearest.png")
             # Captions as text, too: the font of the sheet only has Latin letters.
-            words = [caption for _, caption in shown]
-            pairs = zip(words[::2], words[1::2], strict=True)
-            parts += ["## Nearest training images", said, "![nearest](images/nearest.png)"]
-            parts += ["\n".join(f"1. {sample}; {other}" for sample, other in pairs)]
+            pairs = zip(shown[::2], shown[1::2], strict=True)
+            words = "\n".join(f"1. {one}; {other}" for (_, one), (_, other) in pairs)
+            parts += ["## Nearest training images", said, "![nearest](images/nearest.png)", words]
     else:
         parts[-1] += (
             " Scores come from programs that read pixels and text, on prompts that training never"

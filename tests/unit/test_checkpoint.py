@@ -146,7 +146,6 @@ def test_a_folder_is_written_anew_in_the_other_store(save, tmp_path, kind):
     same(load(copied).model, make_model())
     assert (copied / "vq" / "notes.txt").read_text() == "kept"
     assert (copied / arrays.TENSORS).read_text() == (folder / arrays.TENSORS).read_text()
-    manifest.verify_tensors(copied)
 
 
 def test_large_parameters_lie_in_several_files(save, monkeypatch):
@@ -156,7 +155,6 @@ def test_large_parameters_lie_in_several_files(save, monkeypatch):
     assert len(set(placed.values())) == len(sorted(folder.glob(stores.FILES))) > 2
     assert not (folder / tensors.SINGLE).exists()
     same(load(folder).model, make_model())
-    manifest.verify_tensors(folder)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "orbax"])
@@ -305,7 +303,7 @@ def test_an_empty_list_of_tensors_does_not_switch_their_check_off(save, content)
     folder = save()
     (folder / arrays.TENSORS).write_bytes(content)
     list_files_anew(folder)
-    with pytest.raises(model_folder.CheckpointError, match=r"TENSORS\.sha256 is empty or damaged"):
+    with pytest.raises(model_folder.CheckpointError, match=r"TENSORS\.sha256 is (empty|damaged)"):
         load(folder)
 
 
