@@ -229,8 +229,9 @@ def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
     if (folder / "vq").is_dir():
         vq.load(folder / "vq")
     try:
-        language = LANGUAGES[model_folder.read_config(folder).prompts]
-        language.tokenizer_type(folder / "tokenizer.json")
+        LANGUAGES[model_folder.read_config(folder).prompts].tokenizer_type(
+            folder / "tokenizer.json"
+        )
     except (ValueError, FileNotFoundError) as error:
         raise model_folder.CheckpointError(str(error)) from error
     return f"{folder}: {count} files, all as they were written"

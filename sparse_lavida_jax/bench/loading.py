@@ -4,12 +4,13 @@ r"""Sizes of model folders of the release's structure, and how long it takes to 
     python -m sparse_lavida_jax.bench.loading --scratch=/tmp
     python -m sparse_lavida_jax.bench.loading --tiny
 
-Folders of 2 and of 6 layers are filled with arbitrary numbers, with everything else at full size
-(4 and 7 GB; both forms take 12 GB of disk), and are loaded whole, for images alone, and with their
-matrices in int8, each in its own process. Half of the layers have a generation branch, as in the
-release: every pair of layers adds the same, so bytes and seconds of all 32 layers follow from the
-two; their rows say so. Seconds are CPU time, which other work on the machine does not change much.
-With --tiny the layers are narrow, which only shows that the command works.
+Folders of 2 and of 8 layers are filled with arbitrary numbers, with everything else at full size
+(4 and 8 GB; both forms and their source take 21 GB of disk), and are loaded whole, for images
+alone, and with their matrices in int8, each in its own process. Half of the layers have a
+generation branch, as in the release: every pair of layers adds the same, so bytes and seconds of
+all 32 layers follow from the two; their rows say so. Seconds are CPU time, which other work on the
+machine does not change much. With --tiny the layers are narrow, which only shows that the command
+works.
 """
 
 import pathlib
@@ -25,13 +26,13 @@ from sparse_lavida_jax.bench import timing
 from sparse_lavida_jax.bench.convert import SCRATCH
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.release import ALL_LAYERS, SPAWN, load_for, settings
-from sparse_lavida_jax.checkpoints import arrays, model_folder, stores
-from sparse_lavida_jax.convert import stand_in
-from sparse_lavida_jax.models import denoiser, fuse
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import from_torch, stand_in
+from sparse_lavida_jax.models import fuse
 
 TINY = flags.DEFINE_bool("tiny", False, "Narrow layers in place of the release's.")
 Taken = dict[str, float]  # see `load`
-LAYERS = (2, 6)
+LAYERS = (2, 8)
 LOADS = 2
 # What is loaded: the folder, and the task that the parameters are for.
 WAYS: dict[str, tuple[str, fuse.Task]] = {
@@ -63,11 +64,8 @@ def main(argv: list[str]) -> None:
 
 def make_folders(scratch: pathlib.Path, given: config.Config) -> None:
     """Writes a model folder of arbitrary numbers, and one with its matrices in int8."""
-    leaves = arrays.by_layer(denoiser.shapes(given.model))
-    wanted = [stand_in.arbitrary(name, leaf.shape) for name, leaf in leaves.items()]
-    size = sum(one.nbytes for one in wanted)
-    with model_folder.new_model_folder(scratch / "model", given, size) as new:
-        stores.write_params(new, wanted, "safetensors")
+    stand_in.write(scratch / "released", given)
+    from_torch.convert(scratch / "released", scratch / "model")
     model_folder.copy(scratch / "model", scratch / "int8", dtype="int8")
 
 

@@ -97,18 +97,16 @@ def _read(folder: pathlib.Path) -> dict[str, str]:
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     """Returns a sentence that names the damaged arrays of a file; empty if there are none."""
-    name, found = path.relative_to(folder).as_posix(), {}
-    if is_other := path in _others(folder):
-        found = _digests_in(folder, path)
+    name, inside, found = path.relative_to(folder).as_posix(), "", {}
+    if path in _others(folder):
+        inside, found = name, _digests_in(folder, path)
     elif path.suffix == ".safetensors" or name.startswith(f"{stores.PARAMS}/"):
         with stores.silence(), contextlib.suppress(CheckpointError):
             found = stores.open_params(folder).digests()
     else:
         return ""
-    mark = f"{name}:" if is_other else ""
-    known = arrays.read_digests(folder).items()
-    chosen = {key: one for key, one in known if (":" in key) == is_other and mark in key}
-    return _complaint(chosen, found)
+    known = arrays.read_digests(folder)
+    return _complaint({key: known[key] for key in known if key.rpartition(":")[0] == inside}, found)
 
 
 def _complaint(known: dict[str, str], found: dict[str, str]) -> str:

@@ -79,19 +79,15 @@ def write(folder: pathlib.Path, settings: config.Config) -> int:
     model = settings.model
     ids = {chat.END_OF_TEXT: model.end_of_text_id, chat.MASK: model.text_mask_id}
     byte_tokenizer(ids=ids).save(str(folder / "tokenizer.json"))
-    wanted = [
-        arbitrary(one.official, one.shape) for one in names.table(settings) if not one.optional
-    ]
+    wanted = [_arbitrary(name) for name in names.table(settings) if not name.optional]
     tensors.write_sharded(folder, wanted, always_indexed=True)
     return sum(tensor.nbytes for tensor in wanted)
 
 
-def arbitrary(name: str, shape: tuple[int, ...]) -> tensors.Tensor:
-    """Returns a tensor of arbitrary numbers in bfloat16, made when it is written."""
-
+def _arbitrary(name: names.Name) -> tensors.Tensor:
     def read() -> np.ndarray:
         # Random signs and mantissas, so that nothing can be compressed; magnitudes around 0.01.
-        bits = np.random.default_rng(0).integers(0, 2**16, shape, np.uint16)
+        bits = np.random.default_rng(0).integers(0, 2**16, name.shape, np.uint16)
         return ((bits & 0x80FF) | 0x3C00).view(tensors.DTYPES["BF16"])
 
-    return tensors.Tensor(name, "BF16", shape, read)
+    return tensors.Tensor(name.official, "BF16", name.shape, read)

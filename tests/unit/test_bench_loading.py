@@ -25,7 +25,7 @@ def test_all_layers_follow_from_two_numbers_of_layers(tmp_path):
     assert every["image"]["parameters"] < every["whole"]["parameters"]
     assert every["int8"]["parameters"] < every["whole"]["parameters"]
     row = loading.row("int8", loading.ALL_LAYERS, every["int8"])
-    assert row["scaled"] and "computed from 2 and 6 layers" in row["note"]
+    assert row["scaled"] and "computed from 2 and 8 layers" in row["note"]
 
 
 def test_the_release_has_its_widths():
