@@ -37,7 +37,7 @@ from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.arguments import ADAPTERS
 from sparse_lavida_jax.apps.errors import REFUSED, UsageError
 from sparse_lavida_jax.apps.terminal import progress, say
-from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
@@ -221,9 +221,19 @@ def _written(dst: str, done: Any) -> str:
 
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
+    from sparse_lavida_jax.models import vq
+    from sparse_lavida_jax.pipeline import LANGUAGES
+
     folder = model_folder.find_model(asked.src)
-    count = manifest.verify(folder)
-    manifest.verify_tensors(folder)
+    count = model_folder.verify(folder)
+    if (folder / "vq").is_dir():
+        vq.load(folder / "vq")
+    try:
+        LANGUAGES[model_folder.read_config(folder).prompts].tokenizer_type(
+            folder / "tokenizer.json"
+        )
+    except (ValueError, FileNotFoundError) as error:
+        raise model_folder.CheckpointError(str(error)) from error
     return f"{folder}: {count} files, all as they were written"
 
 

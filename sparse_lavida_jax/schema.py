@@ -194,7 +194,7 @@ def build(schema: type[T], given: Any) -> T:
 
     Raises:
         ConfigError: not a mapping of settings, an unknown name (the message lists the known
-            ones), a wrong type, or a value out of range.
+            ones), no value for a name without a default, a wrong type, or a value out of range.
     """
     if not isinstance(given, dict | ConfigDict):
         raise ConfigError(f"{schema.__name__} is {_shown(given)}: it must hold settings by name.")
@@ -206,6 +206,9 @@ def build(schema: type[T], given: Any) -> T:
         raise ConfigError(
             f"{schema.__name__} has no {', '.join(unknown)}. It has: {', '.join(kinds)}."
         )
+    for field in dataclasses.fields(schema):  # type: ignore[arg-type]
+        if field.name not in current and field.default is field.default_factory:
+            raise ConfigError(f"{schema.__name__} needs a value for {field.name}.")
     return schema(**{k: _convert(schema, k, kinds[k], value) for k, value in current.items()})
 
 

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ ChooseDtype = Callable[[str], str]  # of a parameter, by its path in the model
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
 
 TENSORS = "TENSORS.sha256"
+_LINE = re.compile(r"[0-9a-f]{64}  \S.*")  # of a list of digests
 STACKED = ("joint_layers", "split_layers", "layers")  # made by `models.layers.init_stack`
 CHECKED_TOGETHER = 4 * 2**20  # numbers
 
@@ -213,9 +215,29 @@ def write_digests(folder: pathlib.Path, digests: Mapping[str, str]) -> None:
 
 
 def read_digests(folder: pathlib.Path) -> dict[str, str]:
-    """Returns the digests of the arrays of a model folder; empty if they cannot be read."""
+    """Returns the digests of the arrays of a model folder; {} for a very old one that has none.
+
+    Raises:
+        CheckpointError: the file is empty or damaged.
+    """
     try:
-        lines = (folder / TENSORS).read_text().splitlines()
-    except (OSError, ValueError):
+        return read_list(folder / TENSORS)
+    except FileNotFoundError:
         return {}
+
+
+def read_list(path: pathlib.Path) -> dict[str, str]:
+    """Returns the digests in a file, by name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is empty or damaged.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (IsADirectoryError, ValueError):
+        lines = [""]
+    if not lines or not all(map(_LINE.fullmatch, lines)):
+        what = "is damaged" if lines else "is empty"
+        raise CheckpointError(f"{path} {what}. Copy the folder {path.parent} again.")
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}

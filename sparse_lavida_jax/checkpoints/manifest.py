@@ -13,13 +13,12 @@ from sparse_lavida_jax.data import files
 
 MANIFEST = "MANIFEST.sha256"
 TENSORS_NAMED = 5  # in the message about a damaged file
-_LINE = re.compile(r"[0-9a-f]{64}  \S.*")
 
 
 def write(folder: pathlib.Path) -> None:
     """Writes the digests of all files, and of the tensors in safetensors files."""
     digests = arrays.read_digests(folder)  # of the parameters, computed while they were written
-    for path in _others(folder, ""):
+    for path in _others(folder):
         digests |= _digests_in(folder, path)
     arrays.write_digests(folder, digests)
     (folder / MANIFEST).unlink(missing_ok=True)  # the manifest lists every file except itself
@@ -71,57 +70,43 @@ def verify(folder: pathlib.Path) -> int:
     return len(known)
 
 
-def verify_tensors(folder: pathlib.Path, inside: str = "") -> None:
-    """Compares arrays with their own digests, which do not change if the manifest is rewritten.
+def verify_tensors(folder: pathlib.Path) -> None:
+    """Compares the arrays besides the parameters with their own digests.
 
-    Args:
-        inside: check only the safetensors files in this folder, such as `vq`; by default all of
-            them and the parameters of the model.
+    These do not change if the manifest is rewritten. Parameters are compared when they are read.
 
     Raises:
         CheckpointError: names the arrays that differ from what was written.
     """
     known, found = arrays.read_digests(folder), {}
-    for path in _others(folder, inside):
+    for path in _others(folder):
         found |= _digests_in(folder, path)
-    if inside:
-        known = {name: sum for name, sum in known.items() if name.startswith(f"{inside}/")}
-    elif stores.holds_params(folder):
-        found |= stores.open_params(folder).digests()
-    if complaint := _complaint(known, found):
+    if complaint := _complaint({name: known[name] for name in known if ":" in name}, found):
         raise CheckpointError(f"{folder} is damaged.{complaint} Copy it again.")
 
 
 def _read(folder: pathlib.Path) -> dict[str, str]:
     """Returns the digests in the manifest by file name."""
     try:
-        lines = (folder / MANIFEST).read_text().splitlines()
+        return arrays.read_list(folder / MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not written to its end. Copy it again."
         ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged. Copy {folder} again.") from error
-    if not lines or not all(map(_LINE.fullmatch, lines)):
-        what = "is damaged" if lines else "is empty"
-        raise CheckpointError(f"{folder / MANIFEST} {what}. Copy the folder {folder} again.")
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
     """Returns a sentence that names the damaged arrays of a file; empty if there are none."""
-    name, digests = path.relative_to(folder).as_posix(), arrays.read_digests(folder)
-    found: dict[str, str] = {}
-    if path in _others(folder, ""):
-        found = _digests_in(folder, path)
-        digests = {key: known for key, known in digests.items() if key.startswith(f"{name}:")}
+    name, inside, found = path.relative_to(folder).as_posix(), "", {}
+    if path in _others(folder):
+        inside, found = name, _digests_in(folder, path)
     elif path.suffix == ".safetensors" or name.startswith(f"{stores.PARAMS}/"):
         with stores.silence(), contextlib.suppress(CheckpointError):
             found = stores.open_params(folder).digests()
-        digests = {key: known for key, known in digests.items() if ":" not in key}
     else:
         return ""
-    return _complaint(digests, found)
+    known = arrays.read_digests(folder)
+    return _complaint({key: known[key] for key in known if key.rpartition(":")[0] == inside}, found)
 
 
 def _complaint(known: dict[str, str], found: dict[str, str]) -> str:
@@ -134,10 +119,9 @@ def _complaint(known: dict[str, str], found: dict[str, str]) -> str:
     return f" The tensor{'s' * several} {named} {'are' if several else 'is'} not what was written."
 
 
-def _others(folder: pathlib.Path, inside: str) -> list[pathlib.Path]:
+def _others(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the safetensors files that do not hold the parameters of the model."""
-    found = set((folder / inside).rglob("*.safetensors")) - set(folder.glob(stores.FILES))
-    return sorted(found)
+    return sorted(set(folder.rglob("*.safetensors")) - set(folder.glob(stores.FILES)))
 
 
 def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:

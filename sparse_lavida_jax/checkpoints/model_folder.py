@@ -90,32 +90,55 @@ def load_model(
     """
     folder = find_model(name)
     manifest.verify(folder)
-    settings = read_config(folder)
-    stored = stores.narrow_dtype(folder)
-    if make_model is None:
-        module = denoiser.shapes(settings.model)
-    else:
-        module = jax.eval_shape(lambda: make_model(settings))
+    settings, stored = read_config(folder), stores.narrow_dtype(folder)
     if stored and make_model is not None:
         raise CheckpointError(
             f"the matrices in {folder} are in 8 bits ({stored}), which is for sampling: train from"
             " the model that it was made of."
         )
-    if stored:
-        method = quantize.DTYPES[stored]
-        module = jax.eval_shape(lambda whole: quantize.quantized(whole, method), module)
-        dtype = _wide_dtypes(module, dtype)
+    module = _shapes(settings, stored, make_model)
     model = stores.load_params(
         folder,
         module,
         sharding=sharding,
-        dtype=dtype,
+        dtype=_wide_dtypes(module, dtype) if stored else dtype,
         digests=arrays.read_digests(folder),
         check_finite=check_finite,
     )
     vq = folder / "vq"
-    manifest.verify_tensors(folder, vq.name)
+    manifest.verify_tensors(folder)
     return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
+
+
+def verify(folder: pathlib.Path) -> int:
+    """Checks a model folder as `load_model` does, an array at a time; returns the number of files.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    count = manifest.verify(folder)
+    store, digests = stores.open_params(folder), arrays.read_digests(folder)
+    module = _shapes(read_config(folder), stores.narrow_dtype(folder))
+    store.check({name: leaf.shape for name, leaf in arrays.by_layer(module).items()})
+    for name in store.leaves:
+        store.check_array(name, store.read_one(name), digests)
+    manifest.verify_tensors(folder)
+    return count
+
+
+def _shapes(
+    settings: config.Config,
+    stored: str,
+    make_model: Callable[[config.Config], nnx.Module] | None = None,
+) -> Any:
+    """Returns the shapes of a model, with matrices in 8 bits if `stored` names their dtype."""
+    if make_model is not None:
+        return jax.eval_shape(lambda: make_model(settings))
+    module = denoiser.shapes(settings.model)
+    if not stored:
+        return module
+    method = quantize.DTYPES[stored]
+    return jax.eval_shape(lambda whole: quantize.quantized(whole, method), module)
 
 
 def _wide_dtypes(module: Any, dtype: str | ChooseDtype | None) -> ChooseDtype:

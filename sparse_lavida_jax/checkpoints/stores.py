@@ -90,14 +90,7 @@ def load_params(
     def read(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         found = store.read(targets) if sharding is None else store.read_into(targets)
         for name, array in found.items():
-            whole = {name: array} if digests and sharding is None else {}
-            if whole and digests and arrays.digest_of(whole) != digests.get(name):
-                raise CheckpointError(
-                    f"the parameter {name} in {folder} is not what was written: its SHA-256 is not"
-                    f" the one in {arrays.TENSORS}. Copy the model folder again."
-                )
-            if check_finite:
-                arrays.refuse_nonfinite(f"the parameter {name} in {folder}", array)
+            store.check_array(name, array, None if sharding else digests, check_finite)
         return found
 
     how: Any = {"sharding": sharding, "dtype": dtype, "batch_bytes": store.batch_bytes}
@@ -129,6 +122,22 @@ class ParamsReader(abc.ABC):
             raise CheckpointError(
                 f"the parameters in {self.folder} do not fit the model:\n{problems}"
             )
+
+    def check_array(
+        self, name: str, array: Any, digests: Mapping[str, str] | None, check_finite: bool = True
+    ) -> None:
+        """Checks an array that was read; see `load_params`.
+
+        Raises:
+            CheckpointError: it is damaged, or not finite.
+        """
+        if digests and arrays.digest_of({name: array}) != digests.get(name):
+            raise CheckpointError(
+                f"the parameter {name} in {self.folder} is not what was written: its SHA-256 is not"
+                f" the one in {arrays.TENSORS}. Copy the model folder again."
+            )
+        if check_finite:
+            arrays.refuse_nonfinite(f"the parameter {name} in {self.folder}", array)
 
     @abc.abstractmethod
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:

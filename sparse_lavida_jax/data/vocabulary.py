@@ -16,6 +16,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}_])\w)+")
 _TOKEN_OR_WORD = re.compile(rf"<[^<>\s]+>|{_WORD.pattern}")  # such as <LOC_3>
 LEAST_STEM = 3  # letters of a word whose plural is recognized
 MOST_NAMED = 8  # unknown words in a warning
+LONGEST_NAMED = 40  # letters of a word in a message
 
 
 def words_of(text: str) -> list[str]:
@@ -72,7 +73,7 @@ class Vocabulary:
         unknown = dict.fromkeys(word for text in texts for word in self.unknown(text))
         if not unknown:
             return ""
-        named = [f"'{word}'" for word in unknown][:MOST_NAMED]
+        named = [f"'{word[:LONGEST_NAMED]}'" for word in unknown][:MOST_NAMED]
         if len(unknown) > MOST_NAMED:
             named.append(f"{len(unknown) - MOST_NAMED} more")
         verb = "is" if len(unknown) == 1 else "are"

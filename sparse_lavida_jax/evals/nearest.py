@@ -48,11 +48,15 @@ def compare(
     tiles: list[tuple[np.ndarray, str]] = []
     for i, image in enumerate(shown):
         tiles += [(drawn[i], asked[i]), (image, f"nearest: {records[found[i]].asked[0]}")]
-    same = (codes == known[found]).mean(axis=(1, 2)) >= REMEMBERED
+    some = known[: len(drawn)]
+    others = known[nearest(table[some], table[known], others=True)]
+    pairs = (codes, known[found]), (some, others)
+    same, alike = (((a == b).mean(axis=(1, 2)) >= REMEMBERED).sum() for a, b in pairs)
     said = (
         f"Samples for captions of training images, each next to the nearest of {len(records)}"
-        f" training images. {same.sum()} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
-        " their codes with it: they are memorised."
+        f" training images. {same} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
+        f" their codes with it; {alike} of {len(some)} training images share as many with"
+        " another one. What goes beyond that is memorised."
     )
     if many:
         distance = frechet_distance(table[codes].mean(axis=(1, 2)), table[known].mean(axis=(1, 2)))
@@ -64,11 +68,18 @@ def compare(
 
 
 def nearest(
-    samples: Float[np.ndarray, "n y x d"], training: Float[np.ndarray, "m y x d"]
+    samples: Float[np.ndarray, "n y x d"],
+    training: Float[np.ndarray, "m y x d"],
+    *,
+    others: bool = False,
 ) -> Int[np.ndarray, " n"]:
-    """Returns, for each sample, the index of the training image at the least squared distance."""
+    """Returns, for each sample, the index of the training image at the least squared distance.
+
+    Args:
+        others: the samples are the first training images; another one is found for each.
+    """
     flat = training.reshape(len(training), -1)
-    size = (flat**2).sum(axis=1)
-    return np.array(
-        [np.argmin(size - 2 * (flat @ one)) for one in samples.reshape(len(samples), -1)]
-    )
+    distances = (flat**2).sum(axis=1) - 2 * samples.reshape(len(samples), -1) @ flat.T
+    if others:
+        np.fill_diagonal(distances, np.inf)
+    return distances.argmin(axis=1)

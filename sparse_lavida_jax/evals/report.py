@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ from sparse_lavida_jax.training import metrics
 
 CHECK_PROMPTS = 48  # drawing prompts scored during training
 SHEET_COLUMNS = 6
-CAPTION_HEIGHT = 40  # pixels
+CAPTION_LINES = 4
+CAPTION_HEIGHT = 10 * CAPTION_LINES  # pixels
 SPEED_RUNS = 5  # the median is reported
 LOSS_ROWS = 10  # in the table of losses
 # For each data source: what makes prompts to draw, by number, and what judges an image.
@@ -45,17 +47,21 @@ class Tile:
 
 
 def sheet(tiles: Sequence[Tile], columns: int = SHEET_COLUMNS) -> Image.Image:
-    """Returns images in a grid with captions, in green or red if they were judged."""
-    side = tiles[0].pixels.shape[0]
+    """Returns images in a grid with captions, in green or red if they were judged.
+
+    Small images are enlarged, so that there is room for a caption below each.
+    """
+    images = [_enlarged(np.asarray(tile.pixels)) for tile in tiles]
+    side = images[0].shape[0]
     rows = -(-len(tiles) // columns)
     width, height = columns * (side + 8), rows * (side + CAPTION_HEIGHT + 8)
     page = Image.new("RGB", (width, height), "white")
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(9)
     for i, tile in enumerate(tiles):
         x, y = i % columns * (side + 8) + 4, i // columns * (side + CAPTION_HEIGHT + 8) + 4
-        page.paste(Image.fromarray(tile.pixels), (x, y))
+        page.paste(Image.fromarray(images[i]), (x, y))
         colour = {None: "black", True: "darkgreen", False: "firebrick"}[tile.ok]
-        for line, text in enumerate(_wrap(tile.caption, font, side)[:4]):
+        for line, text in enumerate(_wrap(tile.caption, font, side)):
             pen.text((x, y + side + 1 + 10 * line), text, fill=colour, font=font)
     return page
 
@@ -76,7 +82,7 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
         samples = [make(exact.EVAL_SEED, number, "test") for number in range(CHECK_PROMPTS)]
         images = pipe.generate([sample.prompt for sample in samples]).pixels
         tiles = [
-            Tile(_enlarged(np.asarray(image)), sample.prompt, judge(sample, image).ok)
+            Tile(image, sample.prompt, judge(sample, image).ok)
             for sample, image in zip(samples, images, strict=True)
         ]
         scores["draw"] = sum(bool(tile.ok) for tile in tiles) / len(tiles)
@@ -153,7 +159,10 @@ def write(
         if records:
             said, shown = nearest.compare(pipe, records, settings.train.eval_prompts)
             _save(sheet([Tile(*one) for one in shown]), folder / "images/nearest.png")
-            parts += ["## Nearest training images", said, "![nearest](images/nearest.png)"]
+            # Captions as text, too: the font of the sheet only has Latin letters.
+            pairs = zip(shown[::2], shown[1::2], strict=True)
+            words = "\n".join(f"1. {one}; {other}" for (_, one), (_, other) in pairs)
+            parts += ["## Nearest training images", said, "![nearest](images/nearest.png)", words]
     else:
         parts[-1] += (
             " Scores come from programs that read pixels and text, on prompts that training never"
@@ -283,8 +292,8 @@ def _speed(pipe: SparseLaViDa) -> str:
 
 
 def _enlarged(pixels: np.ndarray) -> np.ndarray:
-    """Returns small images (digits) enlarged to a visible size."""
-    factor = max(1, world.IMAGE_SIZE // pixels.shape[0])
+    """Returns an image whose sides are at least those of an image of scenes."""
+    factor = -(-world.IMAGE_SIZE // pixels.shape[0])
     return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
 
 
@@ -298,13 +307,16 @@ def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
 
 
 def _wrap(text: str, font, width: int) -> list[str]:
-    lines = [""]
-    for word in text.replace("><", "> <").split():  # LOC tokens have no spaces between them
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) > width and lines[-1]:
-            lines.append(word)
-        else:
-            lines[-1] = longer
+    """Returns the lines of a caption that fit below its image, `...` in place of the rest.
+
+    Args:
+        width: of the image, in pixels.
+    """
+    text = text.replace("><", "> <")  # LOC tokens have no spaces between them
+    letters, lines = width, [text]
+    while any(font.getlength(line) > width for line in lines):
+        letters -= 1
+        lines = textwrap.wrap(text, letters, max_lines=CAPTION_LINES, placeholder="...")
     return lines
 
 

@@ -42,8 +42,8 @@ class _Shown(schema.Section):
 
 
 class _Bucket(schema.Section):
-    rows: Annotated[int, schema.between(1, 1024)] = 1
-    prompt_len: _Lengths = (0, 0)
+    rows: Annotated[int, schema.between(1, 1024)]
+    prompt_len: _Lengths
 
 
 class _Origin(schema.Section):
@@ -61,7 +61,7 @@ class _Record(schema.Section):
     recipe: _Recipe
     plan: str = ""
     picture: _Shown = _Shown()
-    bucket: _Bucket = _Bucket()
+    bucket: _Bucket = _Bucket(rows=1, prompt_len=(0, 0))
     sampling: config.Sampling
     checkpoint: _Origin
     attention: str = ""
@@ -79,19 +79,14 @@ def check(record: dict[str, Any]) -> None:
         raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
     if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
         raise RequestError(
-            f"it was drawn by version {version} of the sampler, of sparse-lavida-jax"
+            f"it was drawn by version {version!r} of the sampler, of sparse-lavida-jax"
             f" {record.get('version', '0.1.0')}, and this is version {SAMPLER_VERSION}, which"
             " draws something else: install what drew it."
         )
-    needed = ("task", "prompt", "seed", "recipe", "sampling", "checkpoint", "software")
-    problem = next((f"it has no {name}" for name in needed if record.get(name) is None), "")
     try:
-        if not problem:
-            schema.build(_Record, _given(record))
+        schema.build(_Record, _given(record))
     except schema.ConfigError as error:
-        problem = str(error).rstrip(".")
-    if problem:
-        raise RequestError(f"the record of how it was drawn is damaged: {problem}.")
+        raise RequestError(f"the record of how it was drawn is damaged: {error}") from error
 
 
 def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
@@ -113,7 +108,8 @@ def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
     return model
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Drops None values, which mean that there is no such value."""
+def _given(values: dict[str, Any], inside: tuple[str, ...] = ("recipe", "picture")) -> Any:
+    """Drops None values, which here mean that there is no such value."""
     found = {name: value for name, value in values.items() if value is not None}
-    return {name: _given(v) if isinstance(v, dict) else v for name, v in found.items()}
+    parts = [name for name in inside if isinstance(found.get(name), dict)]
+    return found | {name: _given(found[name], ()) for name in parts}

@@ -184,8 +184,10 @@ def _captions(
 def _lines(path: pathlib.Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         return []
+    except UnicodeDecodeError as error:
+        raise PrepareError(f"{path} is no text in UTF-8: save it in that encoding.") from error
     return [line.strip() for line in lines if line.strip()]
 
 

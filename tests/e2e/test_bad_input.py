@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config, main, train
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.training import metrics
 
@@ -101,6 +103,41 @@ def test_unknown_tasks_and_tokenizers_list_the_known_ones(tmp_path, words, compl
 
 # ---------------------------------------------------------------------------------------------
 # Folders.
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.json", "[" * 999 + "]" * 999, "nested more than 100 deep"),
+        ("config.json", '{"model": null}', "Model is None"),
+        ("config.json", '{"model": {"num_layers": 1000000}}', "must lie in 0..1024"),
+        ("config.json", '{"seed": 3}', "(36, 96) on disk, (144, 64) in the model"),
+        ("vq/config.json", "[" * 999 + "]" * 999, "nested more than 100 deep"),
+        ("tokenizer.json", "{}", "tokenizer.json is damaged"),
+        ("model.safetensors", np.nan, "NaN or infinite"),
+        ("vq/params.safetensors", np.nan, "NaN or infinite"),
+    ],
+)
+def test_a_folder_that_only_its_lists_approve_of_is_not_verified(
+    tmp_path, capsys, name, content, told
+):
+    """Whoever changes a file can change the lists of digests as well."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder.find_model("scenes"), folder)
+    path = folder / name
+    if name == "config.json":
+        path.write_text(content.replace("{", f'{{"format": "{model_folder.FORMAT}", ', 1))
+    elif isinstance(content, str):
+        path.write_text(content)
+    else:
+        loaded = safetensors.numpy.load_file(path)
+        last = max(loaded)
+        safetensors.numpy.save_file(loaded | {last: np.full_like(loaded[last], content)}, path)
+    arrays.write_digests(folder, stores.open_params(folder).digests())
+    manifest.write(folder)
+    assert main.main(["main", "--mode=verify", f"--src={folder}"]) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and "Traceback" not in printed.err and not printed.out
 
 
 def test_a_run_directory_of_another_config_is_left_as_it_is(finished, complaint):

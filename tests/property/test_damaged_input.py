@@ -164,6 +164,25 @@ def test_a_record_that_nothing_happened_to():
     records.check(json.loads(json.dumps(RECORD)))
 
 
+@pytest.mark.parametrize("part", ["bucket", "sampling", "checkpoint"])
+def test_a_record_with_nothing_where_something_is_needed_is_refused(part):
+    records.check(RECORD | {"bucket": None, "picture": {"path": None, "sha256": ""}})
+    for name in RECORD[part]:
+        with pytest.raises(RequestError, match=name):
+            records.check(RECORD | {part: RECORD[part] | {name: None}})
+
+
+def test_what_a_record_lacks_is_named():
+    for name in RECORD["bucket"]:
+        with pytest.raises(RequestError, match=f"needs a value for {name}"):
+            records.check(
+                RECORD | {"bucket": {k: v for k, v in RECORD["bucket"].items() if k != name}}
+            )
+    for name in ("task", "prompt", "seed", "recipe", "sampling", "checkpoint", "software"):
+        with pytest.raises(RequestError, match=f"needs a value for {name}"):
+            records.check(RECORD | {name: None})
+
+
 @fuzzed
 @given(changed(RECORD))
 def test_records(record):

@@ -7,6 +7,7 @@ import http.server
 import json
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """Serves the folders of `repositories` by their ids; a string is an error to return."""
 
     repositories: ClassVar[dict[str, pathlib.Path | str]] = {}
+    breaks: ClassVar[bool] = False  # whether the connection breaks in the middle of large files
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
@@ -40,7 +42,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         for name, value in {"Content-Length": len(body), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command != "HEAD" and self.breaks and len(body) > 10_000:
+            self.wfile.write(body[: len(body) // 2])
+            self.connection.shutdown(socket.SHUT_RDWR)
+        elif self.command != "HEAD":
             self.wfile.write(body)
 
     def do_GET(self):
@@ -122,6 +127,17 @@ def test_half_a_download_is_refused(serve, folder, tmp_path):
     serve("me/half", half)
     with pytest.raises(model_folder.CheckpointError, match=r"model in|is missing"):
         SparseLaViDa.from_pretrained("me/half")
+
+
+def test_a_download_that_breaks_off_is_a_sentence_and_goes_on_later(serve, folder, monkeypatch):
+    serve("me/model", folder)
+    get = library.file_download.http_get
+    with monkeypatch.context() as patch:
+        patch.setattr(Hub, "breaks", True)
+        patch.setattr(library.file_download, "http_get", functools.partial(get, _nb_retries=0))
+        with pytest.raises(model_folder.CheckpointError, match="run it again, it goes on where"):
+            SparseLaViDa.from_pretrained("me/model")
+    assert model_folder.load_model("me/model").model.final_norm is not None
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def test_the_nearest_is_that_of_the_least_distance():
 def test_what_is_remembered_is_counted(count):
     rng = np.random.default_rng(1)
     images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    images[2] = images[0]
     codes = vq.encode_images(MODEL, images)
     records = [
         Record("text_to_image", "own", str(i), (f"image {i}",), target=one[None])
@@ -45,5 +46,12 @@ def test_what_is_remembered_is_counted(count):
     said, tiles = nearest.compare(Pipe(), records, 2)
     drawn = count if count == nearest.ENOUGH else 2
     assert f"{drawn} of {drawn} samples share at least 90%" in said
+    vectors = np.asarray(MODEL.codebook[...])[codes].reshape(count, -1)
+    alike = 0
+    for i in range(drawn):
+        rest = [j for j in range(count) if j != i]
+        other = min(rest, key=lambda j, i=i: ((vectors[i] - vectors[j]) ** 2).sum())
+        alike += (codes[i] == codes[other]).mean() >= nearest.REMEMBERED
+    assert alike and f"{alike} of {drawn} training images share as many with another" in said
     assert [words for _, words in tiles[:2]] == ["image 0", "nearest: image 0"]
     assert ("image tokenizer: 0.0000" in said) == (count == nearest.ENOUGH)

@@ -44,6 +44,15 @@ def test_training_steps_of_the_full_model_are_those_that_were_compiled():
         assert f" | {exchanged:.1f} | {formula:.1f} | " in page("docs/training.md"), row["id"]
 
 
+def test_load_times_of_two_layers_are_those_of_the_rows():
+    rows = [row for row in record.read_rows("loading") if row["layers"] == 2]
+    assert {row["method"] for row in rows} == {"whole", "image", "int8"}
+    for row in rows:
+        disk, memory = (row["bytes"][name] / 1e9 for name in ("disk", "parameters"))
+        told = f"| {disk:.2f} GB | {memory:.2f} GB | {row['median_s']:.1f} s |"
+        assert told in page("docs/checkpoints.md"), row["id"]
+
+
 def test_the_memory_of_a_chunked_loss_is_that_of_the_rows():
     gb = {
         (row["task"], row["method"]): f"{row['bytes']['temporaries'] / 1e9:.1f}"

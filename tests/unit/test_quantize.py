@@ -122,7 +122,6 @@ def base(tmp_path_factory):
 def test_8_bits_on_disk_are_those_of_rounding_after_loading(base, tmp_path, dtype, method):
     narrow = tmp_path / "narrow"
     model_folder.copy(base, narrow, dtype=dtype)
-    manifest.verify_tensors(narrow)
     assert stores.narrow_dtype(narrow) == dtype
     sizes = [(each / "model.safetensors").stat().st_size for each in (narrow, base)]
     assert sizes[0] < 0.6 * sizes[1]  # the tables of this model are as large as its layers

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import stand_ins
-from PIL import Image
+from PIL import Image, ImageFont
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import card as bench_card
@@ -50,6 +50,27 @@ def test_a_sheet_shows_every_image_and_writes_in_the_colour_of_the_judgement():
         # The caption stays below its own image.
         assert (below[:, -1] == 255).all()
     assert (page[height:, 2 * (side + 8) :] == 255).all()
+
+
+@pytest.mark.parametrize(
+    "caption",
+    ["nearest: a middling green square", "Donaudampfschifffahrt" * 9, "MW" * 99, "猫" * 40, ""],
+)
+@pytest.mark.parametrize("side", [8, 32, 64, 256])
+def test_a_caption_stays_below_its_image_however_small_that_is(side, caption):
+    blank = np.full((side, side, 3), 255, np.uint8)
+    page = np.asarray(report.sheet([report.Tile(blank, caption), report.Tile(blank, "")], 2))
+    y, x = np.nonzero((page < 128).any(axis=2))
+    assert page.shape[1] >= 2 * world.IMAGE_SIZE
+    assert bool(caption) == bool(len(x))
+    assert (x < page.shape[1] / 2).all() and (y < len(page) - 1).all()
+
+
+def test_a_caption_with_room_is_shown_to_its_end():
+    font = ImageFont.load_default(9)
+    for caption in ("nearest: a middling green square", "a small red circle left of a blue square"):
+        assert " ".join(report._wrap(caption, font, world.IMAGE_SIZE)) == caption
+    assert report._wrap("word " * 99, font, world.IMAGE_SIZE)[-1].endswith("...")
 
 
 def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):

@@ -58,6 +58,10 @@ def test_case_and_plural_do_not_matter(text, unknown, spelled):
     assert KNOWN.spelled(text) == spelled
 
 
+def test_a_long_unknown_word_is_cut():
+    assert KNOWN.warning(["x" * 9999]).endswith(f": '{'x' * 40}' is not among them.")
+
+
 def test_many_unknown_words_are_counted():
     warning = KNOWN.warning([" ".join(f"x{i}" for i in range(10))])
     assert warning.endswith(
