@@ -68,8 +68,9 @@ from sparse_lavida_jax.sequence import Kind
 TRIPS = (16, 8, 4, 2, 1)
 
 # Without a kernel that skips empty slots, a segment reads the cache up to a multiple of so many
-# slots, or of an eighth of all: each such length is a program of its own.
-READ_SLOTS, READ_LENGTHS = 64, 8
+# slots. Texts, whose blocks share a program if they read the same length, have at most so many
+# lengths.
+READ_SLOTS, TEXT_LENGTHS = 16, 8
 
 OWN_DRAWS = Draws()  # drawn here, not read from a record
 
@@ -452,7 +453,9 @@ def _read_slots(
     prompt: Prompt, segments: list[plans.Segment], settings: StepSettings, room: int
 ) -> dict[int, int]:
     """Returns `Begun.reach` for a region of `room` slots."""
-    unit = max(READ_SLOTS, -(-room // READ_LENGTHS))
+    unit = READ_SLOTS
+    if settings.kind == "text":
+        unit = max(4 * unit, -(-room // TEXT_LENGTHS))
     used = zip(segments, reaches(prompt, segments, settings), strict=True)
     read = {int(segment.block[0]): -(-slots // unit) * unit for segment, slots in used}
     return {block: slots for block, slots in read.items() if slots < room}

@@ -36,6 +36,7 @@ HALF = 64  # rows of each: those of one wgmma
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 SEGMENT_SHIFT = 16  # in a word that holds segment and block
 PACKED_PADDING = 2**SEGMENT_SHIFT - 1  # the block of padding in such a word
+UNSEEN = -1  # the word of a query that is padding: no key has such a block, or such a segment
 
 
 @flax.struct.dataclass
@@ -45,7 +46,7 @@ class GpuTags:
     Attributes:
         query_block, key_block: words whose upper half holds the segment if rows are packed: the
             kernel for the gradient of keys has no registers left for a third number per query.
-        query_horizon: as given.
+        query_horizon: of queries. Those of padding, and their words, are tags that see no key.
         packed: static: whether there are segments.
     """
 
@@ -57,9 +58,8 @@ class GpuTags:
     def of_queries(self, batch, queries, *, keys_down: bool):
         """Returns the words and horizons of some queries."""
         layout = plgpu.Layout.WGMMA.reduce(0 if keys_down else 1)
-        return tuple(
-            _numbers(x, batch, queries, layout) for x in (self.query_block, self.query_horizon)
-        )
+        tags = self.query_block, self.query_horizon
+        return tuple(_numbers(x, batch, queries, layout) for x in tags)
 
     def mask(self, batch, queries, keys, *, keys_down: bool):
         """Returns who sees whom in a tile, [queries, keys] or transposed.
@@ -82,9 +82,7 @@ class GpuTags:
         horizon = lax.broadcast_in_dim(horizon, shape, [query_axis])
         layout = plgpu.Layout.WGMMA.reduce(query_axis)
         key_block, *key_segment = apart(_numbers(self.key_block, batch, keys, layout), key_axis)
-        padding = PACKED_PADDING if self.packed else PAD_BLOCK
-        # `~` of a vector of booleans does not lower.
-        return visible(block, horizon, key_block, *segment, *key_segment) & (block != padding)
+        return visible(block, horizon, key_block, *segment, *key_segment)
 
 
 def _numbers(tags, batch, at, layout):
@@ -583,4 +581,7 @@ def laid_out(tags: common.Tags, sizes: GpuSizes) -> GpuTags:
             segment << SEGMENT_SHIFT | jnp.minimum(block, PACKED_PADDING)
             for segment, block in zip(segments, words, strict=True)
         ]
-    return GpuTags(words[0], padded_tags(query_horizon, rows, PAD_HORIZON), words[1], packed)
+    is_padding = padded_tags(query_block, rows, PAD_BLOCK) == PAD_BLOCK
+    words[0] = jnp.where(is_padding, UNSEEN, words[0])
+    horizon = jnp.where(is_padding, PAD_HORIZON, padded_tags(query_horizon, rows, PAD_HORIZON))
+    return GpuTags(words[0], horizon, words[1], packed)
