@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.kernels.attention import mesh_in_use, slot_multiple
+from sparse_lavida_jax.kernels.attention import mesh_in_use, slot_multiple, takes_tables
 from sparse_lavida_jax.layout import (
     GIVEN_BLOCK,
     AnyArray,
@@ -55,6 +55,7 @@ from sparse_lavida_jax.sampling.state import (
     pass_prompt,
     prefill,
     program_of,
+    reaches,
     response_stream,
     rows_of,
     step_hidden,
@@ -65,6 +66,11 @@ from sparse_lavida_jax.sequence import Kind
 # Segments are run in compiled loops of these lengths, so that requests with any number of steps
 # share them. Small models on CPUs compile faster as one loop.
 TRIPS = (16, 8, 4, 2, 1)
+
+# Without a kernel that skips empty slots, a segment reads the cache up to a multiple of so many
+# slots. Texts, whose blocks share a program if they read the same length, have at most so many
+# lengths.
+READ_SLOTS, TEXT_LENGTHS = 16, 8
 
 OWN_DRAWS = Draws()  # drawn here, not read from a record
 
@@ -378,12 +384,14 @@ class Begun:
         prompt: on the device.
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
+        reach: by the first step of a segment: the slots that it reads, if these are not all.
     """
 
     canvas: Int[np.ndarray, "b l g"]
     prompt: Prompt | None
     program: StepSettings
     state: SamplerState | None
+    reach: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 def begin(
@@ -412,8 +420,11 @@ def begin(
         prompt = prepare(examples, model.settings, settings, prompt_len)
     on_device, rows = jax.device_put((prompt, rows))
     begun = model, canvas, decoded_at, rows
-    multiple = _slot_multiple(model.settings.attention_implementation or None)
-    room = capacity(prompt, segments, settings, multiple)
+    implementation = model.settings.attention_implementation or None
+    room = capacity(prompt, segments, settings, _slot_multiple(implementation))
+    reach = {}
+    if settings.uses_cache and not takes_tables(implementation):
+        reach = _read_slots(prompt, segments, settings, room[settings.kind == "image"])
     with _over_mesh(model):
         parts = []
         # Over a mesh, rows are split over devices; parts with few rows could not be.
@@ -435,7 +446,19 @@ def begin(
                 capacity=room,
                 prompt_len=own_len(prompt, decodes(settings.kind)),
             )
-    return Begun(canvas, on_device, program, state)
+    return Begun(canvas, on_device, program, state, reach)
+
+
+def _read_slots(
+    prompt: Prompt, segments: list[plans.Segment], settings: StepSettings, room: int
+) -> dict[int, int]:
+    """Returns `Begun.reach` for a region of `room` slots."""
+    unit = READ_SLOTS
+    if settings.kind == "text":
+        unit = max(4 * unit, -(-room // TEXT_LENGTHS))
+    used = zip(segments, reaches(prompt, segments, settings), strict=True)
+    read = {int(segment.block[0]): -(-slots // unit) * unit for segment, slots in used}
+    return {block: slots for block, slots in read.items() if slots < room}
 
 
 def _first_canvas(
@@ -491,6 +514,7 @@ def advance(
         guided=bool(segment.guided[0]),
         refreshing=bool(segment.refresh[0]),
         num_registers=num_registers(segment, begun.program),
+        reach=begun.reach.get(int(segment.block[0])),
     )
     start = 0
     for part in trips(segment) if in_trips and not now.choice.ends_early else [segment]:

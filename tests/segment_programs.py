@@ -237,6 +237,19 @@ def weights_made(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
     ]
 
 
+def weights_copied(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
+    """Returns instructions of loops that make matrices of `shapes`, except inside fusions.
+
+    On a TPU a product fetches its matrix from the stack itself, in fusions inside its own.
+    """
+    bodies = {name for line in hlo.splitlines() for name in _BODY.findall(line)}
+    return [
+        f"{name}: {result} {opcode}"
+        for name, result, opcode in _of_shapes(hlo, shapes)
+        if name in bodies and opcode == "fusion" and not result.startswith("(")
+    ]
+
+
 def in_place(hlo: str, shapes: frozenset[tuple[int, ...]]) -> list[str]:
     """Returns the writes into such arrays inside loops; there must be some to check."""
     return [

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
@@ -29,6 +29,7 @@ _COMPARED = re.compile(r"compare\(%([\w.-]+), ")
 _ADDED = re.compile(r"%([\w.-]+) = [su]32\[\][^ ]* add\(%[\w.-]+, %([\w.-]+)\)")
 _RETURNED = re.compile(r"^\s+ROOT .* tuple\((.*?)\)", re.MULTILINE)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_PRODUCT = re.compile(r" (?:dot|convolution)\(")
 _UNKNOWN_CYCLES = 2**62  # the compiler's value for "unknown"
 _KERNEL_FLOPS = re.compile(r'tpu_custom_call.*"cost_estimate":\{"flops":"(\d+)"')
 
@@ -89,13 +90,24 @@ def cycles(hlo: str) -> int:
     return _sum(hlo, _CYCLES)
 
 
+def product_cycles(hlo: str) -> int:
+    """Returns those of `cycles` that are spent in products of matrices."""
+    lines, _ = _computations(hlo)
+
+    def multiplies(line: str) -> bool:
+        own = [one for name in _CALLS.findall(line) for one in lines.get(name, [])]
+        return any(map(_PRODUCT.search, [line, *own]))
+
+    return _sum(hlo, _CYCLES, multiplies)
+
+
 def kernel_flops(hlo: str) -> int:
     """Returns the operations in Pallas kernels for TPUs per call, as the kernels state them."""
     return _sum(hlo, _KERNEL_FLOPS)
 
 
-def _sum(hlo: str, number: re.Pattern) -> int:
-    found = ((number.search(line), runs) for line, runs in _instructions(hlo))
+def _sum(hlo: str, number: re.Pattern, counts: Callable[[str], bool] = lambda line: True) -> int:
+    found = ((number.search(line), runs) for line, runs in _instructions(hlo) if counts(line))
     return sum(int(n[1]) * runs for n, runs in found if n and int(n[1]) < _UNKNOWN_CYCLES)
 
 
@@ -106,6 +118,19 @@ def _size(array: re.Match) -> int:
 
 def _instructions(hlo: str) -> Iterator[tuple[str, int]]:
     """Yields every instruction, with how often it runs in a call of the program."""
+    lines, entry = _computations(hlo)
+    runs: collections.Counter[str] = collections.Counter({entry: 1})
+    # Callers come after the computations they call, so counts are complete when passed on.
+    for name in reversed(lines):
+        for line in lines[name]:
+            for callee, times in _called(line, lines):
+                runs[callee] += runs[name] * times
+    for name, own in lines.items():
+        yield from ((line, runs[name]) for line in own if runs[name])
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """Returns the instructions of every computation, and the name of the first to run."""
     lines: dict[str, list[str]] = {}
     name = entry = ""
     for line in hlo.splitlines():
@@ -115,14 +140,7 @@ def _instructions(hlo: str) -> Iterator[tuple[str, int]]:
             lines[name] = []
         elif name and _INSTRUCTION.match(line):
             lines[name].append(line)
-    runs: collections.Counter[str] = collections.Counter({entry: 1})
-    # Callers come after the computations they call, so counts are complete when passed on.
-    for name in reversed(lines):
-        for line in lines[name]:
-            for callee, times in _called(line, lines):
-                runs[callee] += runs[name] * times
-    for name, own in lines.items():
-        yield from ((line, runs[name]) for line in own if runs[name])
+    return lines, entry
 
 
 def _called(line: str, lines: dict[str, list[str]]) -> list[tuple[str, int]]:

@@ -183,7 +183,7 @@ class Timed:
                 "useful": round(need.total("tokens") / rows),
                 "padded": round(need.total("slots") / rows),
             },
-            "flops": {"useful": need.total("operations")},
+            "flops": {"useful": need.total("operations"), "vq": self.vq_operations()},
             "bytes": {"weights": need.total("weights"), "kv": need.total("keys")}
             | {"parameters": fuse.parameter_bytes(self.model)},
             "loop_flops": sum(operations),
@@ -194,6 +194,17 @@ class Timed:
             **({"logits": self.moved_logits()} if case.sampling.quantize else {}),
             "note": f"whole request; quality not measured{part}",
         }
+
+    def vq_operations(self) -> float:
+        """Returns the operations of the image tokenizer in a request."""
+        runs = {
+            "vq_encode": self.case.image is not None,
+            "vq_decode": self.case.example.kind == "image",
+        }
+        if self.subject.codec is None or not any(runs.values()):
+            return 0.0
+        counted = work.of_image_tokenizer(self.subject.settings.vq)
+        return self.case.batch * sum(counted[name] for name in runs if runs[name])
 
     def moved_logits(self) -> dict[str, float]:
         """Returns how far 8 bits change the logits of the first step, and how many modes remain."""

@@ -84,6 +84,10 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "padding": lambda row: 1 - row["tokens"]["useful"] / row["tokens"]["padded"],
     "compilations": lambda row: row["compilations_timed"],
     "vq_s": lambda row: row["split_s"]["vq_encode"] + row["split_s"]["vq_decode"],
+    "vq_share_of_s": lambda row: row["vq_s"] / row["median_s"],
+    "vq_share_of_operations": lambda row: (
+        row["flops"]["vq"] / (row["flops"]["vq"] + row["flops"]["useful"])
+    ),
     "timed_in_part": lambda row: (
         f" ({row['steps_timed']} steps timed)" if row["steps_timed"] < row["steps"] else ""
     ),

@@ -13,6 +13,7 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench.suites import RequestCase
+from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.prompts import Prompt, parted
 from sparse_lavida_jax.sampling.state import num_registers
@@ -87,6 +88,18 @@ def of_case(case: RequestCase, model: config.Model) -> RequestWork:
             elif settings.preset.cache_response and not settings.preset.refreshes:
                 committed += used[0]
     return RequestWork(prefills, steps)
+
+
+def of_image_tokenizer(settings: config.VQ) -> dict[str, float]:
+    """Counts the operations to encode and to decode one image, as XLA does."""
+    model, side = vq.shapes(settings), settings.image_size
+    codes = jax.ShapeDtypeStruct((1, *(side // settings.factor,) * 2), jnp.int32)
+    pixels = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
+    calls = {
+        "vq_encode": jax.jit(lambda model: model.encode(jnp.zeros_like(pixels))),
+        "vq_decode": jax.jit(lambda model: model.decode(jnp.zeros_like(codes))),
+    }
+    return {name: call.lower(model).cost_analysis()["flops"] for name, call in calls.items()}
 
 
 def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -> list[Prompt]:

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-causal attention: the entry point for training, prefill and decoding.
 
-`reference` defines it, with an explicit mask. A kernel is a module with three functions, which
+`reference` defines it, with an explicit mask. A kernel is a module with four functions, which
 `run_kernel` combines into a differentiable one:
 
-* `prepare(q, k, v, tags, sizes)` returns the first four in the form that the kernel reads.
-* `forward(q, k, v, layer, tags, tables, shape)` returns the output [b s (h d)] and its log-sum-exp;
-  `k` and `v` are stacked, [n b t (h d)].
-* `backward(q, k, v, tags, tables, out, lse, cotangents, shape)` returns the gradients of q, k and
-  v, given those of the output and of its log-sum-exp.
+* `laid_out(tags, sizes)` returns the tags in the form that the kernel reads; once for all layers.
+* `prepare(q, k, v, sizes)` returns the arrays in this form.
+* `forward(q, k, v, layer, tables, shape)` returns the output [b s (h d)] and its log-sum-exp;
+  `k` and `v` are stacked, [n b t (h d)], and the tables hold the tags.
+* `backward(q, k, v, tables, out, lse, cotangents, shape)` returns the gradients of q, k and v,
+  given those of the output and of its log-sum-exp.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -114,7 +116,7 @@ def make_tables(
     implementation: str | None = None,
     key_deals: Sequence[Deal] = (),
 ) -> Tables | GpuTables | None:
-    """Returns the tile tables of one set of tags, for all layers; None if not needed.
+    """Returns the tile tables of one set of tags, and the tags, for all layers; None if not needed.
 
     Under a mesh they have an additional first axis, which counts devices (`kernels.sharded`).
 
@@ -127,10 +129,11 @@ def make_tables(
     if chosen == "reference":
         return None
     tags = (query_block, query_horizon, key_block, query_segment, key_segment)
+    kernel, _ = _kernel(chosen, dtype, head_dim)
 
     def make(*tags) -> Tables | GpuTables:
         lengths = tags[0].shape[1], tags[2].shape[1]
-        return tiles.make_tables(*tags, sizes=devices.sizes_of(chosen, *lengths, head_dim))
+        return _listed(kernel, tags, devices.sizes_of(chosen, *lengths, head_dim))
 
     split = sharded.split_of(*query_block.shape)
     return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
@@ -193,22 +196,28 @@ def run_kernel(
     Args:
         tables: of the same tags and sizes; made here if None.
     """
-    tables = tables or tiles.make_tables(*tags, sizes=shape.sizes)
+    tables = tables or _listed(kernel, tags, shape.sizes)
     length = q.shape[1]
-    q, k, v, tags = kernel.prepare(q, k, v, tags, shape.sizes)
+    q, k, v = kernel.prepare(q, k, v, shape.sizes)
     if layer is None:
-        # Tags are passed as leaves: the class annotations exclude JAX's gradients of integers.
-        leaves, structure = jax.tree.flatten((tags, tables))
+        # Passed as leaves: the class annotations exclude JAX's gradients of integers.
+        leaves, structure = jax.tree.flatten(tables)
         out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)  # type: ignore
     else:
-        out, lse = kernel.forward(q, k, v, layer, tags, tables, shape)
+        out, lse = kernel.forward(q, k, v, layer, tables, shape)
     return out[:, :length], lse.reshape(*lse.shape[:2], -1)[:, :, :length]
+
+
+def _listed(kernel: ModuleType, tags: Tags, sizes: Any) -> Any:
+    """Returns the tables of a call, with its tags as the kernel reads them."""
+    made = tiles.make_tables(*tags, sizes=sizes)
+    return dataclasses.replace(made, tags=kernel.laid_out(tags, sizes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _differentiable(kernel, shape, structure, q, k, v, leaves) -> tuple[Array, Array]:
-    tags, tables = jax.tree.unflatten(structure, leaves)
-    return tuple(kernel.forward(q, k[None], v[None], 0, tags, tables, shape))
+    tables = jax.tree.unflatten(structure, leaves)
+    return tuple(kernel.forward(q, k[None], v[None], 0, tables, shape))
 
 
 def _run_and_save(kernel, shape, structure, q, k, v, leaves):
@@ -220,8 +229,8 @@ def _run_and_save(kernel, shape, structure, q, k, v, leaves):
 
 def _gradients(kernel, shape, structure, saved, cotangents):
     q, k, v, leaves, out, lse = saved
-    tags, tables = jax.tree.unflatten(structure, leaves)
-    return (*kernel.backward(q, k, v, tags, tables, out, lse, cotangents, shape), None)
+    tables = jax.tree.unflatten(structure, leaves)
+    return (*kernel.backward(q, k, v, tables, out, lse, cotangents, shape), None)
 
 
 _differentiable.defvjp(_run_and_save, _gradients)

@@ -115,7 +115,7 @@ def _by_head(q, shape: Shape, *others) -> tuple[Array, ...]:
     return own, *(x.reshape(*x.shape[:-1], *heads) for x in others)
 
 
-def forward(q, k, v, layer, tags: Tags, tables: Tables, shape: Shape):
+def forward(q, k, v, layer, tables: Tables, shape: Shape):
     """Returns the output [b s (h d)] and its log-sum-exp [b h s]; k and v are [n b t (h d)]."""
     q, k, v = _by_head(q, shape, k, v)
 
@@ -123,7 +123,7 @@ def forward(q, k, v, layer, tags: Tags, tables: Tables, shape: Shape):
         accumulator, maximum, total = carry
         own_k, own_v = (keys.read_layer(x, layer) for x in (k, v))
         logits = _product("sngd,tnd->ngst", queries.read(q), own_k) * shape.scale
-        logits = jnp.where(_mask(tags, queries, keys), logits, -jnp.inf)
+        logits = jnp.where(_mask(tables.tags, queries, keys), logits, -jnp.inf)
         before = queries.read(maximum, axis=3)
         after = jnp.maximum(before, logits.max(axis=-1))
         decay = jnp.exp(before - after)  # [hk g s]
@@ -148,7 +148,7 @@ def forward(q, k, v, layer, tags: Tags, tables: Tables, shape: Shape):
     return out.astype(q.dtype).reshape(batch, length, -1), lse.reshape(batch, -1, length)
 
 
-def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: Shape):
+def backward(q, k, v, tables: Tables, out, lse, cotangents, shape: Shape):
     """Returns the gradients of q [b s (h d)], k and v [b t (hk d)], computed in one loop."""
     given = (q, k, v)
     rows = (q.shape[0], shape.num_kv_heads, shape.group, q.shape[1])
@@ -160,7 +160,7 @@ def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: S
     def compute(queries: _Span, keys: _Span, carry):
         dq, dk, dv = carry
         own_q, own_dout, own_k, own_v = *map(queries.read, (q, dout)), *map(keys.read, (k, v))
-        mask = _mask(tags, queries, keys)
+        mask = _mask(tables.tags, queries, keys)
         logits = _product("sngd,tnd->ngst", own_q, own_k) * shape.scale
         weights = jnp.exp(logits - queries.read(lse, axis=3)[..., None])
         weights = jnp.where(mask, weights, 0.0)
@@ -181,7 +181,13 @@ def backward(q, k, v, tags: Tags, tables: Tables, out, lse, cotangents, shape: S
     )
 
 
-def prepare(q, k, v, tags: Tags, sizes: TileSizes):
-    """Returns tags on the device; no padding is needed."""
+def prepare(q, k, v, sizes: TileSizes):
+    """Returns the arrays; no padding is needed."""
     del sizes
-    return q, k, v, tuple(None if tag is None else jnp.asarray(tag) for tag in tags)
+    return q, k, v
+
+
+def laid_out(tags: Tags, sizes: TileSizes) -> Tags:
+    """Returns the tags on the device."""
+    del sizes
+    return tuple(None if tag is None else jnp.asarray(tag) for tag in tags)

@@ -36,6 +36,7 @@ HALF = 64  # rows of each: those of one wgmma
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 SEGMENT_SHIFT = 16  # in a word that holds segment and block
 PACKED_PADDING = 2**SEGMENT_SHIFT - 1  # the block of padding in such a word
+UNSEEN = -1  # the word of a query that is padding: no key has such a block, or such a segment
 
 
 @flax.struct.dataclass
@@ -45,7 +46,7 @@ class GpuTags:
     Attributes:
         query_block, key_block: words whose upper half holds the segment if rows are packed: the
             kernel for the gradient of keys has no registers left for a third number per query.
-        query_horizon: as given.
+        query_horizon: of queries. Those of padding, and their words, are tags that see no key.
         packed: static: whether there are segments.
     """
 
@@ -54,32 +55,39 @@ class GpuTags:
     key_block: Any
     packed: bool = flax.struct.field(pytree_node=False)
 
+    def of_queries(self, batch, queries, *, keys_down: bool):
+        """Returns the words and horizons of some queries."""
+        layout = plgpu.Layout.WGMMA.reduce(0 if keys_down else 1)
+        tags = self.query_block, self.query_horizon
+        return tuple(_numbers(x, batch, queries, layout) for x in tags)
+
     def mask(self, batch, queries, keys, *, keys_down: bool):
-        """Returns who sees whom in a tile, [queries, keys] or transposed."""
-        down, across = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-        query_layout, key_layout = (across, down) if keys_down else (down, across)
-        shape = (keys.size, queries.size) if keys_down else (queries.size, keys.size)
+        """Returns who sees whom in a tile, [queries, keys] or transposed.
 
-        def load(tags, at, layout):
-            return plgpu.load(tags.at[batch, at], layout=layout, optimized=False)
+        Args:
+            queries: their tokens, or what `of_queries` returned for them.
+        """
+        if not isinstance(queries, tuple):
+            queries = self.of_queries(batch, queries, keys_down=keys_down)
+        words, horizon = queries
+        query_axis, key_axis = (1, 0) if keys_down else (0, 1)
+        shape = (keys.size, *words.shape) if keys_down else (*words.shape, keys.size)
 
-        def spread(values, layout):
-            return lax.broadcast_in_dim(values, shape, [0 if layout is down else 1])
-
-        def apart(words, at, layout):
+        def apart(words, axis):
             """Returns the blocks in words and, if rows are packed, the segments."""
-            words = load(words, at, layout)
-            if not self.packed:
-                return [spread(words, layout)]
-            blocks, segments = words & PACKED_PADDING, words >> SEGMENT_SHIFT
-            return [spread(blocks, layout), spread(segments, layout)]
+            parts = [words & PACKED_PADDING, words >> SEGMENT_SHIFT] if self.packed else [words]
+            return [lax.broadcast_in_dim(part, shape, [axis]) for part in parts]
 
-        block, *segment = apart(self.query_block, queries, query_layout)
-        horizon = spread(load(self.query_horizon, queries, query_layout), query_layout)
-        key_block, *key_segment = apart(self.key_block, keys, key_layout)
-        padding = PACKED_PADDING if self.packed else PAD_BLOCK
-        # `~` of a vector of booleans does not lower.
-        return visible(block, horizon, key_block, *segment, *key_segment) & (block != padding)
+        block, *segment = apart(words, query_axis)
+        horizon = lax.broadcast_in_dim(horizon, shape, [query_axis])
+        layout = plgpu.Layout.WGMMA.reduce(query_axis)
+        key_block, *key_segment = apart(_numbers(self.key_block, batch, keys, layout), key_axis)
+        return visible(block, horizon, key_block, *segment, *key_segment)
+
+
+def _numbers(tags, batch, at, layout):
+    """Reads tags from global memory."""
+    return plgpu.load(tags.at[batch, at], layout=layout, optimized=False)
 
 
 def interpreted(*, detect_races: bool = False) -> Any:
@@ -250,12 +258,18 @@ def _copy_tiles(row: _Row, size: int, stages: int, *arrays: tuple[Any, _Tiles]) 
 # Kernels.
 
 
-def _softmax_step(logits, carry, dtype):
-    """Returns the accumulator, total and maximum of a running softmax, and a tile's weights."""
+def _softmax_step(logits, carry, dtype, scale: float):
+    """Returns the accumulator, total and maximum of a running softmax, and a tile's weights.
+
+    Args:
+        logits: not yet scaled, and neither is the maximum: a product and the subtraction before
+            the exponential are one instruction.
+        scale: of the logits, for powers of two.
+    """
     accumulator, maximum, total = carry
     after = jnp.maximum(maximum, logits.max(axis=1))
-    decay = jnp.exp2(maximum - after)
-    weights = jnp.exp2(logits - lax.broadcast_in_dim(after, logits.shape, [0]))
+    decay = jnp.exp2((maximum - after) * scale)
+    weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(after * scale, logits.shape, [0]))
     accumulator *= lax.broadcast_in_dim(decay, accumulator.shape, [0])
     total = total * decay + weights.sum(axis=1)
     return lax.optimization_barrier((accumulator, total, after, weights.astype(dtype)))
@@ -291,6 +305,7 @@ def _forward_kernel(
         maximum = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
         total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), down)
         accumulator = _zeros(HALF, shape.head_dim)
+        own_tags = tags.of_queries(batch, queries, keys_down=False)
         pl.when(half == 1)(take_turns)
 
         def compute(step, carry, masked):
@@ -299,11 +314,11 @@ def _forward_kernel(
             k_tile = _transposed(k_tiles.smem.at[slot], shape)
             logits = _product(own, k_tile, shape, (HALF, keys), take_turns)
             plgpu.barrier_arrive(k_tiles.consumed.at[slot])
-            logits *= shape.scale * LOG2_E
             if masked:
-                mask = tags.mask(batch, queries, work.tile(step, keys), keys_down=False)
+                mask = tags.mask(batch, own_tags, work.tile(step, keys), keys_down=False)
                 logits = jnp.where(mask, logits, LOWEST)
-            accumulator, total, after, weights = _softmax_step(logits, carry, dtype)
+            how = logits, carry, dtype, shape.scale * LOG2_E
+            accumulator, total, after, weights = _softmax_step(*how)
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_tiles.ready.at[slot])
             plgpu.barrier_wait(turn)
@@ -317,7 +332,9 @@ def _forward_kernel(
         safe = jnp.where(seen, total, 1.0)
         accumulator /= lax.broadcast_in_dim(safe, accumulator.shape, [0])
         own[...] = accumulator.astype(dtype)
-        lse_smem.at[half][...] = jnp.where(seen, maximum / LOG2_E + jnp.log(safe), NOTHING_SEEN_LSE)
+        lse_smem.at[half][...] = jnp.where(
+            seen, maximum * shape.scale + jnp.log(safe), NOTHING_SEEN_LSE
+        )
         _write_own(
             (own, out.at[batch, queries, _lanes(shape, head)]),
             (lse_smem.at[half], lse.at[batch, head, queries]),
@@ -489,7 +506,7 @@ def _places(dtype, shape: Shape, size: int, stages: int):
     return *own, arriving(features(stages, size)), arriving(numbers(stages, size))
 
 
-def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: Shape):
+def forward(q, k, v, layer, tables: GpuTables, shape: Shape):
     """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths must be whole tiles."""
     sizes, (batch, length, _) = shape.sizes, q.shape
     own, numbers, tiles, _ = _places(q.dtype, shape, sizes.forward_keys, sizes.forward_stages)
@@ -498,7 +515,7 @@ def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: Shape):
         "step_causal_attention",
         shape,
         tables.forward,
-        (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tags),
+        (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tables.tags),
         [
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, shape.num_heads, length), jnp.float32),
@@ -507,11 +524,11 @@ def forward(q, k, v, layer, tags: GpuTags, tables: GpuTables, shape: Shape):
     )
 
 
-def backward(q, k, v, tags: GpuTags, tables: GpuTables, out, lse, cotangents, shape: Shape):
+def backward(q, k, v, tables: GpuTables, out, lse, cotangents, shape: Shape):
     """Returns the gradients of q [b s (h d)], k and v [b t (hk d)]."""
     sizes, (dout, _) = shape.sizes, cotangents
     delta = common.row_sums(out, cotangents, shape.num_heads)  # [b h s]
-    inputs = (q, k, v, dout, lse, delta, tags)
+    inputs = (q, k, v, dout, lse, delta, tables.tags)
     own, numbers, tiles, _ = _places(q.dtype, shape, sizes.dq_keys, sizes.dq_stages)
     (dq,) = _call(
         _query_gradient_kernel,
@@ -543,8 +560,14 @@ def _sum_of_groups(x: Float[Array, "b t hd"], shape: Shape) -> Float[Array, "b t
     return apart.astype(jnp.float32).sum(axis=3).astype(x.dtype).reshape(*x.shape[:2], -1)
 
 
-def prepare(q, k, v, tags: common.Tags, sizes: GpuSizes):
-    """Pads everything to whole tiles, and packs the tags.
+def prepare(q, k, v, sizes: GpuSizes):
+    """Pads to whole tiles."""
+    del sizes
+    return tuple(common.whole_tiles(x, HALVES * HALF) for x in (q, k, v))
+
+
+def laid_out(tags: common.Tags, sizes: GpuSizes) -> GpuTags:
+    """Pads the tags to whole tiles, and packs them.
 
     Block numbers of packed rows must be below `PACKED_PADDING`.
     """
@@ -558,6 +581,7 @@ def prepare(q, k, v, tags: common.Tags, sizes: GpuSizes):
             segment << SEGMENT_SHIFT | jnp.minimum(block, PACKED_PADDING)
             for segment, block in zip(segments, words, strict=True)
         ]
-    q, k, v = (common.whole_tiles(x, rows) for x in (q, k, v))
-    horizon = padded_tags(query_horizon, rows, PAD_HORIZON)
-    return q, k, v, GpuTags(words[0], horizon, words[1], packed)
+    is_padding = padded_tags(query_block, rows, PAD_BLOCK) == PAD_BLOCK
+    words[0] = jnp.where(is_padding, UNSEEN, words[0])
+    horizon = jnp.where(is_padding, PAD_HORIZON, padded_tags(query_horizon, rows, PAD_HORIZON))
+    return GpuTags(words[0], horizon, words[1], packed)

@@ -246,12 +246,12 @@ def _call(
     )(*listed, *prefetched, *[array for array, _ in inputs])
 
 
-def forward(q, k, v, layer, tags, tables: Tables, shape: Shape):
+def forward(q, k, v, layer, tables: Tables, shape: Shape):
     """Returns the output [b s (h d)] and its log-sum-exp [b h 1 s]; k and v are [n b t (h d)].
 
     Lengths must be whole numbers of tiles.
     """
-    (down, _), (_, across) = tags
+    (down, _), (_, across) = tables.tags
     batch, length, _ = q.shape
     heads, size = _heads(shape), shape.sizes.queries
     if not shape.interpret:
@@ -281,9 +281,9 @@ def forward(q, k, v, layer, tags, tables: Tables, shape: Shape):
     )
 
 
-def backward(q, k, v, tags, tables: Tables, out, lse, cotangents, shape: Shape):
+def backward(q, k, v, tables: Tables, out, lse, cotangents, shape: Shape):
     """Returns the gradients of q [b s (h d)], k and v [b t (hk d)]."""
-    ((_, across), (down, _)), (dout, _) = tags, cotangents
+    ((_, across), (down, _)), (dout, _) = tables.tags, cotangents
     delta = common.row_sums(out, cotangents, shape.num_heads)  # [b h 1 s]
     inputs = [
         (across, f"batch {SUBLANES} queries"),
@@ -321,19 +321,23 @@ def backward(q, k, v, tags, tables: Tables, out, lse, cotangents, shape: Shape):
     return dq, dk, dv
 
 
-def prepare(q, k, v, tags: common.Tags, sizes: TileSizes):
-    """Pads everything to whole tiles, and lays out the tags."""
-    query_block, query_horizon, key_block, query_segment, key_segment = tags
-    laid_out = (
-        _laid_out(query_block, query_horizon, query_segment, sizes.queries),
-        _laid_out(key_block, None, key_segment, sizes.keys),
+def prepare(q, k, v, sizes: TileSizes):
+    """Pads to whole tiles."""
+    return common.whole_tiles(q, sizes.queries), *(
+        common.whole_tiles(x, sizes.keys) for x in (k, v)
     )
-    q = common.whole_tiles(q, sizes.queries)
-    k, v = (common.whole_tiles(x, sizes.keys) for x in (k, v))
-    return q, k, v, laid_out
 
 
-def _laid_out(block, horizon, segment, multiple: int):
+def laid_out(tags: common.Tags, sizes: TileSizes):
+    """Returns the tags of queries and those of keys, each in two layouts."""
+    query_block, query_horizon, key_block, query_segment, key_segment = tags
+    return (
+        _down_and_across(query_block, query_horizon, query_segment, sizes.queries),
+        _down_and_across(key_block, None, key_segment, sizes.keys),
+    )
+
+
+def _down_and_across(block, horizon, segment, multiple: int):
     """Returns tags down, [b s 128], and across, [b 8 s]: block, horizon and segment of each.
 
     They are padded to whole tiles.

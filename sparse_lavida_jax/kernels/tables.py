@@ -73,11 +73,13 @@ class Tables:
         by_query: rows are tiles of queries: forward, and the gradient of the queries.
         by_key: rows are tiles of keys: the gradient of keys and values.
         sizes: static.
+        tags: in the form that the kernel reads.
     """
 
     by_query: TileList
     by_key: TileList
     sizes: TileSizes = flax.struct.field(pytree_node=False)
+    tags: Any = None
 
 
 def part_classes(
@@ -238,6 +240,7 @@ class GpuTables:
     for_dq: RowLists
     for_dkv: RowLists
     sizes: GpuSizes = flax.struct.field(pytree_node=False)
+    tags: Any = None  # as in `Tables`
 
 
 def make_tables(

@@ -37,6 +37,7 @@ class KVCache:
         offset: next free slot of the decoded stream, counted from the start of its region.
         understanding_len: slots of the understanding region (u), static.
         decodes: the stream that is decoded, static.
+        reach: static; only so many slots of the decoded stream's region are read. None: all.
     """
 
     joint: tuple[Float[Array, "n b t hd"], Float[Array, "n b t hd"]]
@@ -45,6 +46,7 @@ class KVCache:
     offset: Int[Array, ""]
     understanding_len: int = flax.struct.field(pytree_node=False)
     decodes: StreamName = flax.struct.field(pytree_node=False)
+    reach: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
     def empty(
@@ -105,11 +107,34 @@ class KVCache:
         return dataclasses.replace(self, split=split)
 
     @property
+    def joint_block(self) -> Int[Array, "b t"]:
+        """Tags of the slots that are read in joint layers."""
+        return self.block[:, : self._joint_end]
+
+    @property
     def split_block(self) -> Int[Array, "b r"]:
-        """Tags of the decoded stream's region."""
-        if self.decodes == "understanding":
-            return self.block[:, : self.understanding_len]
-        return self.block[:, self.understanding_len :]
+        """Tags of the slots that are read in split layers: the decoded stream's region."""
+        start = 0 if self.decodes == "understanding" else self.understanding_len
+        return self.block[:, start : self._end(self.decodes)][:, : self.reach]
+
+    @property
+    def _joint_end(self) -> int:
+        whole = self.block.shape[1]
+        # The decoded region must be the last one.
+        if self.reach is None or self._end(self.decodes) < whole:
+            return whole
+        return self.reach + (0 if self.decodes == "understanding" else self.understanding_len)
+
+    def joint_layer(self, layer: Int[Array, ""]) -> tuple[Pair, Int[Array, ""] | None]:
+        """Returns keys and values of all joint layers, and `layer`.
+
+        If only some slots are read, these are returned, of this layer alone, and None.
+        """
+        return _layer_of(self.joint, layer, self._joint_end)
+
+    def split_layer(self, layer: Int[Array, ""]) -> tuple[Pair, Int[Array, ""] | None]:
+        """Returns the same of the split layers."""
+        return _layer_of(self.split, layer, self.split_block.shape[1])
 
     def with_rows(self, first: int, rows: "KVCache") -> "KVCache":
         """Copies a smaller cache into the rows from `first` on, each region to its start.
@@ -140,6 +165,15 @@ class KVCache:
 
 
 _put = jax.lax.dynamic_update_slice
+
+
+def _layer_of(stored: Pair, layer, slots: int) -> tuple[Pair, Int[Array, ""] | None]:
+    _, rows, whole, width = stored[0].shape
+    if slots == whole:
+        return stored, layer
+    size, at = (1, rows, slots, width), (layer, 0, 0, 0)
+    keys, values = (jax.lax.dynamic_slice(x, at, size)[0] for x in stored)
+    return (keys, values), None
 
 
 def _put_pair(stored: Pair, given: tuple[Array, ...], start) -> Pair:

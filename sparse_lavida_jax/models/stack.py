@@ -207,7 +207,7 @@ class _Pass:
         self, asking: Sequence[StreamName], tables: AnyTables | None = None
     ) -> functools.partial:
         """Returns attention of the streams in `asking` to all tokens, or to the whole cache."""
-        stored = None if self.cache is None else self.cache.block
+        stored = None if self.cache is None else self.cache.joint_block
         return self._attention(self._joined(asking), [*self.layouts], stored, tables)
 
     def split(self, name: StreamName, tables: AnyTables | None = None) -> functools.partial:
@@ -280,7 +280,7 @@ def _joint_layer(carry, layer_and_index, *, one, keep, attend):
     if attend is None:
         return ({}, cache), None
     if cache is not None and one.cache is not None:
-        keys, values = cache.joint
+        (keys, values), index = cache.joint_layer(index)
     else:
         keys, values = (one.join([qkv[name][i] for name in names], names) for i in (1, 2))
         index = None
@@ -301,7 +301,7 @@ def _split_layer(carry, layer_and_index, *, one, attentions):
         if cache is not None and name == cache.decodes:
             cache = cache.write_split(index, keys, values)
             if one.cache is not None:
-                (keys, values), at = cache.split, index
+                (keys, values), at = cache.split_layer(index)
         attended = attentions[name](q, keys, values, layer=at)
         finished = layer.finish(branch, x[name], attended)
         result[name] = sharded.over_rows(finished) if cache is None else finished

@@ -138,6 +138,7 @@ class StepSettings:
         shapes: padded lengths of both streams of the prompt of each guidance row, if a step
             passes the prompt again and nothing is cached; (): those of the batch.
         tables_ahead: whether attention tables are made before the loop if possible.
+        reach: of a segment: how many slots of the cache it reads (`KVCache`); None: all.
     """
 
     kind: Kind
@@ -157,6 +158,7 @@ class StepSettings:
     head_tile: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
     tables_ahead: bool = True
+    reach: int | None = None
 
     @functools.cached_property
     def uses_cache(self) -> bool:

@@ -244,18 +244,25 @@ def capacity(
 
     Never too few, because an update past the end of a buffer would silently shift and overwrite.
     """
-    committed = furthest = 0
+    lengths = dict(zip(("text", "image"), padded_lengths(prompt), strict=True))
+    lengths[settings.kind] = max(
+        reaches(prompt, segments, settings), default=lengths[settings.kind]
+    )
+    text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
+    return text, image
+
+
+def reaches(prompt: Prompt, segments: list[plans.Segment], settings: StepSettings) -> list[int]:
+    """Returns how many slots of the decoded stream each segment uses, and those before it."""
+    found, own, committed = [], own_len(prompt, decodes(settings.kind)), 0
     for s in segments:
         registers = num_registers(s, settings)
         committed = 0 if s.refresh[0] else committed
         clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
         kept = clean if settings.preset.cache_response else 0
         committed += len(s.block) * kept
-        furthest = max(furthest, committed - kept + clean + others + registers)
-    lengths = dict(zip(("text", "image"), padded_lengths(prompt), strict=True))
-    lengths[settings.kind] += furthest
-    text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
-    return text, image
+        found.append(own + committed - kept + clean + others + registers)
+    return found
 
 
 def program_of(settings: StepSettings, *, greedy: bool) -> StepSettings:
@@ -322,8 +329,10 @@ def _pass(
     """Passes guidance rows whose prompts have one shape; returns the same as `step_hidden`."""
     is_text, preset_ = settings.kind == "text", settings.preset
     cache, features = state.cache, state.features
-    if settings.refreshing and cache is not None:
-        cache = dataclasses.replace(cache, offset=jnp.int32(0))
+    if cache is not None:
+        cache = dataclasses.replace(cache, reach=settings.reach)
+        if settings.refreshing:
+            cache = dataclasses.replace(cache, offset=jnp.int32(0))
     rows = settings.guidance_rows
     response = response_stream(model.settings, state, now, prompt, settings)
     clean_len, decode_len = now.clean.shape[-1], now.decode.shape[-1]
@@ -342,6 +351,7 @@ def _pass(
         tables=tables,
     )
     if cache is not None:
+        cache = dataclasses.replace(cache, reach=None)
         cache = cache.commit(before if settings.refreshing else kept)
     candidates = hidden["understanding" if is_text else "generation"]
     candidates = candidates[:, before : before + decode_len]

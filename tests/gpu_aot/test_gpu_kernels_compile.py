@@ -57,6 +57,13 @@ OTHERS = {
         "232448": "166912",  # shared memory of a block, and of a core
         "233472": "167936",
     },
+    "NVIDIA L4": {
+        "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES": "major: 8 minor: 9",
+        "core_count: 132": "core_count: 58",
+        "threads_per_core_limit: 2048": "threads_per_core_limit: 1536",
+        "232448": "101376",
+        "233472": "102400",
+    },
 }
 BLOCKS = textwrap.dedent("""
     import jax.numpy as jnp

@@ -8,11 +8,14 @@ import types
 
 import jax
 import pytest
+import tiny
 from jax._src import distributed, xla_bridge
 
 from sparse_lavida_jax import cli, runtime
 from sparse_lavida_jax.apps import doctor
+from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.kernels import admission, attention, devices, trial
+from sparse_lavida_jax.models.stack import implementation_of
 
 HERE = ("0x10de:0x2335",)
 GPU = {"device": "a GPU", "kernel": "pallas_gpu"}
@@ -191,6 +194,20 @@ def test_the_first_process_decides_for_all(number, monkeypatch):
     monkeypatch.setattr(distributed, "global_state", state)
     found = runtime.first_decides("attention", lambda: f"found by {number}", 1.0)
     assert found == ("as the first found" if number else "found by 0")
+
+
+def test_a_record_asks_for_the_attention_that_drew_it(caplog):
+    """One that does not run here is replaced, and a warning says so."""
+    model = tiny.denoiser(tiny.model_settings())
+    assert records.attending({}, model) is records.attending({"attention": "reference"}, model)
+    again = records.attending({"attention": "blockwise"}, model)
+    assert (
+        again.settings.attention_implementation == "blockwise" != implementation_of(model.settings)
+    )
+    assert not caplog.messages
+    assert records.attending({"attention": "pallas_tpu"}, model) is model
+    (said,) = caplog.messages
+    assert "attention by pallas_tpu, which does not run here: single bits may differ" in said
 
 
 def test_a_cpu_has_nothing_to_check(monkeypatch):

@@ -94,3 +94,24 @@ def test_cache_is_carried_through_jit_and_loops():
     cache = jax.jit(lambda cache: jax.lax.fori_loop(0, 4, body, cache))(empty("generation"))
     assert int(cache.offset) == 4
     np.testing.assert_array_equal(cache.block[0, UNDERSTANDING:], [3, 3, 3, 3, 9, *[PAD_BLOCK] * 4])
+
+
+@pytest.mark.parametrize("decodes", ["understanding", "generation"])
+def test_only_slots_within_reach_are_read(decodes):
+    """The other stream's region is always read whole, if it comes first."""
+    cache = write(empty(decodes), decodes, [1, 1, 2], 1.0)
+    whole, layer = cache.joint_layer(jnp.int32(1))
+    assert whole is cache.joint and layer == 1
+    near = cache.replace(reach=3)
+    (keys, values), layer = near.split_layer(jnp.int32(0))
+    np.testing.assert_array_equal(keys, cache.split[0][0, :, :3])
+    np.testing.assert_array_equal(values, cache.split[1][0, :, :3])
+    assert layer is None and near.split_block.tolist() == [[1, 1, 2]] * BATCH
+    stored, layer = near.joint_layer(jnp.int32(1))
+    if decodes == "understanding":  # its region is not the last one
+        assert stored is near.joint and layer == 1
+        np.testing.assert_array_equal(near.joint_block, cache.block)
+    else:
+        np.testing.assert_array_equal(stored[0], cache.joint[0][1, :, : UNDERSTANDING + 3])
+        np.testing.assert_array_equal(near.joint_block, cache.block[:, : UNDERSTANDING + 3])
+        assert layer is None

@@ -25,12 +25,17 @@ HloModule jit_f
   ROOT %sum = f32[] add(f32[] %a, f32[] %b)
 }
 
+%multiplied (a: f32[8,4]) -> f32[8,4] {
+  ROOT %product = f32[8,4] convolution(f32[8,4] %a, f32[4,4] %b), dim_labels=bf_io->bf
+}
+
 %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
   %two = s32[] constant(2)
   %next = s32[] add(%i, %two)
   %gathered = bf16[8,16]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}
   %work = f32[8,4]{1,0} fusion(%gathered), kind=kLoop, backend_config={"estimated_cycles":"100"}
-  ROOT %carry = (s32[], f32[8,4]) tuple(%next, %work)
+  %more = f32[8,4] fusion(%work), calls=%multiplied, backend_config={"estimated_cycles":"40"}
+  ROOT %carry = (s32[], f32[8,4]) tuple(%next, %more)
 }
 
 %condition (p: (s32[], f32[8,4])) -> pred[] {
@@ -57,14 +62,17 @@ def test_loops_count_as_often_as_they_run():
         "4 x f32[2,4]": ("reduce-scatter", 8 * 4 * 4, 1),
         "f32[3]+bf16[4]": ("all-reduce", 3 * 4 + 4 * 2, 1),
     }
-    assert hlo.cycles(PROGRAM) == 500  # a kernel unknown to the compiler has none
+    assert (hlo.cycles(PROGRAM), hlo.product_cycles(PROGRAM)) == (
+        700,
+        200,
+    )  # a kernel unknown to the compiler has none
     assert hlo.kernel_flops(PROGRAM) == 7
 
 
 def test_seconds_are_projected_from_estimates_and_numbers_of_vendors():
     compiled = types.SimpleNamespace(as_text=lambda: PROGRAM)
     told = aot.AotProgram("v5p:4x4x4", {"fsdp": 64}, compiled, (), 0.0).projected()
-    compute, attention, exchange = 500 / 1.75e9, 7 / (0.5 * 459e12), 1556 / 600e9
+    compute, attention, exchange = 700 / 1.75e9, 7 / (0.5 * 459e12), 1556 / 600e9
     assert told == pytest.approx({
         "compute_s": compute,
         "attention_s": attention,

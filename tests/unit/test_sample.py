@@ -252,6 +252,40 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_slots_that_a_segment_cannot_reach_are_not_read(kind, monkeypatch):
+    """Early segments read only what they and their predecessors write; the results are the same."""
+    if kind == "image":
+        settings, requests = image_settings(), image_requests(3, 6)
+        segments = image_plan(requests, max_segments=2)
+    else:
+        settings, requests = text_settings(), text_requests((3, 0.0), (5, 0.0))
+        segments = traces.plan(requests, settings, 2)
+    model, own = tiny.denoiser(SETTINGS), ("text", "image").index(kind)
+
+    def run():
+        with traces._patched(**traces._quick()):
+            begun = sample.begin(model, requests, segments, settings=settings)
+        return begun.reach, traces.finished(model, requests, segments, settings)
+
+    monkeypatch.setattr(sample, "READ_SLOTS", 1000)
+    reach, whole = run()
+    assert reach == {}
+    monkeypatch.setattr(sample, "READ_SLOTS", 1)
+    monkeypatch.setattr(sample, "TEXT_LENGTHS", 1000)
+    reach, canvas = run()
+    np.testing.assert_array_equal(canvas, whole)
+    prompt = tiny.prepare(requests, SETTINGS)
+    rooms = [
+        state_of.capacity(prompt, segments[: i + 1], settings)[own] for i in range(len(segments))
+    ]
+    starts = [int(segment.block[0]) for segment in segments]
+    read = [reach.get(start, rooms[-1]) for start in starts]
+    unit = 4 if kind == "text" else 1
+    assert read == [min(-(-n // unit) * unit, rooms[-1]) for n in rooms]
+    assert read[0] < read[-1]
+
+
 # ---------------------------------------------------------------------------------------------
 # Whole runs.
 

@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import pathlib
+import types
 
 import jax
 import pytest
@@ -228,6 +229,24 @@ def counted(need):
         f"{tera:.1f} TF" if tera < 400 else f"{tera:,.0f} TF",
         f"{floor:.3f} s" if floor < 1 else f"{floor:.2f} s",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "suite", "parts"),
+    [
+        ("decode, of an image", "headline", ("vq_decode",)),
+        ("encode and decode, of an edit", "edit", ("vq_encode", "vq_decode")),
+    ],
+)
+def test_the_page_counts_the_image_tokenizer(name, suite, parts):
+    own, shares = sum(work.of_image_tokenizer(FULL.vq)[part] for part in parts), []
+    for case in suites.cases(suite, FULL)[:2]:
+        whole = own + work_of(case).total("operations")
+        shares.append(f"{100 * own / whole:.1f} %")
+        subject = types.SimpleNamespace(codec=True, settings=FULL)
+        row = types.SimpleNamespace(case=case, subject=subject)
+        assert requests.Timed.vq_operations(row) == own
+    assert told(name, f"{own / 1e12:.1f} TF", *shares) in PAGE
 
 
 @pytest.mark.parametrize(

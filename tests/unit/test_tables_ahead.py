@@ -94,16 +94,16 @@ def test_what_is_not_known_before_is_made_in_the_step(name, kind, ahead):
     assert seen == [None]
 
 
-def loop_of(requests, segments, asked):
-    """Returns the loop of a segment's program, as text."""
-    model = tiny.denoiser(SETTINGS)
+def loop_of(requests, segments, asked, model=None):
+    """Returns the loop of a segment's program."""
+    model = model or tiny.denoiser(SETTINGS)
     with traces._patched(prefill=traces._prefill):
         begun = sample.begin(model, requests, segments, settings=asked)
     steps = jax.tree.map(jnp.asarray, state_of.StepTokens.of(segments[0]))
     run = functools.partial(sample.run_segment.__wrapped__, settings=begun.program)
     program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]
-    return str(loops[-1])
+    return loops[-1]
 
 
 def test_the_loop_makes_no_tables(monkeypatch):
@@ -111,6 +111,32 @@ def test_the_loop_makes_no_tables(monkeypatch):
     asked = traces.settings_of("sparse", "image", SETTINGS)
     requests = [tiny.request("image", SETTINGS, 0, words=3)]
     segments = traces.plan(requests, asked, num_steps=2)[:1]
-    assert "cumsum" not in loop_of(requests, segments, asked)
+    assert "cumsum" not in str(loop_of(requests, segments, asked))
     monkeypatch.setattr(sample, "_tables_ahead", lambda *_: None)
-    assert "cumsum" in loop_of(requests, segments, asked)
+    assert "cumsum" in str(loop_of(requests, segments, asked))
+
+
+def laid_out(equations):
+    """Returns the primitives that pad or stack whole numbers, including inner programs."""
+    for equation in equations:
+        tags = [var.aval for var in equation.outvars if getattr(var.aval, "ndim", 0) > 1]
+        if any(tag.dtype == jnp.int32 for tag in tags):
+            yield from {equation.primitive.name} & {"pad", "concatenate"}
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from laid_out(inner.eqns)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "blockwise"])
+def test_tags_are_laid_out_once_for_all_layers(implementation, monkeypatch):
+    """In the loops over layers, no tags are padded or stacked; before them, they are for TPUs."""
+    settings = dataclasses.replace(SETTINGS, attention_implementation=implementation)
+    asked = traces.settings_of("sparse", "image", settings)
+    requests = [tiny.request("image", settings, 0, words=3)]
+    segments = traces.plan(requests, asked, num_steps=2)[:1]
+    monkeypatch.setattr(sample, "_tables_ahead", lambda *_: None)
+    loop = loop_of(requests, segments, asked, tiny.denoiser(settings))
+    body = [*jax.extend.core.jaxprs_in_params(loop.params)][-1]
+    layers = [equation for equation in body.eqns if equation.primitive.name == "scan"]
+    assert len(layers) == 2  # joint and split
+    assert not [*laid_out(layers)]
+    assert "pad" in laid_out([e for e in body.eqns if e.primitive.name != "scan"])
