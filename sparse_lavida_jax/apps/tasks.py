@@ -49,24 +49,24 @@ FORMS = {
     ),
     "inpaint": TaskForm(
         "redraw a part of an image",
-        f"out.png {_CIRCLE} --box 0,0,48,48 --out inpainted.png",
+        'out.png "a cyan cross above a blue square" --box 0,0,96,48 --out inpainted.png',
         "image prompt mask hole batch",
         label="Inpaint",
         words=("What the whole image shows", ""),
     ),
     "outpaint": TaskForm(
         "extend an image beyond its edges",
-        f"out.png {_CIRCLE} --box 16,16,80,80 --out outpainted.png",
+        f"smaller.png {_CIRCLE} --out outpainted.png",
         "image prompt place batch",
         label="Outpaint",
         words=("What the whole new image shows", ""),
     ),
     "reflect": TaskForm(
         "draw an image, judge it, and correct its faults",
-        f"{_CIRCLE} --rounds 3 --out out.png",
+        '"two blue squares" --rounds 3 --out reflected.png',
         "prompt rounds batch",
         label="Draw and judge",
-        words=("Prompt", "two blue squares and a red circle"),
+        words=("Prompt", "two blue squares"),
     ),
     "ask": TaskForm(
         "answer a question about an image",

@@ -47,6 +47,7 @@ def test_what_it_knows_is_a_sentence():
     ("text", "unknown", "spelled"),
     [
         ("Red Circles", [], "red circles"),
+        ("A Red Circle.", [], "a red circle"),
         ("a RED circle, a hexagon", ["hexagon"], "a red circle, a hexagon"),
         ("five crosses", ["five"], "five crosses"),
         ("colours of things", [], "colours of things"),
