@@ -47,10 +47,11 @@ def kept(outputs: list) -> list:
 
 
 def trimmed(output: dict) -> dict:
-    """Returns an output whose image is a PNG alone, and whose text is cut."""
-    png = output.data.get("image/png")
-    words = {kind: cut(text) for kind, text in output.data.items() if kind.startswith("text/")}
-    output.data = nbformat.from_dict({"image/png": png} if png else words)
+    """Returns an output with only one form: a PNG, else Markdown, else text, which is cut."""
+    said = output.data
+    kind = next(kind for kind in ("image/png", "text/markdown", "text/plain") if kind in said)
+    shown = cut(said[kind]) if kind == "text/plain" else TEMPORARY.sub("...", said[kind])
+    output.data = nbformat.from_dict({kind: shown})
     return output
 
 
