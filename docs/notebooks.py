@@ -41,9 +41,16 @@ def main() -> None:
 
 def kept(outputs: list) -> list:
     """Returns what a reader needs of a cell's outputs: one text, then images and values."""
-    told = "".join(one.text for one in outputs if one.get("name") == "stdout")
+    told, shown = "", []
+    for one in outputs:
+        if one.output_type == "stream":
+            told += one.text if one.name == "stdout" else ""
+        elif "text/html" in one.data:  # a line of a run's progress
+            told += one.data["text/plain"]
+        else:
+            shown.append(trimmed(one))
     text = [nbformat.v4.new_output("stream", name="stdout", text=cut(told))] if told else []
-    return text + [trimmed(one) for one in outputs if one.output_type != "stream"]
+    return text + shown
 
 
 def trimmed(output: dict) -> dict:
