@@ -52,14 +52,16 @@ FORMS = {
         'out.png "a cyan cross above a blue square" --box 0,0,96,48 --out inpainted.png',
         "image prompt mask hole batch",
         label="Inpaint",
-        words=("What the whole image shows", ""),
+        words=("What the whole image shows", "a cyan cross above a blue square"),
+        info="paint over what should be drawn again",
     ),
     "outpaint": TaskForm(
         "extend an image beyond its edges",
         f"smaller.png {_CIRCLE} --out outpainted.png",
         "image prompt place batch",
         label="Outpaint",
-        words=("What the whole new image shows", ""),
+        words=("What the whole new image shows", "a red circle above a blue square"),
+        info="the image becomes the middle of the new one; if it is not smaller, it is halved",
     ),
     "reflect": TaskForm(
         "draw an image, judge it, and correct its faults",
