@@ -94,7 +94,7 @@ FORMS = {
     ),
     "infill": TaskForm(
         "fill the gaps in a text",
-        '"a red circle is ___ {2} blue square" --image out.png',
+        '"a ___ red circle and a ___ blue square" --image out.png',
         "prompt shown batch",
         label="Fill gaps",
         words=("Text with gaps", "a red circle is ___ a blue square"),
