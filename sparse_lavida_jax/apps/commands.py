@@ -265,21 +265,21 @@ def _chat(asked: argparse.Namespace) -> None:
     typed = sys.stdin.isatty()
     if typed:
         say("one task and its words a line, such as: generate two red circles. Ctrl-D ends.")
-    with _shown_progress() as callback:
-        for line in sys.stdin:
-            task, _, words = line.strip().partition(" ")
-            if not task:
-                continue
-            try:
+    for line in sys.stdin:
+        task, _, words = line.strip().partition(" ")
+        if not task:
+            continue
+        try:
+            with _shown_progress() as callback:
                 result = talk.say(task, words, callback=callback)
-            except RequestError as error:
-                if not typed:
-                    raise
-                say(f"{error}")
-                continue
-            asked.out.mkdir(parents=True, exist_ok=True)
-            files = _save(result, asked.out / f"{len(talk.turns)}.png")
-            _print(result, files, form=_form(asked))
+        except RequestError as error:
+            if not typed:
+                raise
+            say(f"{error}")
+            continue
+        asked.out.mkdir(parents=True, exist_ok=True)
+        files = _save(result, asked.out / f"{len(talk.turns)}.png")
+        _print(result, files, form=_form(asked))
 
 
 def _replay(asked: argparse.Namespace) -> None:
