@@ -177,7 +177,7 @@ def _evaluate(asked: flags.FlagValues, settings: config.Config) -> str:
 
     checkpoint = asked.checkpoint or settings.evaluate.checkpoint
     folder = _workdir(asked, settings)
-    with progress(f"{settings.evaluate.benchmark}: {checkpoint}") as on_progress:
+    with progress(f"{checkpoint} on {settings.evaluate.benchmark}") as on_progress:
         how: dict[str, Any] = {"adapters": asked.adapters, "shard": asked.shard}
         if not asked.config and settings.evaluate.limit == QUICK_LIMIT:
             say(

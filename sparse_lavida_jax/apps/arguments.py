@@ -87,7 +87,8 @@ def _argument(
 _PRESETS = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
 _PLACE = (
     "where the image goes in the new one: x1,y1,x2,y2 in pixels of the new one; by default its"
-    " middle. For other shapes, use inpaint with --mask on a larger image"
+    " middle, at half its size if the image is not smaller. For other shapes, use inpaint with"
+    " --mask on a larger image"
 )
 _LINES = (
     "one prompt per line (.txt), or one object per line (.jsonl):"

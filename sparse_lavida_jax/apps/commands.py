@@ -262,14 +262,24 @@ def _chat(asked: argparse.Namespace) -> None:
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
     sampling = options.changed(pipe.settings.sampling, draws=True, **given)
     talk = Conversation(pipe, asked.image, seed=asked.seed or 0, sampling=sampling)
-    with _shown_progress() as callback:
-        for line in sys.stdin:
-            task, _, words = line.strip().partition(" ")
-            if task:
+    typed = sys.stdin.isatty()
+    if typed:
+        say("one task and its words a line, such as: generate two red circles. Ctrl-D ends.")
+    for line in sys.stdin:
+        task, _, words = line.strip().partition(" ")
+        if not task:
+            continue
+        try:
+            with _shown_progress() as callback:
                 result = talk.say(task, words, callback=callback)
-                asked.out.mkdir(parents=True, exist_ok=True)
-                files = _save(result, asked.out / f"{len(talk.turns)}.png")
-                _print(result, files, form=_form(asked))
+        except RequestError as error:
+            if not typed:
+                raise
+            say(f"{error}")
+            continue
+        asked.out.mkdir(parents=True, exist_ok=True)
+        files = _save(result, asked.out / f"{len(talk.turns)}.png")
+        _print(result, files, form=_form(asked))
 
 
 def _replay(asked: argparse.Namespace) -> None:

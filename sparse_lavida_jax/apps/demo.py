@@ -117,7 +117,7 @@ class _Tab:
         with gr.Row():
             with gr.Column():
                 if spec.image:
-                    first = examples.start() if small and task != "infill" else None
+                    first = examples.start(task) if small and task != "infill" else None
                     self.shown = _image(service, first, small=task == "inpaint")
                     inputs["given"] = self.shown
                 if task == "inpaint":
@@ -175,7 +175,9 @@ def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
     if shown is None:
         chips.click(lambda sample: sample[0], chips, words, **QUIET)
     else:
-        chips.click(lambda sample: (examples.start(), sample[0]), chips, [shown, words], **QUIET)
+        chips.click(
+            lambda sample: (examples.start(task), sample[0]), chips, [shown, words], **QUIET
+        )
 
 
 def _gallery(tabs: Sequence[_Tab]) -> None:

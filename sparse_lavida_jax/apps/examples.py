@@ -22,6 +22,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "remove the red circle",
         "add a purple triangle",
     ),
+    "outpaint": ("a red circle above a blue square",),
     "reflect": ("two blue squares", "a red circle above a blue square"),
     "ask": (
         "how many squares are there?",
@@ -40,6 +41,7 @@ SCENE = {
 }
 
 
-def start() -> Pixels:
-    """Returns the image that the examples are about."""
-    return world.render(world.Scene.of(SCENE))
+def start(task: str = "") -> Pixels:
+    """Returns the image that the examples are about; to outpaint, the middle of it."""
+    image = world.render(world.Scene.of(SCENE))
+    return image[16:80, 16:80] if task == "outpaint" else image

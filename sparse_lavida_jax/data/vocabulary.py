@@ -31,10 +31,12 @@ class Vocabulary:
     Attributes:
         words: as they were spelled there.
         knows: what they are about, as the end of "This model knows ...".
+        full_stops: whether the texts had any; if not, one at the end of a text is left out.
     """
 
     words: frozenset[str]
     knows: str
+    full_stops: bool = True
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "Vocabulary | None":
@@ -55,6 +57,8 @@ class Vocabulary:
 
         Tokens such as `<LOC_3>` stay as they are.
         """
+        if not self.full_stops:
+            text = text.rstrip(" .!")
 
         def known(match: re.Match[str]) -> str:
             word = match[0]

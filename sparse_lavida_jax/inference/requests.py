@@ -349,7 +349,9 @@ def _texts(request: Request, *, has_words: bool) -> list[str]:
     """Returns what a request says in words."""
     if request.template is not None:
         return [piece for piece in request.template if isinstance(piece, str)]
-    return [request.words, *(question for question, _ in request.earlier)] if has_words else []
+    layouts = [request.plan] if isinstance(request.plan, str) else []
+    asked = [request.words, *(question for question, _ in request.earlier)] if has_words else []
+    return asked + layouts
 
 
 def _grid(known: Any, row: int, side: int) -> Grid:

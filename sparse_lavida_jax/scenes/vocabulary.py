@@ -33,7 +33,7 @@ def _scenes() -> Vocabulary:
         f"{listed(SIZES, 'and')} {listed(shapes, 'and')} in {listed(COLOURS, 'and')}, one to"
         f" {NUMBERS[MOST_COUNTED - 1]} of them, {listed(RELATIONS, 'or')} each other"
     )
-    return Vocabulary(frozenset(words_of(" ".join(said))), knows)
+    return Vocabulary(frozenset(words_of(" ".join(said))), knows, full_stops=False)
 
 
 @functools.cache

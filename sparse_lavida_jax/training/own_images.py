@@ -105,6 +105,8 @@ def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe
     Raises:
         RecipeError, PrepareError: see `recipe.read` and `folders.read`.
     """
+    if not source.exists():
+        raise recipe.RecipeError(f"there is no folder of images and no mixture file {source}.")
     if not source.is_dir():
         return recipe.read(source)
     given = folders.read(source, prepared)
@@ -244,6 +246,10 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
         RecordError: it is incomplete.
         VQError: its image tokenizer cannot be read.
     """
+    if not prepared.is_dir():
+        raise config.ConfigError(
+            f"there is no prepared folder {prepared}. `sparse-lavida prepare` makes one."
+        )
     try:
         tokenizer = ChatTokenizer(prepared / prepare.TOKENIZER)
     except (ValueError, FileNotFoundError) as error:

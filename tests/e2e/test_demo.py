@@ -452,6 +452,10 @@ def test_examples_are_right():
         assert thing or changed not in after, instruction
         kept = cells.keys() | after.keys()
         assert all(after.get(cell) == cells.get(cell) for cell in kept - {changed}), instruction
+    for prompt in offered.pop("outpaint"):
+        assert is_right(
+            prompt, world.read(pipe.outpaint(examples.start("outpaint"), prompt).pixels[0])
+        )
     for prompt in offered.pop("reflect"):
         assert is_right(prompt, world.read(pipe.reflect(prompt, rounds=3).pixels[0])), prompt
     answers = {

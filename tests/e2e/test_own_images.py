@@ -158,7 +158,9 @@ def test_what_cannot_be_done_is_told(images, tmp_path, capsys):
     )
     said = told(capsys, "prepare", images, out, f"--tokenizer={tmp_path}")
     assert "cannot be used: there is no tokenizer at" in said
-    said = told(capsys, "train", f"--data={out}")
+    nowhere = tmp_path / "nowhere"
+    assert "there is no prepared folder" in told(capsys, "train", f"--data={nowhere}")
+    said = told(capsys, "train", f"--data={tmp_path}")
     assert "has no tokenizers for a model from scratch" in said and "--init-from" in said
     assert "--init-from goes with --data" in told(capsys, "train", "--init-from=scenes")
     assert "--data goes without --config" in told(capsys, "train", "x.py", f"--data={out}")

@@ -113,7 +113,7 @@ def test_a_mistake_is_a_sentence(tmp_path, complaint):
     assert "config.prepare has no 'shards'" in complaint(*to, "--config.prepare.shards=2")
     told = "Prepare.max_bad_fraction=2.0 is out of range: it must lie in [0, 1]."
     assert told in complaint(*to, "--config.prepare.max_bad_fraction=2.0")
-    assert "there is no mixture file" in complaint(f"--src={tmp_path / 'x.yaml'}", to[1])
+    assert "no mixture file" in complaint(f"--src={tmp_path / 'x.yaml'}", to[1])
     assert not out.exists()
     (tmp_path / "captions.jsonl").write_text("{broken\n" * 5)
     assert "4 records of captions are bad" in complaint(*to, CODEC, "--config.prepare.shard_rows=4")

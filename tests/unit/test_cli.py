@@ -163,6 +163,17 @@ def test_a_turn_takes_no_words_that_mean_nothing(asked, capsys, monkeypatch):
     assert "'caption' takes no words: leave 'in" in complaint(capsys, "chat", "--image=a.png")
 
 
+def test_a_typed_conversation_goes_on_after_a_mistake(asked, capsys, monkeypatch):
+    typed = io.StringIO("hello there\ncaption in words of mine\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", typed)
+    assert run("chat", "--image=a.png") == 0
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "such as: generate two red circles" in first
+    assert "there is no task 'hello'" in second
+    assert "'caption' takes no words" in third
+
+
 def test_the_version_is_told(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"{sparse_lavida_jax.__version__}\n"

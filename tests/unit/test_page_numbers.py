@@ -116,7 +116,7 @@ def texts_of(script):
 
 @pytest.mark.parametrize(
     ("script", "names"),
-    [("tour", ["PAGE"]), ("notebooks", ["HEAD"]), ("package", ["PAGE", "ACCELERATORS"])],
+    [("tour", ["PAGE"]), ("package", ["PAGE", "ACCELERATORS"])],
 )
 def test_a_page_has_the_text_of_the_script_that_writes_it(script, names):
     for name in names:

@@ -47,6 +47,7 @@ def test_what_it_knows_is_a_sentence():
     ("text", "unknown", "spelled"),
     [
         ("Red Circles", [], "red circles"),
+        ("A Red Circle.", [], "a red circle"),
         ("a RED circle, a hexagon", ["hexagon"], "a red circle, a hexagon"),
         ("five crosses", ["five"], "five crosses"),
         ("colours of things", [], "colours of things"),
@@ -73,6 +74,7 @@ def test_many_unknown_words_are_counted():
     ("task", "words", "given"),
     [
         ("generate", "a Red hexagon", {}),
+        ("generate", "a Red circle", {"plan": " hexagon<LOC_0><LOC_0><LOC_4><LOC_4>"}),
         ("ground", ["Red circle", "hexagon"], {"shown": np.zeros((8, 8, 3), np.uint8)}),
         ("infill", "a Red hexagon is ___", {}),
         ("constrained_caption", None, {"required": ["Red", "hexagon"]}),
