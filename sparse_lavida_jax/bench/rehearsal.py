@@ -13,7 +13,8 @@ and software. `--again` measures them again, `--parts` chooses. Folders of the m
 * `stand_in`, `convert`, `verify`, `export`, `int8`: folders, one tensor at a time. An export is
   compared with its source file by file and not kept; if it is the same, the source is not kept
   either.
-* `load_image`, `load_int8`: the parameters for images in bfloat16; all, with matrices in int8.
+* `load_whole`, `load_image`, `load_int8`: all parameters; those for images; all, with matrices in
+  int8.
 * `generate`, `edit`, `ask`, `ground`, `inpaint`: sparse requests, each done twice, the second time
   from the record in its PNG if it has one. An image and a text are also cancelled first.
 * `presets_image`, `presets_edit`, `presets_text`: sparse against dense, taking turns. Of all but

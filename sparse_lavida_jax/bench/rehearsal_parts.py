@@ -41,6 +41,12 @@ from sparse_lavida_jax.sequence import Source
 
 Rows = dict[str, dict[str, Any]]
 RELEASED, MODEL, INT8 = "released", "model", "int8"
+# What is loaded: a folder, and the task that the parameters are for.
+LOADED: dict[tuple[str, fuse.Task], str] = {
+    (MODEL, "both"): "whole",
+    (MODEL, "image"): "image",
+    (INT8, "both"): "int8",
+}
 METHOD = "w8a8"
 PROMPT, INSTRUCTION = "a robot in a field of flowers", "make the flowers blue"
 QUESTION, PHRASES = "what is in the image?", ("the robot", "a flower")
@@ -177,8 +183,13 @@ def narrow(asked: Rehearsal) -> Rows:
     with _timed() as took:
         folder = asked.made(MODEL, "stand_in,convert")
         model_folder.copy(folder, asked.folder / INT8, dtype="int8")
-    size = sum(path.stat().st_size for path in (asked.folder / INT8).glob("model*.safetensors"))
+    size = _stored(asked.folder / INT8)
     return {"int8": _of_folder("rounded", size) | took}
+
+
+def _stored(folder: pathlib.Path) -> int:
+    """Returns the bytes of the parameters in a model folder."""
+    return sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
 
 
 def _of_folder(method: str, size: int) -> dict[str, Any]:
@@ -201,11 +212,11 @@ def _is_same(one: tensors.Tensor, other: tensors.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _timed() -> Iterator[dict[str, Any]]:
-    """Yields a part of a row that afterwards holds the seconds."""
+    """Yields a part of a row that afterwards holds the seconds, also those of the processor."""
     took: dict[str, Any] = {}
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     yield took
-    took |= timing.times([time.perf_counter() - begin])
+    took |= timing.times([time.perf_counter() - begin]) | {"cpu_s": time.process_time() - busy}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -234,14 +245,14 @@ def load(asked: Rehearsal, name: str, task: fuse.Task) -> Rows:
         "task": "load",
         "method": f"{name}/{task}",
         "dtype": "int8" if name == INT8 else "bfloat16",
-        "bytes": {"parameters": kept, "held": held},
+        "bytes": {"disk": _stored(folder), "parameters": kept, "held": held},
         "expected_bytes": {"total": expected},
         "checks": {
             "parameters": abs(kept / expected - 1) <= WITHIN,
             "held": asked.tiny or abs(held / expected - 1) <= WITHIN,
         },
     }
-    return {f"load_{task if name == MODEL else INT8}": row}
+    return {f"load_{LOADED[name, task]}": row}
 
 
 def _bytes_in_memory(shapes: Denoiser) -> int:
@@ -298,8 +309,7 @@ class Noting(Engine):
 def pipeline(asked: Rehearsal) -> SparseLaViDa:
     """Returns the model with matrices in int8, sampled as `Rehearsal.settings` says."""
     folder = asked.made(INT8, "stand_in,convert,int8")
-    size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
-    _check_room(size, "the model in int8")
+    _check_room(_stored(folder), "the model in int8")
     pipe = SparseLaViDa.from_pretrained(folder, batch_size=1, dtype="bfloat16")
     pipe = pipe.with_sampling(asked.settings.sampling)
     pipe.engine = Noting(pipe.model, 1, pipe.prompts.text_block_len)
@@ -516,8 +526,10 @@ PARTS: dict[str, Callable[[Rehearsal], Rows]] = {
     "verify": verify,
     "export": export,
     "int8": narrow,
-    "load_image": functools.partial(load, name=MODEL, task="image"),
-    "load_int8": functools.partial(load, name=INT8, task="both"),
+    **{
+        f"load_{what}": functools.partial(load, name=name, task=task)
+        for (name, task), what in LOADED.items()
+    },
     "generate": functools.partial(request, task="generate", cancels=True),
     "edit": functools.partial(request, task="edit"),
     "ask": functools.partial(request, task="ask", cancels=True),

@@ -126,7 +126,7 @@ def evaluate_several(
 
     Returns:
         The scores of all images; and the mean number of different layouts per prompt, where a
-        layout is the set of cells with an object, read from the image. An unreadable image has none.
+        layout is the set of cells with an object. Images that cannot be read have none.
     """
     asked = [tasks.sample("draw", seed, index, "test") for index in range(prompts)]
     samples = [sample for sample in asked for _ in range(images)]

@@ -12,9 +12,9 @@ from sparse_lavida_jax.bench import table
 
 # Fixed names, since the module's flags have names that other benchmarks use too.
 PARTS = {
-    "stand_in", "convert", "verify", "export", "int8", "load_image", "load_int8", "generate",
-    "edit", "ask", "ground", "inpaint", "presets_image", "presets_edit", "presets_text", "lora",
-    "branch",
+    "stand_in", "convert", "verify", "export", "int8", "load_whole", "load_image", "load_int8",
+    "generate", "edit", "ask", "ground", "inpaint", "presets_image", "presets_edit",
+    "presets_text", "lora", "branch",
 }  # fmt: skip
 FULL_DISK = """
 import collections, shutil
@@ -53,7 +53,7 @@ def test_every_part_runs_once(run, tmp_path):
         assert row["median_s"] > 0 and row["peak_host_memory_bytes"] > 0
         assert all(row["checks"].values()), row
     assert rows["export"]["checks"]["identical"] and not rows["export"]["different"]
-    for name in ("load_image", "load_int8"):
+    for name in ("load_whole", "load_image", "load_int8"):
         assert rows[name]["bytes"]["parameters"] == rows[name]["expected_bytes"]["total"]
     for task in ("generate", "edit", "ask", "ground", "inpaint"):
         assert rows[task]["checks"]["the same again"] and rows[task]["quantize"] == "w8a8"

@@ -15,7 +15,6 @@ import pytest
 import safetensors.numpy
 import torch_folder
 
-from sparse_lavida_jax.bench import convert as bench
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
 from sparse_lavida_jax.convert import from_torch, names, to_torch
@@ -682,11 +681,11 @@ def test_damage_that_the_store_chokes_on_is_one_sentence(tmp_path, folder, caplo
 
 
 def test_memory_was_measured_and_does_not_grow_with_the_layers():
-    rows = {row["layers"]: row["peak_host_memory_bytes"] for row in record.read_rows("convert")}
-    assert set(rows) == {3, 6}
-    assert bench.is_bounded(list(rows.values()))
-    assert not bench.is_bounded([100, 106])
-    assert not bench.is_bounded([2**32, 2**32])
+    rows = [row for row in record.read_rows("rehearsal") if row["part"] == "convert"]
+    peaks = {row["layers"]: row["peak_host_memory_bytes"] for row in rows}
+    assert len(peaks) >= 2
+    assert max(peaks.values()) <= 1.05 * min(peaks.values())
+    assert all(row["checks"]["memory"] for row in rows)
 
 
 # ---------------------------------------------------------------------------------------------
