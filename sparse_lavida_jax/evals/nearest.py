@@ -52,7 +52,7 @@ def compare(
     said = (
         f"Samples for captions of training images, each next to the nearest of {len(records)}"
         f" training images. {same.sum()} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
-        " their codes with it: they are memorised."
+        " their codes with it and count as memorised."
     )
     if many:
         distance = frechet_distance(table[codes].mean(axis=(1, 2)), table[known].mean(axis=(1, 2)))
