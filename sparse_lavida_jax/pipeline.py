@@ -116,7 +116,7 @@ class SparseLaViDa:
     ) -> S:
         """Loads a model folder, a run directory, or a bundled model or one from the hub by name.
 
-        On GPUs and TPUs, over a mesh, or for one task, the parameters are fused for sampling
+        On GPUs, on one TPU, or for one task, the parameters are fused for sampling
         (`fuse.for_inference`).
 
         Args:
@@ -159,7 +159,8 @@ class SparseLaViDa:
         named = f"{name}@{revision}" if revision else str(name)
         digest = lora_folders.digest(folder, weights)
         source = Origin(named, digest, lora_folders.written(weights))
-        fused = jax.default_backend() != "cpu" or mesh is not None or task != "both"
+        platform = jax.default_backend()
+        fused = platform == "gpu" or (platform == "tpu" and mesh is None) or task != "both"
         if merge_adapters and fused:
             model = fuse.for_inference(model, task=task, mesh=attention.mesh_of(model))
         return cls(model, settings, prompts, codec, batch_size, source)

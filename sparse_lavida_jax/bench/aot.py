@@ -23,7 +23,7 @@ from sparse_lavida_jax import config, sample
 from sparse_lavida_jax.bench import hlo, memory, suites
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
-from sparse_lavida_jax.models import fuse, parameters, sharding
+from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
@@ -329,9 +329,7 @@ def sampling(
     longest = max(steps, key=lambda part: len(part.block))
     step = sample.StepTokens.of(longest)
     program = program_of(chosen, greedy=False)
-    # As `SparseLaViDa.from_pretrained` has them on TPUs.
-    fused = functools.partial(fuse.for_inference, by_layer=False, mesh=mesh)
-    own = parameters.mapped(parameter, jax.eval_shape(fused, denoiser_shapes(model)))
+    own = parameters.mapped(parameter, denoiser_shapes(model))
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
     )

@@ -82,15 +82,18 @@ def collectives(hlo: str) -> list[Collective]:
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def cycles(hlo: str) -> int:
+def cycles(hlo: str, least_runs: int = 1) -> int:
     """Returns the compiler's estimate for a call, in cycles of a TPU core; 0 if there is none.
 
     It covers the instructions that it schedules, but not kernels or overlapped transfers.
+
+    Args:
+        least_runs: counts only instructions that run so often, such as those of layers.
     """
-    return _sum(hlo, _CYCLES)
+    return _sum(hlo, _CYCLES, least_runs=least_runs)
 
 
-def product_cycles(hlo: str) -> int:
+def product_cycles(hlo: str, least_runs: int = 1) -> int:
     """Returns those of `cycles` that are spent in products of matrices."""
     lines, _ = _computations(hlo)
 
@@ -98,7 +101,7 @@ def product_cycles(hlo: str) -> int:
         own = [one for name in _CALLS.findall(line) for one in lines.get(name, [])]
         return any(map(_PRODUCT.search, [line, *own]))
 
-    return _sum(hlo, _CYCLES, multiplies)
+    return _sum(hlo, _CYCLES, multiplies, least_runs)
 
 
 def kernel_flops(hlo: str) -> int:
@@ -106,8 +109,13 @@ def kernel_flops(hlo: str) -> int:
     return _sum(hlo, _KERNEL_FLOPS)
 
 
-def _sum(hlo: str, number: re.Pattern, counts: Callable[[str], bool] = lambda line: True) -> int:
-    found = ((number.search(line), runs) for line, runs in _instructions(hlo) if counts(line))
+def _sum(
+    hlo: str,
+    number: re.Pattern,
+    counts: Callable[[str], bool] = lambda line: True,
+    least_runs: int = 1,
+) -> int:
+    found = ((number.search(x), n) for x, n in _instructions(hlo) if n >= least_runs and counts(x))
     return sum(int(n[1]) * runs for n, runs in found if n and int(n[1]) < _UNKNOWN_CYCLES)
 
 

@@ -107,8 +107,9 @@ def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_fused_layers_are_read_where_they_lie_and_cycles_go_into_products(topology):
-    """The bar is .75 by the compiler's estimate, which has no figure for our kernel."""
+    """The bar is .75 of the layers' cycles; the compiler has no estimate for our kernel."""
     model = segment_programs.settings(attention_implementation="pallas_tpu", num_registers=64)
     program = segment_programs.compiled("image", model, described(topology), "tpu", by_layer=False)
     assert not segment_programs.weights_copied(program.hlo, program.weight_shapes)
-    assert hlo.product_cycles(program.hlo) >= 0.75 * hlo.cycles(program.hlo)
+    often = 24 * model.num_split_layers  # steps of the longest segment; the head runs less often
+    assert hlo.product_cycles(program.hlo, often) >= 0.75 * hlo.cycles(program.hlo, often) > 0
