@@ -113,6 +113,12 @@ class ProgressBar(rich.progress.Progress):
         self.add_task(title, total=1.0, text="the first step compiles")
         self._last_line = -math.inf
 
+    def __enter__(self) -> "ProgressBar":
+        if self.disable:
+            (task,) = self.tasks
+            self.say(f"{task.description}: {task.fields['text']}")
+        return super().__enter__()
+
     def reach(self, step: int, share: float, **values: float) -> None:
         """Shows the step, the time left and the given numbers.
 

@@ -83,6 +83,12 @@ def test_plain_lines_are_ten_seconds_apart(clock):
     assert shown == ["toy: step 1/100", "toy: step 4/100", "toy: step 7/100"]
 
 
+def test_without_a_terminal_a_line_says_what_the_first_step_waits_for():
+    where = console(force_terminal=False)
+    with metrics.ProgressBar("toy", 10, console=where):
+        assert where.file.getvalue() == "toy: the first step compiles\n"
+
+
 def test_on_a_terminal_progress_is_a_bar():
     where = console(force_terminal=True)
     with metrics.ProgressBar("toy", 10, console=where) as bar:
