@@ -206,10 +206,10 @@ class Ground:
         said = _said(server, phrases, shown[0], {"task": "ground", "seed": seed})
         boxes = [found["bbox_2d"] for found in json.loads(said)]
         masks = np.zeros((len(boxes), *shown.shape[1:3]), np.float32)
-        for mask, box in zip(masks, boxes, strict=True):
+        for number, box in enumerate(boxes):
             if box:  # x1, y1, x2, y2 in pixels; null where nothing was found
                 left, top, right, bottom = map(round, box)
-                mask[top:bottom, left:right] = 1
+                masks[number, top:bottom, left:right] = 1
         return files.tensor(masks), said
 
 

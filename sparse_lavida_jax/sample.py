@@ -142,10 +142,10 @@ def _open(
 ) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
     """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
     known = take(state.canvas, jnp.maximum(now.decode, 0))
-    masked = (now.decode >= 0)[..., None] & (known == mask_id)
+    masked = (known == mask_id) & (now.decode >= 0)[..., None]
     together = now.candidates.shape[-1] == 1
     any_masked = masked.any(axis=-1, keepdims=True) if together else masked
-    return known, masked, now.candidates & any_masked
+    return known, masked, any_masked & now.candidates
 
 
 def step_logits(
@@ -345,7 +345,7 @@ def sample(
         if callback is not None:
             blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
             seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
-            tell(int(seen[0]), *seen[1:], blocks)
+            tell(int(seen[0]), seen[1], seen[2], blocks)
         # One segment is started ahead, and no more, so that an interrupt is noticed early.
         jax.block_until_ready(ended)
         ended = jnp.copy(state.passes)  # the next segment overwrites the state

@@ -263,7 +263,7 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         choices = typing.get_args(kind)
         origin = type(choices[0])
         value = OLD_NAMES.get(value, value) if isinstance(value, str) else value
-    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+    if origin is float and type(value) is int:  # not a bool
         value = float(value) if abs(value) < 2**63 else math.inf
     taken: Any = {dict: dict | ConfigDict, tuple: tuple | list}.get(origin, origin)
     if not isinstance(value, taken) or (origin is int and isinstance(value, bool)):

@@ -120,8 +120,8 @@ class _Tab:
                     first = examples.start(task) if small and task != "infill" else None
                     self.shown = _image(service, first, small=task == "inpaint")
                     inputs["given"] = self.shown
-                if task == "inpaint":
-                    inputs["given"] = _editor(service, self.shown)
+                    if task == "inpaint":
+                        inputs["given"] = _editor(service, self.shown)
                 label, value = form.words
                 lines = 3 if spec.makes == "boxes" else 1
                 self.words = gr.Textbox(
@@ -357,6 +357,7 @@ async def _run(
     elif makes == "text":
         yield result.text, note
     else:
+        assert image is not None  # `_needed` has seen to it
         yield _marked(image, result), note + passes.found(result)
 
 

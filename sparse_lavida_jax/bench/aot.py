@@ -120,7 +120,8 @@ class AotProgram:
 
     def row(self, settings: config.Config, **values: Any) -> dict[str, Any]:
         """Returns the values of a row; without projected times after a quick compilation."""
-        memory_bytes, quickly = self.chip.memory, jax.config.jax_exec_time_optimization_effort < 0
+        memory_bytes = self.chip.memory
+        quickly = jax.config.values["jax_exec_time_optimization_effort"] < 0
         return {
             "status": "compiled",
             "model": settings.name,

@@ -257,6 +257,7 @@ def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
     dataset = batches.dataset()
     for number in itertools.count():
         batch = dataset[number]
+        assert batch is not None
         rate = optimizer.learning_rate(settings.optimizer, number, 0.0)
         state, logged = _step(state, batch, rate, settings)
         jax.block_until_ready(logged)

@@ -99,7 +99,7 @@ def of_image_tokenizer(settings: config.VQ) -> dict[str, float]:
         "vq_encode": jax.jit(lambda model: model.encode(jnp.zeros_like(pixels))),
         "vq_decode": jax.jit(lambda model: model.decode(jnp.zeros_like(codes))),
     }
-    return {name: call.lower(model).cost_analysis()["flops"] for name, call in calls.items()}
+    return {name: (run.lower(model).cost_analysis() or {})["flops"] for name, run in calls.items()}
 
 
 def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -> list[Prompt]:

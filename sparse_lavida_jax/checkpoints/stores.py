@@ -225,7 +225,7 @@ class _SafetensorsReader(ParamsReader):
 
     def read_into(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         def array(name: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-            def part(index: tuple[slice, ...]) -> np.ndarray:
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
                 found = tensors.read(self._files[name], name, index)
                 return found.astype(target.dtype, copy=False)
 

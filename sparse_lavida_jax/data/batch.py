@@ -225,7 +225,7 @@ def _blocks_of(
 
 def _pick(rng: np.random.Generator, choices: Sequence[int]) -> int:
     """Draws one choice as `rng.choice` does, without making an array of the choices."""
-    return choices[rng.integers(len(choices))]
+    return choices[int(rng.integers(len(choices)))]
 
 
 # ---------------------------------------------------------------------------------------------

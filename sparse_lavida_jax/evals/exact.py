@@ -173,5 +173,5 @@ def as_json(result: TaskResult) -> dict[str, Any]:
 def from_json(row: Mapping[str, Any]) -> TaskResult:
     """Returns the scores in a row of `bench/quality.py`."""
     given = {field.name: row[field.name] for field in dataclasses.fields(TaskResult)}
-    columns = {name: (right, total) for name, (right, total) in row["columns"].items()}
-    return TaskResult(**given | {"columns": columns})
+    given["columns"] = {name: (right, total) for name, (right, total) in row["columns"].items()}
+    return TaskResult(**given)

@@ -26,8 +26,7 @@ def compare(model: Denoiser, data: MixtureBatches) -> str:
     )
     lines = []
     for group, numbers in held.items():
-        taken = data.taken[group]
-        learned = [taken[i] for i in range(min(len(numbers), len(taken)))]
+        learned = [*data.taken[group][: len(numbers)]]
         for called, which in (("held out", numbers), ("trained on", learned)):
             found = losses(model, data, group, which)
             means = (f"{found[name]:.4f}" if name in found else "" for name in NAMES)

@@ -324,10 +324,10 @@ class TaskRun:
     codec: Any
     source: Origin
     sampling: config.Sampling
-    callback: Callback | None = None
-    bucket: Bucket | None = None
-    padding: Padding = "fit"
-    programs: Programs = contextlib.nullcontext
+    callback: Callback | None
+    bucket: Bucket | None
+    padding: Padding
+    programs: Programs
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     first: int = 0
     buckets: list[Bucket] = dataclasses.field(default_factory=list)

@@ -302,7 +302,7 @@ class RequestMaker:
             raise RequestError(f"{task} takes no image.")
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
-        ceilings = dict.fromkeys(("num_images", "rounds"), MOST_IMAGES)
+        ceilings = {"num_images": MOST_IMAGES, "rounds": MOST_IMAGES}
         ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
         check_ceilings(given, ceilings)
         if task == "constrained_caption" and ("template" in given) == ("required" in given):

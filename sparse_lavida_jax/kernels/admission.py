@@ -162,7 +162,10 @@ def _remember(verdict: Verdict, path: pathlib.Path) -> None:
 
 
 def _verdict(values: dict[str, Any] | None) -> Verdict | None:
-    return (values and Verdict(**values | {"checks": tuple(values["checks"])})) or None
+    if not values:
+        return None
+    values["checks"] = tuple(values["checks"])
+    return Verdict(**values)
 
 
 def _fault(found: dict[str, Any]) -> str:
@@ -192,7 +195,8 @@ def _run(command: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], 
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(END_S)
-        out.seek(0), err.seek(0)
+        out.seek(0)
+        err.seek(0)
         last = [line.strip() for line in err if line.strip()][-1:]
         if ended and last:
             ended += f" ({last[0][:200]})"
@@ -206,8 +210,8 @@ def _environment() -> dict[str, str]:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_TRACEBACK_FILTERING": "off",  # so that the last line of a traceback is the error
     }
-    if jax.config.jax_platforms:
-        more["JAX_PLATFORMS"] = jax.config.jax_platforms
+    if platforms := jax.config.values["jax_platforms"]:
+        more["JAX_PLATFORMS"] = platforms
     if jax.distributed.is_initialized():  # or a TPU slice would wait for all processes
         more |= {
             "TPU_PROCESS_BOUNDS": "1,1,1",

@@ -86,7 +86,7 @@ def accelerators() -> tuple[str, ...]:
 
     Does not initialize any device. Empty on a CPU, and if jax is set to use only the CPU.
     """
-    platforms = jax.config.jax_platforms or ""
+    platforms = jax.config.values["jax_platforms"] or ""
     able = [
         vendor
         for vendor, packages in VENDORS.items()

@@ -49,17 +49,16 @@ class Trial:
     def decodes(self) -> bool:
         return self.shape.startswith("decode")
 
-    def tags(self) -> list[np.ndarray | None]:
-        """Returns the tags of one row [1 n]: query block and horizon, key block, segments."""
-        found = dataclasses.astuple(shapes.tags(self.shape))
-        return [tag if tag is None else tag[None, :: self.every] for tag in found]
+    def tags(self) -> dict[str, Any]:
+        """Returns the tags of one row [1 n], those that it has, as arguments of attention."""
+        found = vars(shapes.tags(self.shape))
+        return {name: tag[None, :: self.every] for name, tag in found.items() if tag is not None}
 
     def numbers(self) -> list[jax.Array]:
         """Returns q, k, v and the gradient of the output."""
-        query_block, _, key_block, *_ = self.tags()
-        assert query_block is not None and key_block is not None
-        width, rng = self.heads * self.head_dim, np.random.default_rng(0)
-        queries, keys = ((1, tag.shape[1], width) for tag in (query_block, key_block))
+        tags, width = self.tags(), self.heads * self.head_dim
+        rng = np.random.default_rng(0)
+        queries, keys = ((*tags[name].shape, width) for name in ("query_block", "key_block"))
         cached = (LAYERS, *keys) if self.decodes else keys
         drawn = [rng.standard_normal(of, np.float32) for of in (queries, cached, cached, queries)]
         return [jnp.asarray(x, self.dtype) for x in drawn]
@@ -141,9 +140,8 @@ def _program(one: Trial, implementation: str) -> Callable[..., tuple[jax.Array, 
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         return attention.step_causal_attention(
-            q, k, v, *tags[:3], num_heads=one.heads, query_segment=tags[3], key_segment=tags[4],
-            layer=layer, implementation=implementation,
-        )  # fmt: skip
+            q, k, v, **tags, num_heads=one.heads, layer=layer, implementation=implementation
+        )
 
     @jax.jit
     def run(q, k, v, pulled):

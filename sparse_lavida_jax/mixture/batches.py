@@ -106,9 +106,10 @@ class MixtureBatches(Batches):
         if sum(map(len, self.taken.values())) > MOST_READ:
             return None
         return words.learned(
-            self.records[group][taken[i]]
+            self.records[group][number]
             for group, taken in self.taken.items()
             for i in range(len(taken))
+            if (number := taken[i]) is not None
         )
 
     def prompts(self, count: int) -> list[str]:
@@ -130,6 +131,7 @@ class MixtureBatches(Batches):
         rng = self._generator(group, number // len(taken), index, attempt)
         if attempt:
             index = taken[int(rng.integers(len(taken)))]
+            assert index is not None
         return self.row_of(self.records[group][index], rng)
 
     def measured(self, group: str, numbers: Sequence[int]) -> Iterator[Corrupted]:

@@ -74,11 +74,11 @@ class _TakenApart:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def tree_flatten(self) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+    def tree_flatten(self) -> tuple[list[Any], Any]:
         return self._arrays, self._structure
 
     @staticmethod
-    def tree_unflatten(structure: jax.tree_util.PyTreeDef, arrays: Iterable[Any]) -> Any:
+    def tree_unflatten(structure: Any, arrays: Iterable[Any]) -> Any:
         return jax.tree.unflatten(structure, arrays)
 
 

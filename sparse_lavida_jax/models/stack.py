@@ -119,7 +119,7 @@ def run_layers(
         x = {name: sharded.over_rows(x[name]) for name in present}
     # One by one, because `jax.tree.map` would sort the keys of a dict.
     layouts = {name: jax.tree.map(jnp.asarray, layouts[name]) for name in present}
-    turns = {
+    turns: dict[StreamName, Rotary] = {
         name: rotary(layouts[name].position, settings.head_dim, settings.rope_theta)
         for name in present
     }

@@ -28,7 +28,7 @@ FEW = 1024  # codes; more of them need precise noise, or rare codes would be dra
 
 # Chooses candidates to commit: (confidence, whether it is a candidate, how many) -> choice.
 Policy = Callable[
-    [Float[Array, "b w u"], Bool[Array, "b w u"], Int[Array, " b"]], Bool[Array, "b w u"]
+    [Float[Array, "b w u"], Bool[Array, "b w u"], Int[AnyArray, " b"]], Bool[Array, "b w u"]
 ]
 
 # ---------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def log_odds(p: float | AnyArray) -> Array:
 def with_noise(
     confidence: Float[Array, "b w u"],
     noise: Float[Array, "b w u"],
-    scale: Float[Array, ""],
+    scale: Float[AnyArray, ""],
 ) -> Float[Array, "b w u"]:
     """Returns log probability plus scaled Gumbel noise (the released "mmada", spec Sec. 7.2).
 
@@ -243,7 +243,7 @@ def guided(
     logits: Float[Array, "r b *w v"],
     settings: StepSettings,
     rows: Rows,
-    share: Float[Array, ""],
+    share: Float[AnyArray, ""],
 ) -> Float[Array, "b *w v"]:
     """Classifier-free guidance over the leading axis (spec Sec. 7.2: (1+g) cond - g uncond)."""
     full = logits[-1]

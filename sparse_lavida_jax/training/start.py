@@ -113,9 +113,9 @@ def _taken_over(settings: config.Config, base: pathlib.Path) -> Denoiser:
     def choose(name, leaf):
         taken = found.get(name)
         if name == "text_embedding":
-            return leaf.at[here].set(taken[there])
+            return leaf.at[here].set(found[name][there])
         if name == "text_head/kernel":
-            return leaf.at[:, here].set(taken[:, there])
+            return leaf.at[:, here].set(found[name][:, there])
         return leaf if taken is None or taken.shape != leaf.shape else taken
 
     return parameters.mapped(choose, model_folder.make_denoiser(settings))

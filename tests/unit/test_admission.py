@@ -227,7 +227,9 @@ def test_accelerators_are_told_by_their_numbers_and_by_what_is_installed(monkeyp
     monkeypatch.setattr(devices, "PCI", tmp_path)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name == "libtpu" or None)
     for platforms, found in (("", ("0x1ae0:0x0063",)), ("cpu", ()), ("cpu,tpu", ())):
-        monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
+        monkeypatch.setattr(
+            jax, "config", types.SimpleNamespace(values={"jax_platforms": platforms})
+        )
         assert devices.accelerators() == found
 
 

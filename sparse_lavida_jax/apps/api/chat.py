@@ -119,8 +119,8 @@ async def _boxes(request: fastapi.Request, asked: ChatBody, talk: Talk) -> dict[
         scale[:] = image.shape[1] / small.shape[1], image.shape[0] / small.shape[0]
         return small, {}
 
-    more = {"max_new_tokens": most_tokens(asked)}
-    waiting = await asking.queued(request, "ground", asked, phrases, read, **more)
+    most = most_tokens(asked)
+    waiting = await asking.queued(request, "ground", asked, phrases, read, max_new_tokens=most)
     result = await waiting.ended()
     boxes = [
         {"label": label, "bbox_2d": box and [round(x * scale[i % 2], 1) for i, x in enumerate(box)]}
