@@ -55,34 +55,44 @@ class GpuTags:
     key_block: Any
     packed: bool = flax.struct.field(pytree_node=False)
 
-    def of_queries(self, batch, queries, *, keys_down: bool):
-        """Returns the words and horizons of some queries."""
-        layout = plgpu.Layout.WGMMA.reduce(0 if keys_down else 1)
+    def of_queries(self, batch, queries):
+        """Returns the words and horizons of some queries, which go down a tile."""
+        layout = plgpu.Layout.WGMMA.reduce(1)
         tags = self.query_block, self.query_horizon
         return tuple(_numbers(x, batch, queries, layout) for x in tags)
 
-    def mask(self, batch, queries, keys, *, keys_down: bool):
+    def mask(self, batch, queries, keys, *, keys_down: bool, of_queries=None):
         """Returns who sees whom in a tile, [queries, keys] or transposed.
 
         Args:
-            queries: their tokens, or what `of_queries` returned for them.
+            of_queries: what the function of this name returned for them; without it, each tag is
+                read where it is needed, so that fewer registers hold any.
         """
-        if not isinstance(queries, tuple):
-            queries = self.of_queries(batch, queries, keys_down=keys_down)
-        words, horizon = queries
         query_axis, key_axis = (1, 0) if keys_down else (0, 1)
-        shape = (keys.size, *words.shape) if keys_down else (*words.shape, keys.size)
+        layouts = [plgpu.Layout.WGMMA.reduce(axis) for axis in (key_axis, query_axis)]
+        shape = (keys.size, queries.size) if keys_down else (queries.size, keys.size)
+
+        def spread(values, axis):
+            return lax.broadcast_in_dim(values, shape, [axis])
 
         def apart(words, axis):
             """Returns the blocks in words and, if rows are packed, the segments."""
             parts = [words & PACKED_PADDING, words >> SEGMENT_SHIFT] if self.packed else [words]
-            return [lax.broadcast_in_dim(part, shape, [axis]) for part in parts]
+            return [spread(part, axis) for part in parts]
 
-        block, *segment = apart(words, query_axis)
-        horizon = lax.broadcast_in_dim(horizon, shape, [query_axis])
-        layout = plgpu.Layout.WGMMA.reduce(query_axis)
-        key_block, *key_segment = apart(_numbers(self.key_block, batch, keys, layout), key_axis)
-        return visible(block, horizon, key_block, *segment, *key_segment)
+        def query_tag(number):
+            if of_queries is not None:
+                return of_queries[number]
+            tags = (self.query_block, self.query_horizon)[number]
+            return _numbers(tags, batch, queries, layouts[0])
+
+        block, *segment = apart(query_tag(0), query_axis)
+        horizon = spread(query_tag(1), query_axis)
+        key_words = _numbers(self.key_block, batch, keys, layouts[1])
+        key_block, *key_segment = apart(key_words, key_axis)
+        seen = visible(block, horizon, key_block, *segment, *key_segment)
+        # Padding sees nothing anyway; without the comparison, ptxas spills registers of a gradient.
+        return seen & (block != UNSEEN) if keys_down else seen
 
 
 def _numbers(tags, batch, at, layout):
@@ -305,7 +315,7 @@ def _forward_kernel(
         maximum = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
         total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), down)
         accumulator = _zeros(HALF, shape.head_dim)
-        own_tags = tags.of_queries(batch, queries, keys_down=False)
+        own_tags = tags.of_queries(batch, queries)
         pl.when(half == 1)(take_turns)
 
         def compute(step, carry, masked):
@@ -315,7 +325,8 @@ def _forward_kernel(
             logits = _product(own, k_tile, shape, (HALF, keys), take_turns)
             plgpu.barrier_arrive(k_tiles.consumed.at[slot])
             if masked:
-                mask = tags.mask(batch, own_tags, work.tile(step, keys), keys_down=False)
+                at = batch, queries, work.tile(step, keys)
+                mask = tags.mask(*at, keys_down=False, of_queries=own_tags)
                 logits = jnp.where(mask, logits, LOWEST)
             how = logits, carry, dtype, shape.scale * LOG2_E
             accumulator, total, after, weights = _softmax_step(*how)
