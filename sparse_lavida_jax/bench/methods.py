@@ -228,12 +228,8 @@ def ours(
         sizes: of tiles; by default as in a normal call.
     """
     tags = case.arrays()
-    if sizes is None:
-        how = {"head_dim": HEAD_DIM, "implementation": implementation}
-        make = functools.partial(attention.make_tables, **how)
-    else:
-        make = functools.partial(tables.make_tables, sizes=sizes)
-    made = jax.jit(make)(*tags)
+    how = {"head_dim": HEAD_DIM, "implementation": implementation, "sizes": sizes}
+    made = jax.jit(functools.partial(attention.make_tables, **how))(*tags)
 
     def attend(q, k, v, data):
         tags, made, layer = data

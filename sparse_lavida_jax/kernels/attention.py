@@ -115,6 +115,7 @@ def make_tables(
     dtype: DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
     key_deals: Sequence[Deal] = (),
+    sizes: Any = None,
 ) -> Tables | GpuTables | None:
     """Returns the tile tables of one set of tags, and the tags, for all layers; None if not needed.
 
@@ -123,6 +124,7 @@ def make_tables(
     Args:
         head_dim, dtype: of the queries; the choice of implementation depends on them.
         implementation, key_deals: as in the call.
+        sizes: of tiles; by default those of the device.
     """
     lengths = query_block.shape[1], key_block.shape[1]
     chosen = _chosen(implementation, *lengths, head_dim, dtype)
@@ -133,7 +135,7 @@ def make_tables(
 
     def make(*tags) -> Tables | GpuTables:
         lengths = tags[0].shape[1], tags[2].shape[1]
-        return _listed(kernel, tags, devices.sizes_of(chosen, *lengths, head_dim))
+        return _listed(kernel, tags, sizes or devices.sizes_of(chosen, *lengths, head_dim))
 
     split = sharded.split_of(*query_block.shape)
     return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
