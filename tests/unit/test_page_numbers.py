@@ -95,6 +95,14 @@ def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
     assert f"{four} of the prompts are drawn correctly with four codes and {one} with one" in told
 
 
+def test_layouts_of_four_images_are_those_of_the_row():
+    (row,) = (row for row in record.read_rows("quality") if row["task"] == "draw/4 images")
+    right, told = f"{row['share']:.3f}".lstrip("0"), on_one_line(page("docs/training.md"))
+    assert f"have {row['layouts']:.2f} different layouts on average (bar 3.5; 500 prompts)" in told
+    assert f"and {right} of these images are right" in told
+    assert row["layouts"] >= 3.5 and row["total"] == 2000
+
+
 def test_the_whole_request_on_a_cpu_is_that_of_the_rows():
     rows = record.read_rows("cpu")
     sparse = next(table.View(row) for row in rows if row["method"] == "sparse")
