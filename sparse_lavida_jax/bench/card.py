@@ -10,6 +10,8 @@ from sparse_lavida_jax.sampling import presets
 def write(checkpoint: str, folder: str, method: str = "") -> None:
     """Copies a model folder; the README of the copy is a model card with the rows of the model.
 
+    Rows of several images per prompt, which repeat the score of one, are left out.
+
     Args:
         method: that of the rows; by default what the model was trained for.
 
@@ -22,7 +24,7 @@ def write(checkpoint: str, folder: str, method: str = "") -> None:
     rows = [
         row
         for row in read_rows("quality")
-        if row["checkpoint"] in known and row["method"] == method
+        if row["checkpoint"] in known and row["method"] == method and "layouts" not in row
     ]
     if not rows:
         raise model_folder.CheckpointError(
