@@ -33,6 +33,7 @@ from sparse_lavida_jax.checkpoints import manifest, model_folder, tensors
 from sparse_lavida_jax.convert import from_torch, names, stand_in, to_torch
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.engine import Decoded, Engine
+from sparse_lavida_jax.inference.results import SHOWN_KEY
 from sparse_lavida_jax.models import denoiser, fuse, parameters, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -384,7 +385,7 @@ def request(asked: Rehearsal, task: str, *, cancels: bool = False) -> Rows:
 
 def _shown(result: Any, shown: np.ndarray) -> np.ndarray | None:
     """Returns the image that a recorded one was made of; None if it was made of words alone."""
-    return shown if result.records[0]["picture"] else None
+    return shown if result.records[0][SHOWN_KEY] else None
 
 
 def _are_same(one: Any, other: Any) -> bool:

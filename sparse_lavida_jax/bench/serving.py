@@ -158,10 +158,8 @@ def _arrivals(load: Load) -> Iterator[tuple[float, str, dict[str, Any]]]:
 
 def _broken(dice: random.Random, body: dict[str, Any]) -> dict[str, Any]:
     """Returns a body that is to be refused: wrong types, huge numbers, damaged images."""
-    picture = base64.b64encode(
-        b"\x89PNG\r\n\x1a\n" + dice.randbytes(dice.randint(0, 4096))
-    ).decode()
-    shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+    image = base64.b64encode(b"\x89PNG\r\n\x1a\n" + dice.randbytes(dice.randint(0, 4096))).decode()
+    shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
     return dice.choice(
         (
             {"messages": [{"role": "user", "content": [shown]}]},

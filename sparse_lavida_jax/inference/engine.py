@@ -30,7 +30,7 @@ from sparse_lavida_jax.inference.requests import (
     grid_of,
     of_row,
 )
-from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, Origin, Result
+from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
 from sparse_lavida_jax.models import parameters, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of
@@ -417,7 +417,7 @@ class TaskRun:
             "seed": request.seed,
             "recipe": recipe,
             "plan": plan,
-            "picture": request.images[0].as_json() if request.images else None,
+            SHOWN_KEY: request.images[0].as_json() if request.images else None,
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
             "sampling": dataclasses.asdict(of_row(self.sampling, request)),
             "checkpoint": dataclasses.asdict(self.source),

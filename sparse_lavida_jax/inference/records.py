@@ -6,6 +6,7 @@
 
 import dataclasses
 import logging
+import typing
 from typing import Annotated, Any, Literal
 
 import jax
@@ -108,8 +109,11 @@ def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
     return model
 
 
-def _given(values: dict[str, Any], inside: tuple[str, ...] = ("recipe", "picture")) -> Any:
-    """Drops None values, which here mean that there is no such value."""
+def _given(values: dict[str, Any], kind: type[schema.Section] = _Record) -> Any:
+    """Drops None values where they mean that there is no such value: not in sizes and origins."""
+    kinds = typing.get_type_hints(kind)
     found = {name: value for name, value in values.items() if value is not None}
-    parts = [name for name in inside if isinstance(found.get(name), dict)]
-    return found | {name: _given(found[name], ()) for name in parts}
+    for name, value in found.items():
+        if kinds.get(name) in (_Recipe, _Shown) and isinstance(value, dict):
+            found[name] = _given(value, kinds[name])
+    return found

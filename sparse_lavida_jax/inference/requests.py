@@ -29,7 +29,7 @@ from sparse_lavida_jax.data.templates import (
     words_template,
 )
 from sparse_lavida_jax.inference import regions
-from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 from sparse_lavida_jax.schema import LARGEST_SCALE
 
@@ -560,7 +560,7 @@ def recorded_image(record: dict[str, Any], shown: Shown | None) -> ShownImage | 
     Raises:
         RequestError: it cannot be found, or `shown` is a different one.
     """
-    wanted = record.get("picture")
+    wanted = record.get(SHOWN_KEY)
     if wanted is None:
         return None
     if shown is None and wanted.get("path") is None:

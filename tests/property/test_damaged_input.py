@@ -27,7 +27,7 @@ from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import records
-from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION
+from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
 
 fuzzed = settings(
     max_examples=2000 if os.environ.get("SLOW_TESTS") else 50,
@@ -151,7 +151,7 @@ RECORD = {
     "seed": 3,
     "recipe": {"known": [[True, False], [False, True]]},
     "plan": None,
-    "picture": {"path": "a.png", "sha256": "0" * 64},
+    SHOWN_KEY: {"path": "a.png", "sha256": "0" * 64},
     "bucket": {"rows": 1, "prompt_len": [8, 0]},
     "sampling": config.to_dict(config.Sampling()),
     "checkpoint": {"name": "scenes", "sha256": "0" * 64},
@@ -166,7 +166,7 @@ def test_a_record_that_nothing_happened_to():
 
 @pytest.mark.parametrize("part", ["bucket", "sampling", "checkpoint"])
 def test_a_record_with_nothing_where_something_is_needed_is_refused(part):
-    records.check(RECORD | {"bucket": None, "picture": {"path": None, "sha256": ""}})
+    records.check(RECORD | {"bucket": None, SHOWN_KEY: {"path": None, "sha256": ""}})
     for name in RECORD[part]:
         with pytest.raises(RequestError, match=name):
             records.check(RECORD | {part: RECORD[part] | {name: None}})
