@@ -141,7 +141,7 @@ Mesh = Annotated[dict[str, int], Allowed(_is_mesh, "sizes above 0, at most one o
 def _allowed(schema: type) -> list[tuple[str, Allowed]]:
     """Returns the constraints in the annotations of a section, by field."""
     found = []
-    for name, kind in kinds(schema).items():
+    for name, kind in annotations(schema).items():
         if typing.get_origin(kind) is Literal:
             choices = typing.get_args(kind)
             named = ", ".join(str(choice) for choice in choices if choice != "")
@@ -198,7 +198,7 @@ def build(schema: type[T], given: Any) -> T:
     """
     if not isinstance(given, dict | ConfigDict):
         raise ConfigError(f"{schema.__name__} is {_shown(given)}: it must hold settings by name.")
-    kinds = kinds(schema)
+    kinds = annotations(schema)
     # Only a person's setting can have an old name: it comes last and replaces a default.
     old_last = sorted(given, key=OLD_NAMES.__contains__)
     current = {OLD_NAMES.get(name, name): given[name] for name in old_last}
@@ -244,7 +244,7 @@ def renamed(word: str) -> str:
     return f"{section}{dot}{OLD_NAMES.get(name, name)}{equals}{value}"
 
 
-def kinds(schema: Any) -> dict[str, Any]:
+def annotations(schema: Any) -> dict[str, Any]:
     """Returns the annotations of a dataclass, by field."""
     return {field.name: field.type for field in dataclasses.fields(schema)}
 

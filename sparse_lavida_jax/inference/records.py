@@ -110,7 +110,7 @@ def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
 
 def _given(values: dict[str, Any], kind: type[schema.Section] = _Record) -> Any:
     """Drops None values where they mean that there is no such value: not in sizes and origins."""
-    kinds = schema.kinds(kind)
+    kinds = schema.annotations(kind)
     found = {name: value for name, value in values.items() if value is not None}
     for name, value in found.items():
         if kinds.get(name) in (_Recipe, _Shown) and isinstance(value, dict):
