@@ -133,14 +133,10 @@ def evaluate_several(
     outputs = answer(pipe, samples, sampling=sampling, seed=seed)
     scenes = [world.read(np.asarray(output)) for output in outputs]
     layouts = [
-        {cell for cell, _ in scene.objects()} if isinstance(scene, world.Scene) else None
-        for scene in scenes
+        {frozenset(dict(s.objects())) for s in scenes[i : i + images] if isinstance(s, world.Scene)}
+        for i in range(0, len(scenes), images)
     ]
-    different = [
-        len({frozenset(cells) for cells in layouts[at : at + images] if cells is not None})
-        for at in range(0, len(layouts), images)
-    ]
-    return tally(f"draw/{images} images", samples, outputs), float(np.mean(different))
+    return tally(f"draw/{images} images", samples, outputs), float(np.mean([*map(len, layouts)]))
 
 
 def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]) -> TaskResult:

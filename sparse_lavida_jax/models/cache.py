@@ -77,8 +77,10 @@ class KVCache:
 
     def _start(self, stream: StreamName) -> Int[Array, ""] | int:
         """The slot of the joint buffer where tokens of `stream` are currently written."""
-        region = 0 if stream == "understanding" else self.understanding_len
-        return region + (self.offset if stream == self.decodes else 0)
+        return self._first(stream) + (self.offset if stream == self.decodes else 0)
+
+    def _first(self, stream: StreamName) -> int:
+        return 0 if stream == "understanding" else self.understanding_len
 
     def _end(self, stream: StreamName) -> int:
         return self.understanding_len if stream == "understanding" else self.block.shape[1]
@@ -114,8 +116,8 @@ class KVCache:
     @property
     def split_block(self) -> Int[Array, "b r"]:
         """Tags of the slots that are read in split layers: the decoded stream's region."""
-        start = 0 if self.decodes == "understanding" else self.understanding_len
-        return self.block[:, start : self._end(self.decodes)][:, : self.reach]
+        region = slice(self._first(self.decodes), self._end(self.decodes))
+        return self.block[:, region][:, : self.reach]
 
     @property
     def _joint_end(self) -> int:
@@ -123,7 +125,7 @@ class KVCache:
         # The decoded region must be the last one.
         if self.reach is None or self._end(self.decodes) < whole:
             return whole
-        return self.reach + (0 if self.decodes == "understanding" else self.understanding_len)
+        return self._first(self.decodes) + self.reach
 
     def joint_layer(self, layer: Int[Array, ""]) -> tuple[Pair, Int[Array, ""] | None]:
         """Returns keys and values of all joint layers, and `layer`.
