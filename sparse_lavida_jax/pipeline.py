@@ -143,8 +143,10 @@ class SparseLaViDa:
             from_torch.convert_from_hub(name, **where)
         folder = model_folder.find_model(name, **where)
         split = None if mesh is None else sharding.over(mesh)
-        loaded = model_folder.load_model(folder, sharding=split, dtype=dtype)
-        settings, model, weights = loaded.config, loaded.model, lora_folders.parse(adapters)
+        weights = lora_folders.parse(adapters)
+        wanted = None if weights else fuse.reads(task)  # adapters may change what is not read
+        loaded = model_folder.load_model(folder, sharding=split, dtype=dtype, wanted=wanted)
+        settings, model = loaded.config, loaded.model
         if weights:
             added = lora_folders.added(model, settings, folder, weights, merge=merge_adapters)
             model, settings = added
@@ -162,7 +164,9 @@ class SparseLaViDa:
         platform = jax.default_backend()
         fused = platform == "gpu" or (platform == "tpu" and mesh is None) or task != "both"
         if merge_adapters and fused:
-            model = fuse.for_inference(model, task=task, mesh=attention.mesh_of(model))
+            model = fuse.for_inference(
+                model, task=task, mesh=attention.mesh_of(model), consume=True
+            )
         return cls(model, settings, prompts, codec, batch_size, source)
 
     def save_pretrained(self, folder: pathlib.Path | str) -> None:

@@ -45,5 +45,5 @@ def settings(layers: int, *, tiny: bool = False) -> config.Config:
 
 def load_for(folder: pathlib.Path, task: fuse.Task) -> Denoiser:
     """Returns the parameters as `from_pretrained` does, in bfloat16 and with all checks."""
-    model = model_folder.load_model(folder, dtype="bfloat16").model
-    return model if task == "both" else fuse.for_inference(model, task=task)
+    model = model_folder.load_model(folder, dtype="bfloat16", wanted=fuse.reads(task)).model
+    return model if task == "both" else fuse.for_inference(model, task=task, consume=True)

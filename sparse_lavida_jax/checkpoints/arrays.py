@@ -23,6 +23,7 @@ from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.parameters import ChooseSharding
 
 ChooseDtype = Callable[[str], str]  # of a parameter, by its path in the model
+ChooseParameters = Callable[[str], bool]  # whether to read a parameter, by its path
 # Returns arrays by name: on the host, or sharded where their `ShapeDtypeStruct` has a sharding.
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
 
@@ -68,6 +69,7 @@ def filled(
     sharding: ChooseSharding | None = None,
     dtype: str | ChooseDtype | None = None,
     batch_bytes: int = 0,
+    wanted: ChooseParameters | None = None,
 ) -> Any:
     """Returns a module of shapes with the shapes replaced by arrays.
 
@@ -77,18 +79,22 @@ def filled(
     Args:
         module: holds shapes, as `jax.eval_shape` makes it.
         read: returns arrays by their names on disk.
-        sharding, dtype: see `stores.load_params`.
+        sharding, dtype, wanted: see `stores.load_params`.
         batch_bytes: how many bytes of arrays are read together; 0: one array at a time.
     """
     graph, state = nnx.split(module)
     abstract = nnx.to_pure_dict(state)
-    wanted, found = {}, {}
+    wholes: dict[str, jax.ShapeDtypeStruct] = {}
+    found: dict[str, Any] = {}
     parts: dict[str, tuple[str, int]] = {}  # name in the module, and layer number or -1
     targets: dict[str, jax.ShapeDtypeStruct] = {}
     for name, leaf in parameters.by_name(abstract).items():
+        if wanted is not None and not wanted(name):
+            found[name] = None
+            continue
         kind = (dtype(name) if callable(dtype) else dtype) or leaf.dtype
         where = sharding(name, leaf.shape) if sharding else None
-        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, kind, sharding=where)
+        wholes[name] = jax.ShapeDtypeStruct(leaf.shape, kind, sharding=where)
         is_stack, of_a_layer = _layer_depth(name) is not None, where and _of_a_layer(name, where)
         for i, (part, one) in enumerate(_layers(name, leaf)):
             parts[part] = name, i if is_stack else -1
@@ -97,9 +103,9 @@ def filled(
         runtime.check_interrupt()
         for part, array in read({part: targets[part] for part in batch}).items():
             name, layer = parts[part]
-            found[name] = _placed(found.get(name), array, layer, wanted[name])
-    for name in wanted.keys() - found.keys():  # stacks without layers
-        leaf = wanted[name]
+            found[name] = _placed(found.get(name), array, layer, wholes[name])
+    for name in wholes.keys() - found.keys():  # stacks without layers
+        leaf = wholes[name]
         found[name] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
     nnx.replace_by_pure_dict(state, parameters.mapped(lambda name, _: found[name], abstract))
     return nnx.merge(graph, state)

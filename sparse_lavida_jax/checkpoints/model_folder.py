@@ -30,7 +30,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, hub, manifest, stores
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.vocabulary import WORDS
@@ -76,13 +76,14 @@ def load_model(
     sharding: ChooseSharding | None = None,
     dtype: str | ChooseDtype | None = None,
     check_finite: bool = True,
+    wanted: ChooseParameters | None = None,
 ) -> LoadedModel:
     """Reads the model that a name refers to (`find_model`).
 
     Args:
         make_model: makes the model whose parameters to fill in; the denoiser by default. Only its
             shapes are used.
-        sharding, dtype, check_finite: see `stores.load_params`.
+        sharding, dtype, check_finite, wanted: see `stores.load_params`.
 
     Raises:
         CheckpointError: there is no model, a file is damaged, or the parameters are not the
@@ -104,6 +105,7 @@ def load_model(
         dtype=_wide_dtypes(module, dtype) if stored else dtype,
         digests=arrays.read_digests(folder),
         check_finite=check_finite,
+        wanted=wanted,
     )
     vq = folder / "vq"
     manifest.verify_tensors(folder)

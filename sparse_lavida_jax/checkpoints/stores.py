@@ -22,7 +22,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax.checkpoints import arrays, tensors
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
+from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
 from sparse_lavida_jax.checkpoints.tensors import Tensor
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.parameters import ChooseSharding
@@ -67,6 +67,7 @@ def load_params(
     dtype: str | ChooseDtype | None = None,
     digests: Mapping[str, str] | None = None,
     check_finite: bool = True,
+    wanted: ChooseParameters | None = None,
 ) -> Any:
     """Returns a module with the parameters of a model folder.
 
@@ -79,6 +80,7 @@ def load_params(
         digests: SHA-256 of each array (`arrays.read_digests`), compared with the arrays that are
             read whole; None or empty: not compared.
         check_finite: whether to refuse arrays that hold a NaN or an infinite number.
+        wanted: whether to read a parameter, by name; the others are None.
 
     Raises:
         CheckpointError: lists every missing, unknown or misshapen parameter, or names one that is
@@ -94,7 +96,7 @@ def load_params(
         return found
 
     how: Any = {"sharding": sharding, "dtype": dtype, "batch_bytes": store.batch_bytes}
-    return arrays.filled(module, read, **how)
+    return arrays.filled(module, read, wanted=wanted, **how)
 
 
 class ParamsReader(abc.ABC):

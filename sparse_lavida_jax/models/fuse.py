@@ -15,7 +15,7 @@ Over a mesh, every device holds its own columns of queries, keys and values (and
 side by side, so that taking them apart moves nothing between devices.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import jax
@@ -29,12 +29,17 @@ from sparse_lavida_jax.models import sharding, text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Branch, Layer, Linear, Rotary, rotate
 from sparse_lavida_jax.models.quantize import QuantizedLinear, side_by_side
+from sparse_lavida_jax.models.stack import STREAMS
 
 Task = Literal["image", "text", "both"]
 
-UNREAD: dict[str, tuple[str, ...]] = {
-    "image": ("text_head",),
-    "text": ("image_embedding", "image_head", "register_generation", "cell_row", "cell_column"),
+# What a task never reads: parts of a model, and branches of its layers.
+UNREAD: dict[Task, tuple[str, ...]] = {
+    "image": ("text_head", "split_layers/understanding"),
+    "text": (
+        *("image_embedding", "image_head", "register_generation", "cell_row", "cell_column"),
+        *("joint_layers/generation", "split_layers/generation"),
+    ),
     "both": (),
 }
 
@@ -61,7 +66,8 @@ class FusedBranch(Branch):
     """A branch as four matrices: into attention, out of it, into the MLP, out of it.
 
     Args:
-        branch: of one layer, or of a stack.
+        branch: of one layer, or of a stack; it loses its matrices, so that nothing but their
+            other owners keeps them once they are copied.
         attn_out: the output projection shared by the layer's branches.
         dtype: of the parameters.
         devices: that its columns are split over.
@@ -83,19 +89,30 @@ class FusedBranch(Branch):
                 return _joined([one[..., :width] for one in arrays], devices)
 
             if narrow := [one for one in linears if isinstance(one, QuantizedLinear)]:
-                return side_by_side(narrow, joined)
-            return Matrix(joined(_kernel(linear)[..., :width].astype(dtype) for linear in linears))
+                found = side_by_side(narrow, joined)
+            else:
+                wide = (_kernel(linear)[..., :width].astype(dtype) for linear in linears)
+                found = Matrix(joined(wide))
+            # Otherwise all copies may be made before the first original is freed.
+            return jax.block_until_ready(found)
+
+        def take(owner: nnx.Module, *names: str) -> Linear:
+            linears = [getattr(owner, name) for name in names]
+            for name in names:
+                delattr(owner, name)
+            return matrix(*linears)
 
         self.devices = devices
         self.num_heads, self.dtype = branch.num_heads, branch.dtype
         self.attn_norm = _cast(branch.attn_norm, dtype)
-        self.into = matrix(branch.q, branch.k, branch.v)
+        width = branch.q.kernel.shape[-2]
+        self.into = take(branch, "q", "k", "v")
         if ends:
             return
-        self.out = matrix(attn_out, width=branch.q.kernel.shape[-2])
+        self.out = matrix(attn_out, width=width)
         self.mlp_norm = _cast(branch.mlp_norm, dtype)
-        self.gate_up = matrix(branch.mlp.gate, branch.mlp.up)
-        self.down = matrix(branch.mlp.down)
+        self.gate_up = take(branch.mlp, "gate", "up")
+        self.down = take(branch.mlp, "down")
 
     def qkv(
         self, x: Float[Array, "b s e"], turn: Rotary
@@ -112,7 +129,7 @@ class FusedBranch(Branch):
 
 
 class FusedLayer(Layer):
-    """A layer of fused branches; a branch that is not needed is absent."""
+    """A layer of fused branches; a branch that is not needed is absent (`FusedBranch`)."""
 
     def __init__(
         self,
@@ -185,11 +202,12 @@ def for_inference(
     task: Task = "both",
     by_layer: bool | None = None,
     mesh: Mesh | None = None,
+    consume: bool = False,
 ) -> FusedDenoiser:
     """Returns the parameters fused for sampling, in the dtype they are multiplied in.
 
     Outputs match those of `model` to 2e-5 in float32: the products are the same, at most in another
-    order. Only what changes is copied; `model` itself is not changed.
+    order. Only what changes is copied.
 
     Args:
         model: unfused, with arrays, or with shapes inside `jax.eval_shape`. Adapters must have
@@ -198,6 +216,8 @@ def for_inference(
             text and seen images, and leaves out what only generated images use.
         by_layer: whether every layer has its own arrays; by default on GPUs.
         mesh: that the parameters are split over, before and after.
+        consume: whether `model` loses its layers, so that they are not held twice. Otherwise it is
+            not changed.
 
     Raises:
         ValueError: the model is already fused, has adapters, or has no images but is to draw.
@@ -208,15 +228,17 @@ def for_inference(
         raise ValueError("a model of text alone draws no images: use task='text'.")
     if by_layer is None:
         by_layer = jax.default_backend() == "gpu"
-    without = ("generation",) if task == "text" else ()
-    later = ("understanding",) if task == "image" else without
-    ending = ("understanding",) if task == "image" else ()
     dtype = jnp.dtype(model.settings.compute_dtype)
     devices = 1 if mesh is None else mesh.shape.get(HEADS_AXIS, 1)
 
-    def fused(stack: Layer, number: int, without: tuple[str, ...], ending: tuple[str, ...] = ()):
+    def fused(name: str, ending: tuple[str, ...] = ()) -> list[FusedLayer] | FusedLayer:
+        stack = jax.tree.map(lambda leaf: leaf, getattr(model, name))  # of modules of its own
+        if consume:
+            delattr(model, name)
+        without = tuple(part for part in STREAMS if f"{name}/{part}" in UNREAD[task])
         if not by_layer:
             return FusedLayer(stack, dtype, devices, without=without)
+        number = stack.attn_out.kernel.shape[0]
         return [
             FusedLayer(
                 jax.tree.map(lambda leaf, i=i: leaf[i], stack),
@@ -228,10 +250,14 @@ def for_inference(
             for i in range(number)
         ]
 
-    joint = fused(model.joint_layers, model.settings.num_joint_layers, without, ending)
-    split = fused(model.split_layers, model.settings.num_split_layers, later)
-    whole = FusedDenoiser(model, joint, split, task)
+    joint = fused("joint_layers", ("understanding",) if task == "image" else ())
+    whole = FusedDenoiser(model, joint, fused("split_layers"), task)
     return whole if mesh is None else sharding.placed(whole, mesh)
+
+
+def reads(task: Task) -> Callable[[str], bool]:
+    """Returns a function that tells, by its name, whether a task reads a parameter."""
+    return lambda name: not any(f"{name}/".startswith(f"{part}/") for part in UNREAD[task])
 
 
 def parameter_bytes(model: Denoiser) -> int:

@@ -9,9 +9,9 @@ import pytest
 import torch_folder
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax.checkpoints import arrays, model_folder, stores
+from sparse_lavida_jax.checkpoints import arrays, model_folder, stores, tensors
 from sparse_lavida_jax.convert import from_torch
-from sparse_lavida_jax.models import denoiser
+from sparse_lavida_jax.models import denoiser, fuse
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +105,31 @@ def test_a_module_is_filled_by_names_on_disk(converted):
     del leaves["final_norm/weight"]
     with pytest.raises(model_folder.CheckpointError, match=r"final_norm/weight: missing"):
         arrays.module_of(module, leaves)
+
+
+@pytest.mark.parametrize(
+    ("task", "unread"),
+    [
+        ("image", "split_layers/00/understanding/mlp/up/kernel"),
+        ("text", "image_head/logits/kernel"),
+    ],
+)
+def test_only_what_a_task_reads_is_loaded_and_nothing_is_held_twice(
+    converted, task, unread, monkeypatch
+):
+    whole = model_folder.load_model(converted).model
+    expected = named(fuse.for_inference(whole, task=task))
+    found = set()
+
+    def read(path, name, *index, original=tensors.read):
+        found.add(name)
+        return original(path, name, *index)
+
+    monkeypatch.setattr(tensors, "read", read)
+    part = model_folder.load_model(converted, wanted=fuse.reads(task)).model
+    assert unread in {*arrays.by_layer(whole)} - found
+    fused = named(fuse.for_inference(part, task=task, consume=True))
+    assert not {"joint_layers", "split_layers"} & {*vars(part)}
+    assert fused.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(fused[name], leaf)
