@@ -142,9 +142,9 @@ class SparseLaViDa:
         if convert:
             from_torch.convert_from_hub(name, **where)
         folder = model_folder.find_model(name, **where)
-        split = None if mesh is None else sharding.over(mesh)
         weights = lora_folders.parse(adapters)
-        wanted = None if weights else fuse.reads(task)  # adapters may change what is not read
+        split = None if mesh is None else sharding.over(mesh)
+        wanted = None if weights else fuse.reads(task)  # adapters are for all layers
         loaded = model_folder.load_model(folder, sharding=split, dtype=dtype, wanted=wanted)
         settings, model = loaded.config, loaded.model
         if weights:
@@ -159,14 +159,11 @@ class SparseLaViDa:
         except (ValueError, FileNotFoundError) as error:
             raise model_folder.CheckpointError(str(error)) from error
         named = f"{name}@{revision}" if revision else str(name)
-        digest = lora_folders.digest(folder, weights)
-        source = Origin(named, digest, lora_folders.written(weights))
-        platform = jax.default_backend()
+        source = Origin(named, lora_folders.digest(folder, weights), lora_folders.written(weights))
+        platform, over = jax.default_backend(), attention.mesh_of(model)
         fused = platform == "gpu" or (platform == "tpu" and mesh is None) or task != "both"
         if merge_adapters and fused:
-            model = fuse.for_inference(
-                model, task=task, mesh=attention.mesh_of(model), consume=True
-            )
+            model = fuse.for_inference(model, task=task, mesh=over, consume=True)
         return cls(model, settings, prompts, codec, batch_size, source)
 
     def save_pretrained(self, folder: pathlib.Path | str) -> None:

@@ -15,6 +15,7 @@ Over a mesh, every device holds its own columns of queries, keys and values (and
 side by side, so that taking them apart moves nothing between devices.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -89,12 +90,10 @@ class FusedBranch(Branch):
                 return _joined([one[..., :width] for one in arrays], devices)
 
             if narrow := [one for one in linears if isinstance(one, QuantizedLinear)]:
-                found = side_by_side(narrow, joined)
-            else:
-                wide = (_kernel(linear)[..., :width].astype(dtype) for linear in linears)
-                found = Matrix(joined(wide))
-            # Otherwise all copies may be made before the first original is freed.
-            return jax.block_until_ready(found)
+                return side_by_side(narrow, joined)
+            wide = (_kernel(linear)[..., :width].astype(dtype) for linear in linears)
+            # Unless each is waited for, all are copied before the first original is freed.
+            return jax.block_until_ready(Matrix(joined(wide)))
 
         def take(owner: nnx.Module, *names: str) -> Linear:
             linears = [getattr(owner, name) for name in names]
@@ -236,19 +235,12 @@ def for_inference(
         if consume:
             delattr(model, name)
         without = tuple(part for part in STREAMS if f"{name}/{part}" in UNREAD[task])
+        make = functools.partial(FusedLayer, dtype=dtype, devices=devices, without=without)
         if not by_layer:
-            return FusedLayer(stack, dtype, devices, without=without)
-        number = stack.attn_out.kernel.shape[0]
-        return [
-            FusedLayer(
-                jax.tree.map(lambda leaf, i=i: leaf[i], stack),
-                dtype,
-                devices,
-                without=without,
-                ending=ending if i == number - 1 else (),
-            )
-            for i in range(number)
-        ]
+            return make(stack)
+        last = stack.attn_out.kernel.shape[0] - 1
+        layers = (jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(last + 1))
+        return [make(one, ending=ending if i == last else ()) for i, one in enumerate(layers)]
 
     joint = fused("joint_layers", ("understanding",) if task == "image" else ())
     whole = FusedDenoiser(model, joint, fused("split_layers"), task)
