@@ -145,7 +145,9 @@ class Model(Section):
     # `compute_dtype`; tables, the loss's share of the heads and the vision tower in float32.
     grad_reduce_dtype: Literal["float32", "compute"] = "float32"
     # "": the fastest on the platform. The last two are interpreted on other platforms.
-    attention_implementation: Literal["", "reference", "blockwise", "pallas_tpu", "pallas_gpu"] = ""
+    attention_implementation: Literal[
+        "", "reference", "blockwise", "pallas_tpu", "pallas_gpu", "pallas_triton"
+    ] = ""
 
     def _rules(self):
         last, most = self.num_layers - 1, self.width

@@ -58,14 +58,14 @@ def main(names: Sequence[str], runs: int, *, dry: bool) -> None:
             "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
             " --dry-run goes the whole way without measuring."
         )
-    on_gpu = implementation == "pallas_gpu"
 
     def times(case: Case, candidates: list[Sizes]) -> Timed:
         few = slice(DRY_CANDIDATES if dry else None)
         return _times(case, list(dict.fromkeys(candidates))[few], implementation, runs, dry)
 
     choices = [
-        choose(entry, members, on_gpu, times) for entry, members in entries(names, dry).items()
+        choose(entry, members, implementation, times)
+        for entry, members in entries(names, dry).items()
     ]
     before = json.loads(devices.TABLE.read_text())
     after = rewritten(before, devices.device_kind(), HEAD_DIM, choices)
@@ -92,23 +92,27 @@ def entries(names: Sequence[str], dry: bool) -> dict[str, list[Case]]:
 
 
 def choose(
-    bucket: str, members: list[Case], on_gpu: bool, times: Callable[[Case, list[Sizes]], Timed]
+    bucket: str,
+    members: list[Case],
+    implementation: str,
+    times: Callable[[Case, list[Sizes]], Timed],
 ) -> TileChoice:
     """Returns the best tiles for one entry of the table.
 
     Args:
         members: its shapes, forward.
+        implementation: the kernel.
         times: returns the median seconds of every candidate that can run a case.
     """
     median_us, rule_us = {}, {}
     best: dict[str, Sizes] = {}
-    for what, candidates in _candidates(members, on_gpu).items():
+    for what, candidates in _candidates(members, implementation).items():
         cases = [
             dataclasses.replace(member, backward=what != "forward" and not member.decodes)
             for member in members
             if not (what == "backward" and member.decodes)
         ]
-        rules = {c.task: GpuSizes() if on_gpu else devices.rule(*c.lengths) for c in cases}
+        rules = {c.task: _rule(c, implementation) for c in cases}
         measured = {c.task: times(c, [rules[c.task], *candidates]) for c in cases}
         ratios = {
             size: statistics.geometric_mean(
@@ -126,10 +130,15 @@ def choose(
     return TileChoice(bucket, _joined(best), median_us, rule_us)
 
 
-def _candidates(members: list[Case], on_gpu: bool) -> dict[str, list[Any]]:
+def _rule(case: Case, implementation: str) -> Sizes:
+    on_gpu = implementation in devices.OF_GPUS
+    return devices.gpu_rule(implementation) if on_gpu else devices.rule(*case.lengths)
+
+
+def _candidates(members: list[Case], implementation: str) -> dict[str, list[Any]]:
     """Returns candidates by what is timed; on a TPU both passes share their tiles."""
-    if on_gpu:
-        return devices.gpu_candidates(HEAD_DIM)
+    if implementation in devices.OF_GPUS:
+        return devices.gpu_candidates(HEAD_DIM, implementation)
     of_each = [set(devices.tpu_candidates(*case.lengths)) for case in members]
     return {"both": sorted(set.intersection(*of_each), key=dataclasses.astuple)}
 

@@ -15,6 +15,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import logging
 from collections.abc import Sequence
 from types import ModuleType
@@ -34,7 +35,7 @@ from sparse_lavida_jax.kernels.sharded import Deal
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
 from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
-IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
+IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu", "pallas_triton")
 HIDDEN = float(jnp.finfo(jnp.float32).min)  # the logit of a key that a query does not see
 
 log = logging.getLogger(__name__)
@@ -256,9 +257,14 @@ def admit_kernel() -> None:
 def device_kernel() -> str | None:
     """Returns the kernel for this machine's first device, admitted or not; None if it has none."""
     platform = jax.default_backend()
-    if platform == "tpu":
-        return "pallas_tpu"
-    return "pallas_gpu" if platform == "gpu" and _lacks_for_gpu() is None else None
+    if platform != "gpu":
+        return "pallas_tpu" if platform == "tpu" else None
+    capability = _capability()
+    if capability.startswith(devices.HOPPER) and _has_mosaic_gpu():
+        return "pallas_gpu"
+    major = capability.partition(".")[0]  # not a number for another vendor's GPU
+    known = major.isdigit() and int(major) >= devices.AMPERE
+    return "pallas_triton" if known and _has_triton() else None
 
 
 @functools.cache
@@ -266,13 +272,13 @@ def default_implementation() -> str:
     """Returns the attention implementation for this machine's first device.
 
     This is its kernel, if admitted; a warning is logged if an accelerator runs without one. Calls
-    that the GPU's kernel does not take, and small calls, may get another one (`make_tables`).
+    that a GPU's kernel does not take, and small calls, may get another one (`make_tables`).
     """
     kernel = device_kernel()
     if kernel is None:
         if jax.default_backend() != "gpu":
             return "reference"
-        refusal = _lacks_for_gpu()
+        refusal = f"jax {jax.__version__} has none for compute capability {_capability()}"
     else:
         from sparse_lavida_jax.kernels import admission  # the CPU does without
 
@@ -296,9 +302,9 @@ def implementation_for(head_dim: int, dtype: DTypeLike, implementation: str | No
 
 
 def takes(implementation: str, dtype: DTypeLike, head_dim: int) -> bool:
-    """Whether an implementation takes this type and head size; wgmma on a GPU takes only some."""
+    """Whether an implementation takes this type and head size; those of GPUs take only some."""
     fits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim in (64, 128)
-    return implementation != "pallas_gpu" or fits
+    return implementation not in devices.OF_GPUS or fits
 
 
 def runs_here(implementation: str) -> bool:
@@ -314,7 +320,9 @@ def takes_tables(implementation: str | None = None) -> bool:
 def slot_multiple(implementation: str | None = None) -> int:
     """Returns the multiple to which cache slots are padded; else a kernel would copy the cache."""
     chosen = implementation or default_implementation()
-    return {"pallas_tpu": devices.SLOTS, "pallas_gpu": tiles.GPU_ROWS}.get(chosen, 1)
+    if chosen in devices.OF_GPUS:
+        return tiles.GPU_ROWS
+    return devices.SLOTS if chosen == "pallas_tpu" else 1
 
 
 def query_tile(length: int, implementation: str | None = None) -> int:
@@ -341,18 +349,16 @@ def mesh_of(params: PyTree) -> Mesh | None:
     return None
 
 
-def _lacks_for_gpu() -> str | None:
-    """Returns why the GPU kernel cannot run here, or None."""
-    if not _has_mosaic_gpu():
-        return f"the GPU kernel needs jax 0.11 (Python 3.12), this is jax {jax.__version__}"
-    capability = getattr(jax.devices()[0], "compute_capability", "0.0")
-    if not capability.startswith(devices.HOPPER):
-        return f"the GPU kernel is for Hopper (9.0), this GPU has compute capability {capability}"
-    return None
+def _capability() -> str:
+    return getattr(jax.devices()[0], "compute_capability", "0.0")
 
 
 def _has_mosaic_gpu() -> bool:
     return jax.__version_info__ >= (0, 11)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 @functools.cache
@@ -394,9 +400,9 @@ def _run(
     """Runs an implementation on one device."""
     if chosen == "reference":
         return reference(q, k, v, tags, Shape(*heads, head_dim, scale), layer)
-    if isinstance(tables, GpuTables) and chosen != "pallas_gpu":
+    if isinstance(tables, GpuTables) and chosen not in devices.OF_GPUS:
         raise ValueError(
-            f"the tables are of the GPU kernel, which takes no {q.dtype} with {head_dim=}: give"
+            f"the tables are of a GPU kernel, which takes no {q.dtype} with {head_dim=}: give"
             " make_tables dtype and head_dim of the queries, and the same implementation."
         )
     lengths = q.shape[1], k.shape[-2]
@@ -413,17 +419,24 @@ def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, A
         return blockwise, False
     if chosen == "pallas_tpu":
         return pallas_tpu, _is_elsewhere("tpu", "tpu")
-    if not _has_mosaic_gpu():
-        raise ValueError(f"the GPU kernel needs jax 0.11, this is jax {jax.__version__}.")
+    if chosen == "pallas_gpu" and not _has_mosaic_gpu():
+        raise ValueError(
+            f"{chosen} needs jax 0.11, this is jax {jax.__version__}: use 'pallas_triton', or None."
+        )
     if not takes(chosen, dtype, head_dim):
         raise ValueError(
-            f"the GPU kernel takes bfloat16 or float16 and heads of 64 or 128, got {dtype} and"
+            f"{chosen} takes bfloat16 or float16 and heads of 64 or 128, got {dtype} and"
             f" {head_dim=}: use implementation='blockwise', or None."
         )
-    # Older jax versions cannot import it.
+    elsewhere = _is_elsewhere("gpu", "nvidia")
+    # Some versions of jax cannot import one or the other.
+    if chosen == "pallas_triton":
+        from sparse_lavida_jax.kernels import pallas_triton
+
+        return pallas_triton, elsewhere
     from sparse_lavida_jax.kernels import pallas_gpu
 
-    return pallas_gpu, _is_elsewhere("gpu", "nvidia") and pallas_gpu.interpreted()
+    return pallas_gpu, elsewhere and pallas_gpu.interpreted()
 
 
 def _is_elsewhere(platform: str, vendor: str) -> bool:

@@ -66,7 +66,9 @@ SMALLEST_TILE = 128
 SLOTS = 256  # multiple for a TPU's cache: whole tiles, since padding would copy the cache
 MOST_FILLED = 1 / 8  # largest share of padding for larger tiles; ours, not tuned on a TPU
 RELEASE_HEAD_DIM = 128
-HOPPER = "9."  # prefix of the compute capability of GPUs with a kernel
+# Kernels of NVIDIA GPUs, and their compute capability: a prefix, and the least major number.
+OF_GPUS = ("pallas_gpu", "pallas_triton")
+HOPPER, AMPERE = "9.", 8
 # Queries times keys of a call up to which the reference is used if there is no kernel. On a CPU
 # core the reference takes .7 of the time of blockwise attention at 640 tokens and twice as long at
 # 1024 (forward; docs/kernels.md); on a GPU nothing was measured.
@@ -106,8 +108,9 @@ def sizes_of(
     """Returns the tiles of a call that runs over tiles."""
     if implementation == "blockwise":
         return blockwise_sizes(query_len, key_len)
-    measured = gpu_sizes if implementation == "pallas_gpu" else tile_sizes
-    return measured(query_len, key_len, head_dim)
+    if implementation in OF_GPUS:
+        return gpu_sizes(query_len, key_len, head_dim, implementation=implementation)
+    return tile_sizes(query_len, key_len, head_dim)
 
 
 def tile_sizes(
@@ -133,10 +136,24 @@ def tile_sizes(
 
 
 def gpu_sizes(
-    query_len: int, key_len: int, head_dim: int = RELEASE_HEAD_DIM, *, device: str | None = None
+    query_len: int,
+    key_len: int,
+    head_dim: int = RELEASE_HEAD_DIM,
+    *,
+    implementation: str = "pallas_gpu",
+    device: str | None = None,
 ) -> GpuSizes:
-    """Returns the tiles of a call on a GPU; without measurements, the defaults of `GpuSizes`."""
-    return GpuSizes(**(_measured(query_len, key_len, head_dim, device) or {}))
+    """Returns the tiles of a call on a GPU; without measurements, those of `gpu_rule`."""
+    measured = _measured(query_len, key_len, head_dim, device)
+    return gpu_rule(implementation) if measured is None else GpuSizes(**measured)
+
+
+def gpu_rule(implementation: str) -> GpuSizes:
+    """Returns the tiles of a call on a GPU without measurements.
+
+    Triton's fit the shared memory of an L4. It spends the first stage on the number of a tile.
+    """
+    return GpuSizes() if implementation == "pallas_gpu" else GpuSizes(64, 3, 64, 3, 64, 3)
 
 
 def rule(query_len: int, key_len: int) -> TileSizes:
@@ -183,21 +200,25 @@ def tpu_candidates(query_len: int, key_len: int) -> list[TileSizes]:
     ]
 
 
-def gpu_candidates(head_dim: int) -> dict[str, list[GpuSizes]]:
+def gpu_candidates(head_dim: int, implementation: str = "pallas_gpu") -> dict[str, list[GpuSizes]]:
     """Returns the candidate tiles for a GPU, separately for the kernels of the backward pass.
 
-    They compile for Hopper without spilling registers (`tests/gpu_aot`); other sizes do not.
+    They compile for Hopper without spilling registers (`tests/gpu_aot`); other sizes do not. Those
+    of Triton may need more memory than a GPU has.
     """
-    if head_dim == RELEASE_HEAD_DIM:
+    if implementation == "pallas_triton":
+        forward = dq = dkv = list(itertools.product((64, 128), (3, 4)))
+    elif head_dim == RELEASE_HEAD_DIM:
         forward = dq = [(128, 2), (64, 2), (64, 3), (64, 4)]
         dkv = [(64, 3), (64, 4)]  # (64, 2) spills with jax 0.12, not with 0.11
     else:
         forward = dq = list(itertools.product((128, 64), (2, 3, 4)))
         dkv = forward[1:]  # (128, 2) spills with jax 0.12, not with 0.11
+    sized = functools.partial(dataclasses.replace, gpu_rule(implementation))
     return {
-        "forward": [GpuSizes(forward_keys=size, forward_stages=n) for size, n in forward],
+        "forward": [sized(forward_keys=size, forward_stages=n) for size, n in forward],
         "backward": [
-            GpuSizes(dq_keys=size, dq_stages=n, dkv_queries=queries, dkv_stages=m)
+            sized(dq_keys=size, dq_stages=n, dkv_queries=queries, dkv_stages=m)
             for (size, n), (queries, m) in itertools.product(dq, dkv)
         ],
     }
