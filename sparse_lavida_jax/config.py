@@ -144,7 +144,7 @@ class Model(Section):
     # with an error that grows with the devices. Weights of norms are always summed in
     # `compute_dtype`; tables, the loss's share of the heads and the vision tower in float32.
     grad_reduce_dtype: Literal["float32", "compute"] = "float32"
-    # "": the fastest on the platform. The last two are interpreted on other platforms.
+    # "": the fastest on the platform. The last three are interpreted on other platforms.
     attention_implementation: Literal[
         "", "reference", "blockwise", "pallas_tpu", "pallas_gpu", "pallas_triton"
     ] = ""

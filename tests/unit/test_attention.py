@@ -198,9 +198,6 @@ class Device:
     device_kind: str = "a GPU"
 
 
-ADMITTED = admission.Verdict(Device.device_kind, "pallas_gpu")
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """Returns a function that makes jax report a GPU and a jax version.
@@ -211,8 +208,9 @@ def gpu(monkeypatch):
     def pretend(capability: str, version=(0, 11, 2)):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
-        monkeypatch.setattr(admission, "admitted", lambda _: ADMITTED)
         monkeypatch.setattr(jax, "__version_info__", version)
+        admitted = admission.Verdict(Device.device_kind, attention.device_kernel())
+        monkeypatch.setattr(admission, "admitted", lambda _: admitted)
 
     for cached in (attention.default_implementation, attention._announce):
         cached.cache_clear()
@@ -223,15 +221,23 @@ def gpu(monkeypatch):
 
 GPUS = {
     "hopper": (("9.0",), "pallas_gpu", ""),
-    "ampere": (("8.0",), "blockwise", "compute capability 8.0"),
-    "blackwell": (("10.0",), "blockwise", "compute capability 10.0"),
-    "old_jax": (("9.0", (0, 10, 2)), "blockwise", "needs jax 0.11"),
+    "ampere": (("8.0",), "pallas_triton", ""),
+    "ada": (("8.9",), "pallas_triton", ""),
+    "blackwell": (("10.0",), "pallas_triton", ""),
+    "old_jax": (("9.0", (0, 10, 2)), "pallas_triton", ""),
+    "turing": (("7.5",), "blockwise", "has none for compute capability 7.5"),
+    "another vendor": (("gfx942",), "blockwise", "has none for compute capability gfx942"),
+    "jax without Triton": (("8.0",), "blockwise", "has none for compute capability 8.0"),
 }
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_gpu_without_the_kernel_runs_in_blocks_and_says_so_once(gpu, caplog, name):
+def test_every_gpu_has_its_kernel_or_runs_in_blocks_and_says_so_once(
+    gpu, monkeypatch, caplog, name
+):
     given, expected, why = GPUS[name]
+    if name == "jax without Triton":
+        monkeypatch.setattr(attention, "_has_triton", lambda: False)
     gpu(*given)
     for _ in range(2):
         attention.default_implementation.cache_clear()
@@ -250,17 +256,23 @@ LONG = 1024  # squared, too many pairs for the reference
 @pytest.mark.parametrize(
     ("length", "head_dim", "dtype", "expected"),
     [
-        (LONG, 128, jnp.bfloat16, "pallas_gpu"),
-        (LONG, 64, jnp.float16, "pallas_gpu"),
+        (LONG, 128, jnp.bfloat16, "kernel"),
+        (LONG, 64, jnp.float16, "kernel"),
         (LONG, 128, jnp.float32, "blockwise"),
         (LONG, 96, jnp.bfloat16, "blockwise"),
         (64, 128, jnp.float32, "reference"),
-        (64, 128, jnp.bfloat16, "pallas_gpu"),
+        (64, 128, jnp.bfloat16, "kernel"),
     ],
 )
-def test_what_the_gpu_kernel_does_not_take_runs_in_blocks(gpu, length, head_dim, dtype, expected):
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [("9.0", "pallas_gpu"), ("8.0", "pallas_triton")]
+)
+def test_what_a_gpu_kernel_does_not_take_runs_in_blocks(
+    gpu, length, head_dim, dtype, expected, capability, kernel
+):
     """Tables match the implementation that the call then chooses."""
-    gpu("9.0")
+    gpu(capability)
+    expected = kernel if expected == "kernel" else expected
     tag = jax.ShapeDtypeStruct((1, length), jnp.int32)
     wide = jax.ShapeDtypeStruct((1, length, 2 * head_dim), dtype)
     ran, made = [], []
@@ -278,12 +290,12 @@ def test_what_the_gpu_kernel_does_not_take_runs_in_blocks(gpu, length, head_dim,
         patch.setattr(attention, "_run", watched)
         jax.eval_shape(run, wide, tag)
     assert ran == [expected]
-    kinds = {"pallas_gpu": GpuTables, "blockwise": Tables, "reference": type(None)}
+    kinds = {kernel: GpuTables, "blockwise": Tables, "reference": type(None)}
     assert isinstance(made[0], kinds[expected])
 
 
 def test_few_pairs_get_the_reference_where_there_is_no_kernel(gpu):
-    gpu("8.0")
+    gpu("7.5")
 
     def makes(length, implementation=None):
         made = []

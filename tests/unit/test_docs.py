@@ -30,7 +30,7 @@ QUOTED = (
     "needs packages that are not installed",
     "jax cannot use the device that was asked for:",
     "attention runs without a kernel, in blocks of tokens, and slower:",
-    "the GPU kernel needs jax 0.11 (Python 3.12)",
+    "has none for compute capability",
     "the device has not enough memory: ",
     "lower --batch-size",
     "the device has not enough memory: ask for less.",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured tiles come from the table, all others from the rule."""
 
+import itertools
 import json
 
 import jax
@@ -40,7 +41,9 @@ def test_a_cache_is_never_filled_up():
     for slots in range(multiple, 9000, multiple):
         assert devices.rule(192, slots).keys >= 256
         assert all(slots % tiles.keys == 0 for tiles in devices.tpu_candidates(192, slots))
-        assert devices.gpu_sizes(192, slots).forward.keys <= attention.slot_multiple("pallas_gpu")
+        for kernel in devices.OF_GPUS:
+            tiles = devices.sizes_of(kernel, 192, slots)
+            assert tiles.forward.keys <= attention.slot_multiple(kernel)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +107,10 @@ def test_candidates_hold_the_rule_and_fill_lengths_up_as_little():
     for lengths in ((1536, 1536), (8152, 8152), (3456, 3456), (192, 1536)):
         found = devices.tpu_candidates(*lengths)
         assert devices.rule(*lengths) in found and len(found) == len(set(found)) > 5
-    for head_dim in (64, 128):
-        for candidates in devices.gpu_candidates(head_dim).values():
-            assert GpuSizes() in candidates and len(candidates) == len(set(candidates)) > 3
+    for head_dim, kernel in itertools.product((64, 128), devices.OF_GPUS):
+        for candidates in devices.gpu_candidates(head_dim, kernel).values():
+            assert devices.gpu_rule(kernel) in candidates
+            assert len(candidates) == len(set(candidates)) > 3
 
 
 @pytest.mark.parametrize(

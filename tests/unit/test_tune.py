@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of tiles from made-up times: nothing is measured or written."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ def times_of(seconds):
 
 
 def test_the_fastest_tiles_are_chosen_with_what_they_were_measured_to_take():
-    choice = tune.choose("1024x1024", [case()], False, times_of({BEST: 0.5}))
+    choice = tune.choose("1024x1024", [case()], "pallas_tpu", times_of({BEST: 0.5}))
     assert choice.sizes == BEST
     assert choice.median_us == {"row/forward_backward": 0.5e6}
     assert choice.rule_us == {"row/forward_backward": 1e6}
@@ -36,30 +38,36 @@ def test_the_fastest_tiles_are_chosen_with_what_they_were_measured_to_take():
 
 @pytest.mark.parametrize("seconds", [{}, {BEST: 0.99}, {BEST: None}])
 def test_the_rule_stays_where_nothing_beats_it_by_more_than_noise(seconds):
-    assert tune.choose("1024x1024", [case()], False, times_of(seconds)).sizes is None
+    assert tune.choose("1024x1024", [case()], "pallas_tpu", times_of(seconds)).sizes is None
 
 
 def test_tiles_have_to_run_on_all_lengths_of_their_entry():
     """256 queries do not divide 1,152, and what is fast for one shape may be slow for others."""
     members = [case("even"), case("odd", 1152)]
-    assert tune.choose("2048x2048", members, False, times_of({BEST: 0.1})).sizes is None
+    assert tune.choose("2048x2048", members, "pallas_tpu", times_of({BEST: 0.1})).sizes is None
 
     def slow_on_one(case, candidates):
         taken = {"first": 0.8, "second": 1.5}[case.name]
         return dict.fromkeys(candidates, 1.0) | {BEST: taken}
 
     members = [case("first"), case("second")]
-    assert tune.choose("1024x1024", members, False, slow_on_one).sizes is None
+    assert tune.choose("1024x1024", members, "pallas_tpu", slow_on_one).sizes is None
 
 
 def test_a_gpu_has_forward_and_backward_tiles_chosen_apart():
     forward = GpuSizes(forward_keys=64, forward_stages=4)
     backward = GpuSizes(dq_stages=3, dkv_stages=3)
-    both = tune.choose("k", [case()], True, times_of({forward: 0.5, backward: 0.6}))
+    both = tune.choose("k", [case()], "pallas_gpu", times_of({forward: 0.5, backward: 0.6}))
     assert both.sizes == GpuSizes(64, 4, 64, 3, 64, 3)
     assert both.median_us == {"row/forward": 0.5e6, "row/forward_backward": 0.6e6}
-    decoding = tune.choose("k", [case("decode_x")], True, times_of({forward: 0.5, backward: 0.1}))
+    decoding = tune.choose(
+        "k", [case("decode_x")], "pallas_gpu", times_of({forward: 0.5, backward: 0.1})
+    )
     assert decoding.sizes == forward
+    rule = devices.gpu_rule("pallas_triton")
+    wide = dataclasses.replace(rule, forward_keys=128)
+    found = tune.choose("k", [case("decode_x")], "pallas_triton", times_of({wide: 0.5}))
+    assert found.sizes == wide  # backward as in the rule of this kernel
 
 
 def test_only_this_device_is_rewritten_and_an_entry_that_lost_is_dropped():
