@@ -127,15 +127,13 @@ class Model(Section):
     neighbour_heads: tuple[int, ...] = ()
     num_registers: UpTo1024 = 64  # Sec. 3.1
     vision: Vision = dataclasses.field(default_factory=Vision)
-    # "full" for a model trained without the step-causal mask.
-    trained_attention: Literal["full", "step_causal"] = "step_causal"
+    trained_attention: Literal["full", "step_causal"] = "step_causal"  # "full": without the mask
     compute_dtype: Dtype = "float32"
     # Dtype of the residual stream, the last norm and the image head; "compute": `compute_dtype`.
     # With products in bfloat16, "float32" halves the error of image logits (docs/speed.md). It is
     # for sampling: in training it would double the memory for the inputs of the layers.
     residual_dtype: Literal["compute", "float32"] = "compute"
-    # Unrolls the loop over layers: a few small ones on a CPU run twice as fast; many compile long.
-    unroll_layers: bool = False
+    unroll_layers: bool = False  # a few small ones run twice as fast on a CPU; many compile long
     # What training recomputes of a layer in the backward pass: nothing; all but its input and the
     # output of the attention kernel; all but its input.
     remat: Literal["none", "attention", "layer"] = "none"

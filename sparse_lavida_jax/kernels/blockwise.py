@@ -10,8 +10,7 @@ works with any GPU, jax version and head width.
 We wrote our own because existing functions need the mask, which grows with the square of the
 length: `jax.nn.dot_product_attention` takes a mask or a bias of all pairs, and so does tokamax's
 `xla_chunked` (0.0.17), which skips no tile, keeps the running sums of every chunk for the gradient,
-and returns no log-sum-exp. Pallas's Triton backend could compile a kernel for older GPUs, but is
-deprecated since jax 0.11.
+and returns no log-sum-exp.
 """
 
 import dataclasses

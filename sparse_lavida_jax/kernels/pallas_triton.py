@@ -6,6 +6,10 @@ keys and values. It goes through the row's list (`tables.RowLists`): first the t
 then those masked by `visibility.visible`, in two loops, of which only the second has mask code.
 Triton copies the next tiles into shared memory while one is computed.
 
+We wrote our own because tokamax's kernel (0.0.17), on the same backend, takes an array of all
+pairs, computes what it hides, and reads no layer of a stacked cache in place (docs/kernels.md). Jax
+has deprecated the backend since 0.11; a version without it runs attention in blocks.
+
 Supports bfloat16 and float16, with heads of width 64 or 128.
 """
 
@@ -27,25 +31,21 @@ START = LOWEST / 2  # of the running maximum: exp2(LOWEST - START) is 0, so no r
 UNSEEN = -1  # the block of a query that is padding: no key has it
 WARPS = 8  # of a program
 
-Tags = tuple[tuple[Any, ...], tuple[Any, ...]]  # queries: block, horizon, segment; keys without it
-
 
 class _Row(NamedTuple):
     """One row of a list, inside a kernel, and the head that the program computes."""
 
-    cols: Any
-    num_full: Any
-    num_active: Any
+    lists: Any
     batch: Any
     row: Any
     head: Any
 
     @classmethod
-    def mine(cls, cols, num_full, num_active, order=None) -> "_Row":
+    def mine(cls, lists) -> "_Row":
         """Returns the row of this program; with an order, the first programs take the longest."""
-        head, row, batch = map(pl.program_id, range(3))
-        row = row if order is None else order[batch, row]
-        return cls(cols, num_full, num_active, batch, row, head)
+        row, head, batch = map(pl.program_id, range(3))
+        order = lists[3:]
+        return cls(lists, batch, order[0][batch, row] if order else row, head)
 
     @property
     def tokens(self):
@@ -53,14 +53,18 @@ class _Row(NamedTuple):
 
     def each_tile(self, size: int, compute, carry):
         """Runs `compute(tokens, carry, masked)` over the tiles of the row."""
-        full, active = (n[self.batch, self.row] for n in (self.num_full, self.num_active))
+        cols, *ends = self.lists[:3]
+        full, active = (n[self.batch, self.row] for n in ends)
 
         def visit(step, carry, masked):
-            first = pl.multiple_of(self.cols[self.batch, self.row, step] * size, size)
+            first = pl.multiple_of(cols[self.batch, self.row, step] * size, size)
             return compute(pl.ds(first, size), carry, masked)
 
         carry = lax.fori_loop(0, full, functools.partial(visit, masked=False), carry)
         return lax.fori_loop(full, active, functools.partial(visit, masked=True), carry)
+
+
+_product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
 def _read(tags: tuple[Any, ...], batch, tokens) -> list:
@@ -84,26 +88,19 @@ def _key_lanes(head, shape: Shape):
     return _lanes(lax.div(head, jnp.array(shape.group, head.dtype)), shape)
 
 
-def _product(a, b):
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
 def _exp2(x, shape: Shape):
     """Returns 2^x in one instruction; below 2^-126 it is 0, which saves three more."""
     if shape.interpret:
         return jnp.exp2(x)
     (found,) = triton.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
-        pack=1,
+        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
         result_shape_dtypes=[_like(x)],
-    )
+    )  # fmt: skip
     return found
 
 
 def _forward_kernel(q, k, v, layer, tags, lists, out, lse, *, shape: Shape):
-    work, scale = _Row.mine(*lists), shape.scale * LOG2_E
+    work, scale = _Row.mine(lists), shape.scale * LOG2_E
     batch, queries, lanes = work.batch, work.tokens, _lanes(work.head, shape)
     key_lanes, of_layer = _key_lanes(work.head, shape), layer[0]
     own, own_tags = q[batch, queries, lanes], _read(tags[0], batch, queries)
@@ -134,7 +131,7 @@ def _forward_kernel(q, k, v, layer, tags, lists, out, lse, *, shape: Shape):
 
 
 def _query_gradient_kernel(q, k, v, dout, lse, delta, tags, lists, dq, *, shape: Shape):
-    work, scale = _Row.mine(*lists), shape.scale * LOG2_E
+    work, scale = _Row.mine(lists), shape.scale * LOG2_E
     batch, queries, lanes = work.batch, work.tokens, _lanes(work.head, shape)
     key_lanes = _key_lanes(work.head, shape)
     own, own_dout = (x[batch, queries, lanes] for x in (q, dout))
@@ -157,7 +154,7 @@ def _query_gradient_kernel(q, k, v, dout, lse, delta, tags, lists, dq, *, shape:
 
 def _key_gradient_kernel(q, k, v, dout, lse, delta, tags, lists, dk, dv, *, shape: Shape):
     """Adds up the query heads that share a key head."""
-    work, scale = _Row.mine(*lists), shape.scale * LOG2_E
+    work, scale = _Row.mine(lists), shape.scale * LOG2_E
     batch, keys, lanes = work.batch, work.tokens, _lanes(work.head, shape)
     own_k, own_v = (x[batch, keys, lanes] for x in (k, v))
     own_tags = _read(tags[1], batch, keys)
@@ -193,7 +190,8 @@ def _call(
     return pl.pallas_call(
         functools.partial(kernel, shape=shape),
         out_shape=outputs,
-        grid=(heads, rows, batch),
+        # Rows first: programs that run together share few heads, whose keys stay in the cache.
+        grid=(rows, heads, batch),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=bool(shape.interpret),
         name=name,
@@ -236,8 +234,11 @@ def prepare(q, k, v, sizes: GpuSizes):
     return tuple(common.whole_tiles(x, GPU_ROWS) for x in (q, k, v))
 
 
-def laid_out(tags: common.Tags, sizes: GpuSizes) -> Tags:
-    """Pads the tags to whole tiles; those of queries that are padding see no key."""
+def laid_out(tags: common.Tags, sizes: GpuSizes) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the tags of queries (block, horizon) and of keys (block), both with any segment.
+
+    They are padded to whole tiles; those of queries that are padding see no key.
+    """
     del sizes
     query_block, query_horizon, key_block, *segments = tags
     block, key_block = (padded_tags(tag, GPU_ROWS, PAD_BLOCK) for tag in (query_block, key_block))
