@@ -79,13 +79,10 @@ def _mask(of_queries: list, of_keys: list, *, keys_down: bool = False):
     return visible(block, horizon, key_block, *segment, *key_segment)
 
 
-def _lanes(head, shape: Shape):
-    return pl.ds(head * shape.head_dim, shape.head_dim)
-
-
-def _key_lanes(head, shape: Shape):
-    """Lanes of the key head that a query head reads."""
-    return _lanes(lax.div(head, jnp.array(shape.group, head.dtype)), shape)
+def _lanes(head, shape: Shape, group: int = 1):
+    """Lanes of a head, or of the key head that a group of query heads reads."""
+    number = lax.div(head, jnp.array(group, head.dtype))
+    return pl.ds(number * shape.head_dim, shape.head_dim)
 
 
 def _exp2(x, shape: Shape):
@@ -102,7 +99,7 @@ def _exp2(x, shape: Shape):
 def _forward_kernel(q, k, v, layer, tags, lists, out, lse, *, shape: Shape):
     work, scale = _Row.mine(lists), shape.scale * LOG2_E
     batch, queries, lanes = work.batch, work.tokens, _lanes(work.head, shape)
-    key_lanes, of_layer = _key_lanes(work.head, shape), layer[0]
+    key_lanes, of_layer = _lanes(work.head, shape, shape.group), layer[0]
     own, own_tags = q[batch, queries, lanes], _read(tags[0], batch, queries)
 
     def compute(keys, carry, masked):
@@ -133,7 +130,7 @@ def _forward_kernel(q, k, v, layer, tags, lists, out, lse, *, shape: Shape):
 def _query_gradient_kernel(q, k, v, dout, lse, delta, tags, lists, dq, *, shape: Shape):
     work, scale = _Row.mine(lists), shape.scale * LOG2_E
     batch, queries, lanes = work.batch, work.tokens, _lanes(work.head, shape)
-    key_lanes = _key_lanes(work.head, shape)
+    key_lanes = _lanes(work.head, shape, shape.group)
     own, own_dout = (x[batch, queries, lanes] for x in (q, dout))
     own_lse, own_delta = (x[batch, work.head, queries][:, None] for x in (lse, delta))
     own_tags = _read(tags[0], batch, queries)

@@ -115,6 +115,7 @@ def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache(name):
 
 
 @needs_triton
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("segments", [False, True])
 def test_it_lowers_for_an_a100_through_a_loop_over_layers(segments):
     """Forward and both gradients; no GPU, no CUDA."""

@@ -164,10 +164,14 @@ def test_a_mesh_of_explicit_axes_is_refused():
         step_causal_attention(q, k, v, *tags, num_heads=2, implementation="pallas_tpu")
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the GPU kernel needs jax 0.11: Python 3.12"
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize(
+    ("implementation", "call"),
+    [("pallas_gpu", "mosaic_gpu"), ("pallas_triton", "__gpu$xla.gpu.triton")],
 )
-def test_the_gpu_kernel_lowers_for_four_chips():
+def test_a_gpu_kernel_lowers_for_four_chips(implementation, call):
+    if implementation == "pallas_gpu" and jax.__version_info__ < (0, 11):
+        pytest.skip("this kernel needs jax 0.11: Python 3.12")
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh(
         (2, 2), ("sequence", "tensor"), (AxisType.Auto,) * 2, abstract_device=device
@@ -176,11 +180,11 @@ def test_the_gpu_kernel_lowers_for_four_chips():
     tag = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
     def attend(q, k, v, tags, pulled):
-        made = make_tables(*tags, implementation="pallas_gpu")
+        made = make_tables(*tags, implementation=implementation)
 
         def kernel(q, k, v):
             return step_causal_attention(
-                q, k, v, *tags, num_heads=4, tables=made, implementation="pallas_gpu"
+                q, k, v, *tags, num_heads=4, tables=made, implementation=implementation
             )
 
         out, pull_back = jax.vjp(kernel, q, k, v)
@@ -191,7 +195,7 @@ def test_the_gpu_kernel_lowers_for_four_chips():
         lowered = program.lower(lowering_platforms=("cuda",)).as_text()
     # The forward kernel runs once; keys and values are gathered for each direction, and the tables
     # of every device have the tags of all.
-    assert lowered.count("stablehlo.custom_call @mosaic_gpu") == 3
+    assert lowered.count(f"stablehlo.custom_call @{call}") == 3
     assert lowered.count("stablehlo.all_gather") == 4
     assert lowered.count("stablehlo.reduce_scatter") == 2
 
