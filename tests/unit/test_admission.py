@@ -254,3 +254,10 @@ def test_a_race_is_timed_on_both_sides():
     small = trial.Trial("t2i_1536", heads=1, head_dim=8, every=12)
     taken = trial.race(small, "reference")
     assert set(taken) == {"kernel_us", "blocks_us"} and min(taken.values()) > 0
+
+
+@pytest.mark.parametrize("shape", ["t2i_1536", "decode_late"])
+def test_the_triton_kernel_passes_its_trial_when_interpreted(shape):
+    small = trial.Trial(shape, heads=1, head_dim=64, every=4)
+    found = trial.agreement(small, "pallas_triton")
+    assert found["same_bits"] and found["off"] < admission.MOST_OFF
