@@ -77,7 +77,8 @@ def kernels_text(found: dict[str, Any]) -> str:
     if found["kernel"] is None:
         why = found["why"] or "there is no kernel for it, and nothing to check"
         return f"{ran}, {found['device'] or 'no device'}: {why}"
-    verdict = found["why"] or f"{found['kernel']} is admitted"
+    passed_over = found["passed_over"] and f", since {found['passed_over']}"
+    verdict = found["why"] or f"{found['kernel']} is admitted{passed_over}"
     parts = ("off", "kernel_us", "blocks_us")
     rows = []
     for check in found["checks"]:

@@ -6,8 +6,8 @@ time limit; it compares the device's kernel with the reference and with blockwis
 child must end before the device is used here, since a TPU belongs to one process at a time, and
 on a GPU the first process takes most of the memory. The verdict is kept in the user's cache, for
 these devices, this version of jax and this code. A kernel that is wrong, slower than blockwise
-attention, hangs or crashes is refused, and attention runs blockwise
-(`attention.default_implementation`).
+attention, hangs or crashes is refused; the next one in line (`SECOND`) is then checked in the same
+way, and if there is none, attention runs blockwise (`attention.default_implementation`).
 """
 
 import contextlib
@@ -35,6 +35,7 @@ COMMAND = "sparse-lavida doctor --kernels"
 CHILD = (sys.executable, "-m", "sparse_lavida_jax.kernels.trial")
 LIMIT_S = 300.0  # time limit of the child, which compiles some twenty programs
 END_S = 10.0  # wait for a killed child; one stuck in its driver may not end
+SECOND = {"pallas_gpu": "pallas_triton"}  # what is checked if a device's kernel is refused
 MOST_OFF = 2e-2  # largest error against the reference, for bfloat16
 SLOWER = 1.05  # refused above this multiple of blockwise attention's time; less may be noise
 
@@ -50,26 +51,33 @@ class Verdict:
         kernel: the kernel for the device; None if there is none.
         why: why the kernel is refused; empty if it is admitted.
         checks: the result of each check (`trial.main`).
+        passed_over: why the device's first kernel was refused, if this is its second.
     """
 
     device: str = ""
     kernel: str | None = None
     why: str = ""
     checks: tuple[dict[str, Any], ...] = ()
+    passed_over: str = ""
 
 
-def refusal(kernel: str, device: str, accelerators: tuple[str, ...]) -> str | None:
-    """Returns why a kernel may not be used on a kind of device; None: it is admitted."""
+def chosen(kernel: str, device: str, accelerators: tuple[str, ...]) -> tuple[str | None, str]:
+    """Returns the kernel that runs on a kind of device, and why it is not the given one.
+
+    None: no kernel may run.
+    """
     verdict = admitted(accelerators)
     if verdict is None:
-        return (
+        return None, (
             f"{kernel} was never checked on this machine, and its device is in use already: once it"
             f" is not, `{COMMAND}` checks it"
         )
-    why = verdict.why
-    if not why and (verdict.device, verdict.kernel) != (device, kernel):
-        why = f"{verdict.kernel} was checked on {verdict.device}, and this is {kernel} on {device}"
-    return (why and f"{why}; please report what `{COMMAND}` prints, which checks it again") or None
+    why, found = verdict.why, verdict.kernel
+    if not why and (verdict.device != device or found not in (kernel, SECOND.get(kernel))):
+        why = f"{found} was checked on {verdict.device}, and this is {kernel} on {device}"
+    told = why or verdict.passed_over
+    told = told and f"{told}; please report what `{COMMAND}` prints, which checks it again"
+    return None if why else found, told
 
 
 @functools.cache
@@ -90,20 +98,25 @@ def admitted(accelerators: tuple[str, ...]) -> Verdict | None:
             verdict = check(accelerators)
         return json.dumps(verdict and dataclasses.asdict(verdict))
 
-    found = runtime.first_decides("attention", decide, 2 * LIMIT_S)
+    found = runtime.first_decides("attention", decide, 3 * LIMIT_S)
     return _verdict(json.loads(found))
 
 
 def check(
     accelerators: tuple[str, ...], command: Sequence[str] = CHILD, limit_s: float = LIMIT_S
 ) -> Verdict:
-    """Checks the kernel in a child process, and caches the verdict.
+    """Checks the kernel in a child process, or a second one if it is refused; caches the verdict.
 
     Args:
-        command: of the child, which prints the same lines as `trial.main`.
+        command: of the child, which prints the same lines as `trial.main`, of the kernel that is
+            its last word or, without one, of the device's first kernel.
         limit_s: seconds until the child is killed.
     """
     verdict = judged(*_run(command, limit_s))
+    if verdict.why and (second := SECOND.get(verdict.kernel or "")):
+        other = judged(*_run((*command, second), limit_s))
+        if other.kernel == second and not other.why:
+            verdict = dataclasses.replace(other, passed_over=verdict.why)
     if verdict.kernel or (verdict.device and accelerators):
         with contextlib.suppress(OSError):  # without a writable cache, nothing is remembered
             _remember(verdict, memory(accelerators))

@@ -271,23 +271,24 @@ def device_kernel() -> str | None:
 def default_implementation() -> str:
     """Returns the attention implementation for this machine's first device.
 
-    This is its kernel, if admitted; a warning is logged if an accelerator runs without one. Calls
-    that a GPU's kernel does not take, and small calls, may get another one (`make_tables`).
+    This is its kernel, if admitted, or the next one in line; a warning is logged if it is not its
+    first. Calls a GPU's kernel does not take, and small calls, may get another one (`make_tables`).
     """
     kernel = device_kernel()
     if kernel is None:
         if jax.default_backend() != "gpu":
             return "reference"
-        refusal = f"jax {jax.__version__} has none for compute capability {_capability()}"
+        why = f"jax {jax.__version__} has none for compute capability {_capability()}"
     else:
         from sparse_lavida_jax.kernels import admission  # the CPU does without
 
         kind = jax.devices()[0].device_kind
-        refusal = admission.refusal(kernel, kind, devices.accelerators())
-    if kernel is not None and refusal is None:
-        return kernel
-    _announce(refusal)
-    return "blockwise"
+        kernel, why = admission.chosen(kernel, kind, devices.accelerators())
+    if kernel is None:
+        _announce(why)
+    elif why:
+        log.warning("attention runs with %s: %s.", kernel, why)
+    return kernel or "blockwise"
 
 
 def implementation_for(head_dim: int, dtype: DTypeLike, implementation: str | None = None) -> str:
@@ -362,7 +363,7 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _announce(why: str | None) -> None:
+def _announce(why: str) -> None:
     """Logs once that there is no kernel."""
     log.warning("attention runs without a kernel, in blocks of tokens, and slower: %s.", why)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the kernel of this machine's device; `kernels.admission` runs this as a child.
 
-    python -m sparse_lavida_jax.kernels.trial
+    python -m sparse_lavida_jax.kernels.trial [KERNEL]
 
 Outputs and gradients are computed twice, on tags from the model's own training and decoding, and
 compared with the reference. Then a few calls at full size are timed against blockwise attention.
@@ -10,6 +10,7 @@ compared with the reference. Then a few calls at full size are timed against blo
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -76,12 +77,12 @@ CHECKED = (
 RACED = (Trial("t2i_1536", heads=32), Trial("decode_mid", heads=32))
 
 
-def main() -> None:
-    """Prints the device and its kernel, then the name of each check, and its result.
+def main(kernel: str | None = None) -> None:
+    """Prints the device and a kernel, by default its own, then each check's name, and its result.
 
     Each is a line of JSON; the name comes first on its own line, to show where a child hung.
     """
-    kernel = attention.device_kernel()
+    kernel = kernel or attention.device_kernel()
     _say({"device": jax.devices()[0].device_kind, "kernel": kernel})
     if kernel is None:
         return
@@ -158,4 +159,4 @@ def _say(values: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -168,6 +168,26 @@ def test_a_refused_kernel_gives_way_to_blocks_and_one_line_says_so(gpu, monkeypa
     assert not attention.runs_here("pallas_gpu") and attention.runs_here("blockwise")
 
 
+def test_a_second_kernel_is_checked_if_the_first_is_refused(gpu, monkeypatch, caplog, capsys):
+    """In a child that is told its name; on a device with one kernel, nothing else is tried."""
+
+    def run(command, limit_s):
+        second = command[-1] == "pallas_triton"
+        kernel = GPU | ({"kernel": "pallas_triton"} if second else {})
+        return [kernel, {"check": "a", "off": 0.01 if second else 0.3, "same_bits": True}], ""
+
+    monkeypatch.setattr(admission, "_run", run)
+    for _ in range(2):
+        attention.default_implementation.cache_clear()
+        assert attention.default_implementation() == "pallas_triton"
+        assert attention.runs_here("pallas_triton") and not attention.runs_here("pallas_gpu")
+    said = caplog.messages[-1]
+    assert "runs with pallas_triton: pallas_gpu is refused on a GPU: it is off by 0.3" in said
+    assert cli.main(["sparse-lavida", "doctor", "--kernels"]) == 0
+    told = capsys.readouterr().out
+    assert "pallas_triton is admitted, since pallas_gpu is refused on a GPU: it is off" in told
+
+
 def test_a_device_that_is_in_use_gets_blocks_and_one_line_names_the_command(
     gpu, monkeypatch, caplog
 ):
