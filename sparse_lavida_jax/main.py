@@ -216,8 +216,7 @@ def _export(asked: flags.FlagValues, settings: config.Config) -> str:
 
 
 def _written(dst: str, done: Any) -> str:
-    billions = done.num_parameters / 1e9
-    return f"{dst}: {done.num_tensors} tensors, {billions:.3f} B parameters"
+    return f"{dst}: {done.num_tensors:,} tensors, {done.num_parameters:,} parameters"
 
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:

@@ -164,8 +164,8 @@ def convert(
             tensors.write(new / UNUSED, laid_out["unused"])
         _copy_small_files(released, new)
         (new / "README.md").write_text(
-            f"# Converted from {name or src.resolve().name}\n\n{len(converted)} tensors,"
-            f" {num_parameters / 1e9:.3f} B parameters, {', '.join(dtypes)}.\n{_README}"
+            f"# Converted from {name or src.resolve().name}\n\n{len(converted):,} tensors,"
+            f" {num_parameters:,} parameters, {', '.join(dtypes)}.\n{_README}"
         )
     return Converted(len(converted), num_parameters, tuple(dtypes))
 

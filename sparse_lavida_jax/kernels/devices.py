@@ -209,7 +209,8 @@ def gpu_candidates(head_dim: int, implementation: str = "pallas_gpu") -> dict[st
     if implementation == "pallas_triton":
         forward = dq = dkv = list(itertools.product((64, 128), (3, 4)))
     elif head_dim == RELEASE_HEAD_DIM:
-        forward = dq = [(128, 2), (64, 2), (64, 3), (64, 4)]
+        dq = [(128, 2), (64, 2), (64, 3), (64, 4)]
+        forward = [*dq, (128, 3)]
         dkv = [(64, 3), (64, 4)]  # (64, 2) spills with jax 0.12, not with 0.11
     else:
         forward = dq = list(itertools.product((128, 64), (2, 3, 4)))

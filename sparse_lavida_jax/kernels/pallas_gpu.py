@@ -31,9 +31,11 @@ from sparse_lavida_jax.kernels.tables import GpuSizes, GpuTables, RowLists, padd
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row is a special case
+TILING = 8, 64  # tokens and lanes that lie together in shared memory, as wgmma reads them
 HALVES = 2  # warpgroups that compute
 HALF = 64  # rows of each: those of one wgmma
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+DOWN, ACROSS = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))  # one number a row, a column
 SEGMENT_SHIFT = 16  # in a word that holds segment and block
 PACKED_PADDING = 2**SEGMENT_SHIFT - 1  # the block of padding in such a word
 UNSEEN = -1  # the word of a query that is padding: no key has such a block, or such a segment
@@ -55,22 +57,20 @@ class GpuTags:
     key_block: Any
     packed: bool = flax.struct.field(pytree_node=False)
 
-    def of_queries(self, batch, queries):
-        """Returns the words and horizons of some queries, which go down a tile."""
-        layout = plgpu.Layout.WGMMA.reduce(1)
+    def of_queries(self, batch, queries, layout):
+        """Returns the words and horizons of some queries, which go DOWN or ACROSS a tile."""
         tags = self.query_block, self.query_horizon
         return tuple(_numbers(x, batch, queries, layout) for x in tags)
 
-    def mask(self, batch, queries, keys, *, keys_down: bool, of_queries=None):
-        """Returns who sees whom in a tile, [queries, keys] or transposed.
+    def of_keys(self, batch, keys, layout):
+        """Returns the words of some keys."""
+        return _numbers(self.key_block, batch, keys, layout)
 
-        Args:
-            of_queries: what the function of this name returned for them; without it, each tag is
-                read where it is needed, so that fewer registers hold any.
-        """
-        query_axis, key_axis = (1, 0) if keys_down else (0, 1)
-        layouts = [plgpu.Layout.WGMMA.reduce(axis) for axis in (key_axis, query_axis)]
-        shape = (keys.size, queries.size) if keys_down else (queries.size, keys.size)
+    def mask(self, of_queries, key_words, *, keys_down: bool = False):
+        """Returns who sees whom in a tile: [queries, keys], or transposed if keys go down it."""
+        words, horizon = of_queries
+        down, across = (key_words, words) if keys_down else (words, key_words)
+        shape = (down.size, across.size)
 
         def spread(values, axis):
             return lax.broadcast_in_dim(values, shape, [axis])
@@ -80,17 +80,10 @@ class GpuTags:
             parts = [words & PACKED_PADDING, words >> SEGMENT_SHIFT] if self.packed else [words]
             return [spread(part, axis) for part in parts]
 
-        def query_tag(number):
-            if of_queries is not None:
-                return of_queries[number]
-            tags = (self.query_block, self.query_horizon)[number]
-            return _numbers(tags, batch, queries, layouts[0])
-
-        block, *segment = apart(query_tag(0), query_axis)
-        horizon = spread(query_tag(1), query_axis)
-        key_words = _numbers(self.key_block, batch, keys, layouts[1])
+        query_axis, key_axis = (1, 0) if keys_down else (0, 1)
+        block, *segment = apart(words, query_axis)
         key_block, *key_segment = apart(key_words, key_axis)
-        seen = visible(block, horizon, key_block, *segment, *key_segment)
+        seen = visible(block, spread(horizon, query_axis), key_block, *segment, *key_segment)
         # Padding sees nothing anyway; without the comparison, ptxas spills registers of a gradient.
         return seen & (block != UNSEEN) if keys_down else seen
 
@@ -120,37 +113,34 @@ def _zeros(rows: int, cols: int):
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
-def _read(between, product):
-    """The interpreter has no wgmma: loads read shared memory, which a copy overwrites later."""
-    plgpu.commit_smem()
-    between()
-    return product
+def _product(a, b, shape: Shape, size: tuple[int, int], meanwhile=lambda: None):
+    """Returns a @ b of two tiles in shared memory, float32 [rows cols].
 
-
-def _product(a, b, shape: Shape, size: tuple[int, int], between=lambda: None):
-    """Returns a @ b of two tiles in shared memory, float32 [rows cols]."""
+    Args:
+        meanwhile: called while the product is computed; its result is returned too.
+    """
     if shape.interpret:
-        return _read(between, jnp.dot(a[...], b[...], preferred_element_type=jnp.float32))
+        return _read(jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)), meanwhile()
 
     def compute(accumulator):
         plgpu.wgmma(accumulator, a, b)
-        between()
-        return accumulator[...]
+        found = meanwhile()
+        return accumulator[...], found
 
     return pl.run_scoped(compute, plgpu.ACC(size, jnp.float32))
 
 
-def _added(accumulator, a, b, shape: Shape, between=lambda: None) -> Any:
+def _added(accumulator, a, b, shape: Shape) -> Any:
     """Returns accumulator + a @ b, with `a` in registers or shared memory and `b` in the latter."""
     if shape.interpret:
-        product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
-        return accumulator + _read(between, product)
+        return accumulator + _read(jnp.dot(a[...], b[...], preferred_element_type=jnp.float32))
+    return pl.run_state(functools.partial(plgpu.wgmma, a=a, b=b))(plgpu.ACC.init(accumulator))
 
-    def compute(reference):
-        plgpu.wgmma(reference, a, b)
-        between()
 
-    return pl.run_state(compute)(plgpu.ACC.init(accumulator))
+def _read(product):
+    """The interpreter has no wgmma: loads read shared memory, which a copy overwrites later."""
+    plgpu.commit_smem()
+    return product
 
 
 def _transposed(ref, shape: Shape):
@@ -220,11 +210,11 @@ def _load_own(row: _Row, ready, *pairs) -> None:
 
 
 def _write_own(*pairs) -> None:
-    """Copies results (from shared memory, to global memory), and waits."""
+    """Copies results (from shared memory, to global memory); waits until they have been read."""
     plgpu.commit_smem()
     for source, target in pairs:
         plgpu.copy_smem_to_gmem(source, target)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class _Tiles(NamedTuple):
@@ -288,7 +278,7 @@ def _softmax_step(logits, carry, dtype, scale: float):
 def _take_row(tiles: _Tiles, slot):
     """Returns a number for each query of a tile, and frees its slot."""
     plgpu.barrier_wait(tiles.ready.at[slot])
-    values = plgpu.load(tiles.smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+    values = plgpu.load(tiles.smem.at[slot], layout=ACROSS)
     plgpu.commit_smem()  # read by loads, overwritten by a copy
     plgpu.barrier_arrive(tiles.consumed.at[slot])
     return values
@@ -311,23 +301,26 @@ def _forward_kernel(
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         queries, own = work.tokens, q_smem.at[half]
         _load_own(work, ready, (q.at[batch, queries, _lanes(shape, head)], own))
-        down = plgpu.Layout.WGMMA.reduce(1)
-        maximum = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), down)
-        total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), down)
+        maximum = plgpu.layout_cast(jnp.full((HALF,), START, jnp.float32), DOWN)
+        total = plgpu.layout_cast(jnp.full((HALF,), 0, jnp.float32), DOWN)
         accumulator = _zeros(HALF, shape.head_dim)
-        own_tags = tags.of_queries(batch, queries)
+        own_tags = tags.of_queries(batch, queries, DOWN)
         pl.when(half == 1)(take_turns)
 
         def compute(step, carry, masked):
             slot = _slot(step, stages)
+
+            def meanwhile():
+                read = tags.of_keys(batch, work.tile(step, keys), ACROSS) if masked else None
+                take_turns()
+                return read
+
             plgpu.barrier_wait(k_tiles.ready.at[slot])
             k_tile = _transposed(k_tiles.smem.at[slot], shape)
-            logits = _product(own, k_tile, shape, (HALF, keys), take_turns)
+            logits, key_tags = _product(own, k_tile, shape, (HALF, keys), meanwhile)
             plgpu.barrier_arrive(k_tiles.consumed.at[slot])
             if masked:
-                at = batch, queries, work.tile(step, keys)
-                mask = tags.mask(*at, keys_down=False, of_queries=own_tags)
-                logits = jnp.where(mask, logits, LOWEST)
+                logits = jnp.where(tags.mask(own_tags, key_tags), logits, LOWEST)
             how = logits, carry, dtype, shape.scale * LOG2_E
             accumulator, total, after, weights = _softmax_step(*how)
             plgpu.barrier_arrive(turn)
@@ -341,7 +334,8 @@ def _forward_kernel(
         pl.when(half == 0)(take_turns)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
-        accumulator /= lax.broadcast_in_dim(safe, accumulator.shape, [0])
+        # One division per row: each is several instructions.
+        accumulator *= lax.broadcast_in_dim(1 / safe, accumulator.shape, [0])
         own[...] = accumulator.astype(dtype)
         lse_smem.at[half][...] = jnp.where(
             seen, maximum * shape.scale + jnp.log(safe), NOTHING_SEEN_LSE
@@ -378,22 +372,22 @@ def _query_gradient_kernel(
             (lse.at[batch, head, queries], lse_smem.at[half]),
             (delta.at[batch, head, queries], delta_smem.at[half]),
         )
-        down = plgpu.Layout.WGMMA.reduce(1)
         size = (HALF, keys)
-        own_lse = plgpu.load(lse_smem.at[half], layout=down) * LOG2_E
-        own_delta = plgpu.load(delta_smem.at[half], layout=down)
+        own_lse = plgpu.load(lse_smem.at[half], layout=DOWN) * LOG2_E
+        own_delta = plgpu.load(delta_smem.at[half], layout=DOWN)
 
         def compute(step, accumulator, masked):
             slot = _slot(step, stages)
             plgpu.barrier_wait(k_tiles.ready.at[slot])
-            logits = _product(own, _transposed(k_tiles.smem.at[slot], shape), shape, size)
+            logits, _ = _product(own, _transposed(k_tiles.smem.at[slot], shape), shape, size)
             logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(own_lse, size, [0])
             weights = jnp.exp2(logits)
             if masked:
-                mask = tags.mask(batch, queries, work.tile(step, keys), keys_down=False)
+                own_tags = tags.of_queries(batch, queries, DOWN)
+                mask = tags.mask(own_tags, tags.of_keys(batch, work.tile(step, keys), ACROSS))
                 weights = jnp.where(mask, weights, 0.0)
             plgpu.barrier_wait(v_tiles.ready.at[slot])
-            dp = _product(own_dout, _transposed(v_tiles.smem.at[slot], shape), shape, size)
+            dp, _ = _product(own_dout, _transposed(v_tiles.smem.at[slot], shape), shape, size)
             plgpu.barrier_arrive(v_tiles.consumed.at[slot])
             ds = weights * (dp - lax.broadcast_in_dim(own_delta, size, [0])) * shape.scale
             accumulator = _added(accumulator, ds.astype(dtype), k_tiles.smem.at[slot], shape)
@@ -432,9 +426,11 @@ def _key_gradient_kernel(
             dk_sum, dv_sum = carry
             slot = _slot(step, stages)
             if masked:  # before the copies arrive, and while few registers are in use
-                mask = tags.mask(batch, work.tile(step, queries), work.tokens, keys_down=True)
+                of_queries = tags.of_queries(batch, work.tile(step, queries), ACROSS)
+                of_keys = tags.of_keys(batch, work.tokens, DOWN)
+                mask = tags.mask(of_queries, of_keys, keys_down=True)
             plgpu.barrier_wait(q_tiles.ready.at[slot])
-            logits = _product(own_k, _transposed(q_tiles.smem.at[slot], shape), shape, size)
+            logits, _ = _product(own_k, _transposed(q_tiles.smem.at[slot], shape), shape, size)
             row_lse = _take_row(lse_tiles, slot) * LOG2_E
             logits = logits * (shape.scale * LOG2_E) - lax.broadcast_in_dim(row_lse, size, [1])
             weights = jnp.exp2(logits)
@@ -487,7 +483,7 @@ def _call(kernel, name: str, shape: Shape, lists: RowLists, inputs, outputs, scr
         grid_names=("heads", "row", "batch"),
         num_threads=HALVES + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=shape.interpret or None,
         kernel_name=name,
     )(*inputs, (lists.cols, lists.num_full, lists.num_active, *order))
@@ -504,7 +500,7 @@ def _places(dtype, shape: Shape, size: int, stages: int):
     """
 
     def features(*lead: int):  # in the layout that wgmma reads
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        transforms = (plgpu.TilingTransform(TILING), plgpu.SwizzleTransform(128))
         return plgpu.SMEM((*lead, shape.head_dim), dtype, transforms=transforms)
 
     def numbers(*lead: int):
@@ -518,7 +514,7 @@ def _places(dtype, shape: Shape, size: int, stages: int):
 
 
 def forward(q, k, v, layer, tables: GpuTables, shape: Shape):
-    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; lengths must be whole tiles."""
+    """Returns the output [b s (h d)] and its log-sum-exp [b h s]; see `prepare` for lengths."""
     sizes, (batch, length, _) = shape.sizes, q.shape
     own, numbers, tiles, _ = _places(q.dtype, shape, sizes.forward_keys, sizes.forward_stages)
     return _call(
@@ -572,9 +568,9 @@ def _sum_of_groups(x: Float[Array, "b t hd"], shape: Shape) -> Float[Array, "b t
 
 
 def prepare(q, k, v, sizes: GpuSizes):
-    """Pads to whole tiles."""
+    """Pads to whole groups of `TILING`; a copy skips what a tile has beyond its array."""
     del sizes
-    return tuple(common.whole_tiles(x, HALVES * HALF) for x in (q, k, v))
+    return tuple(common.whole_tiles(x, TILING[0]) for x in (q, k, v))
 
 
 def laid_out(tags: common.Tags, sizes: GpuSizes) -> GpuTags:

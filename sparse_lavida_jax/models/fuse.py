@@ -15,9 +15,8 @@ Over a mesh, every device holds its own columns of queries, keys and values (and
 side by side, so that taking them apart moves nothing between devices.
 """
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -72,19 +71,9 @@ class FusedBranch(Branch):
         attn_out: the output projection shared by the layer's branches.
         dtype: of the parameters.
         devices: that its columns are split over.
-        ends: whether the branch ends with this layer's keys and values, so that everything
-            after them is dropped.
     """
 
-    def __init__(
-        self,
-        branch: Branch,
-        attn_out: Linear,
-        dtype: jnp.dtype,
-        devices: int = 1,
-        *,
-        ends: bool = False,
-    ):
+    def __init__(self, branch: Branch, attn_out: Linear, dtype: jnp.dtype, devices: int = 1):
         def matrix(*linears: Linear, width: int | None = None) -> Linear:
             def joined(arrays: Iterable[Array]) -> Array:
                 return _joined([one[..., :width] for one in arrays], devices)
@@ -104,11 +93,8 @@ class FusedBranch(Branch):
         self.devices = devices
         self.num_heads, self.dtype = branch.num_heads, branch.dtype
         self.attn_norm = _cast(branch.attn_norm, dtype)
-        width = branch.q.kernel.shape[-2]
+        self.out = matrix(attn_out, width=branch.q.kernel.shape[-2])
         self.into = take(branch, "q", "k", "v")
-        if ends:
-            return
-        self.out = matrix(attn_out, width=width)
         self.mlp_norm = _cast(branch.mlp_norm, dtype)
         self.gate_up = take(branch.mlp, "gate", "up")
         self.down = take(branch.mlp, "down")
@@ -131,19 +117,12 @@ class FusedLayer(Layer):
     """A layer of fused branches; a branch that is not needed is absent (`FusedBranch`)."""
 
     def __init__(
-        self,
-        layer: Layer,
-        dtype: jnp.dtype,
-        devices: int = 1,
-        *,
-        without: tuple[str, ...] = (),
-        ending: tuple[str, ...] = (),
+        self, layer: Layer, dtype: jnp.dtype, devices: int = 1, *, without: tuple[str, ...] = ()
     ):
-        for name in ("understanding", "generation"):
+        for name in STREAMS:
             branch = getattr(layer, name, None)
             if branch is not None and name not in without:
-                how = {"devices": devices, "ends": name in ending}
-                setattr(self, name, FusedBranch(branch, layer.attn_out, dtype, **how))
+                setattr(self, name, FusedBranch(branch, layer.attn_out, dtype, devices))
 
     def finish(
         self, branch: Branch, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"]
@@ -230,20 +209,26 @@ def for_inference(
     dtype = jnp.dtype(model.settings.compute_dtype)
     devices = 1 if mesh is None else mesh.shape.get(HEADS_AXIS, 1)
 
-    def fused(name: str, ending: tuple[str, ...] = ()) -> list[FusedLayer] | FusedLayer:
+    def fused(name: str) -> Any:
         stack = jax.tree.map(lambda leaf: leaf, getattr(model, name))  # of modules of its own
         if consume:
             delattr(model, name)
         without = tuple(part for part in STREAMS if f"{name}/{part}" in UNREAD[task])
-        make = functools.partial(FusedLayer, dtype=dtype, devices=devices, without=without)
+        whole = FusedLayer(stack, dtype, devices, without=without)
         if not by_layer:
-            return make(stack)
-        last = stack.attn_out.kernel.shape[0] - 1
-        layers = (jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(last + 1))
-        return [make(one, ending=ending if i == last else ()) for i, one in enumerate(layers)]
+            return whole
+        leaves, structure = jax.tree.flatten(whole)
+        del stack, whole  # so that one matrix at a time is held twice
+        parts = []
+        while leaves:
+            parts.append(jax.block_until_ready([*leaves.pop(0)]))
+        return [jax.tree.unflatten(structure, one) for one in zip(*parts, strict=True)]
 
-    joint = fused("joint_layers", ("understanding",) if task == "image" else ())
-    whole = FusedDenoiser(model, joint, fused("split_layers"), task)
+    joint, split = fused("joint_layers"), fused("split_layers")
+    if by_layer and task == "image":  # the other stream ends with the keys and values of its last
+        for name in ("out", "mlp_norm", "gate_up", "down"):
+            delattr(joint[-1].understanding, name)
+    whole = FusedDenoiser(model, joint, split, task)
     return whole if mesh is None else sharding.placed(whole, mesh)
 
 

@@ -38,7 +38,7 @@ def test_there_and_back(tmp_path, folder, capsys):
     assert run("--mode=convert", f"--src={folder}", f"--dst={tmp_path / 'model'}") == 0
     state = torch_folder.arbitrary()
     parameters = sum(x.size for x in state.values())
-    told = f"{len(state)} tensors, {parameters / 1e9:.3f} B parameters"
+    told = f"{len(state):,} tensors, {parameters:,} parameters"
     assert capsys.readouterr().out == f"{tmp_path / 'model'}: {told}, bfloat16\n"
     assert run("--mode=verify", f"--src={tmp_path / 'model'}") == 0
     assert capsys.readouterr().out.endswith("files, all as they were written\n")

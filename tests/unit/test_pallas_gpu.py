@@ -139,6 +139,19 @@ def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache(name):
 
 
 @needs_kernel
+def test_lengths_that_eight_divides_are_neither_padded_nor_sliced():
+    """The kernel is the only operation on features: no other is launched per layer."""
+    tags = [jnp.zeros((2, length), jnp.int32) for length in (40, 40, 72)]
+    q, cache = (jnp.zeros((*of, HEAD_DIM), jnp.bfloat16) for of in ((2, 40), (3, 2, 72)))
+
+    def attend(q, cache):
+        return run_kernel(pallas_gpu, q, cache, cache, (*tags, None, None), shape_of(1, 1), 1)[0]
+
+    made = [x for x in jax.make_jaxpr(attend)(q, cache).eqns if x.outvars[0].aval.dtype == q.dtype]
+    assert len(made) == 1, made
+
+
+@needs_kernel
 def test_it_lowers_for_a_hopper_gpu_forward_and_backward():
     """Shared memory, layouts and barriers are checked by lowering; no GPU, no CUDA."""
     from jax.sharding import AbstractDevice, AbstractMesh
@@ -254,11 +267,7 @@ def test_nothing_is_overwritten_while_it_is_read(sizes, monkeypatch):
 def test_a_tile_that_is_given_back_too_early_is_found_in_every_kernel(sizes, monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    def read_and_not_committed(between, product):
-        between()
-        return product
-
-    monkeypatch.setattr(pallas_gpu, "_read", read_and_not_committed)
+    monkeypatch.setattr(pallas_gpu, "_read", lambda product: product)  # and not committed
     records = records_of_races(monkeypatch, gpu_callbacks, "GPURaceDetectionState")
     shape = dataclasses.replace(shape_of(1, 1, detect_races=True), sizes=sizes)
     tags = long_row(packed_tags)
