@@ -15,6 +15,7 @@ Over a mesh, every device holds its own columns of queries, keys and values (and
 side by side, so that taking them apart moves nothing between devices.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -246,11 +247,19 @@ def _joined(arrays: list[Array], devices: int) -> Array:
     """Concatenates columns, of each device separately; all at once if they cannot be split."""
     if len(arrays) == 1:
         return arrays[0]
-    devices = _dividing(devices, arrays[0].shape[-1])
-    # A stack may have no layers, so that no axis can be -1.
-    own = [one.reshape(*one.shape[:-1], devices, one.shape[-1] // devices) for one in arrays]
-    whole = sum(one.shape[-1] for one in arrays)
-    return jnp.concatenate(own, axis=-1).reshape(*own[0].shape[:-2], whole)
+    return _concatenated(arrays, _dividing(devices, arrays[0].shape[-1]))
+
+
+@functools.partial(jax.jit, static_argnames="devices")
+def _concatenated(arrays: list[Array], devices: int) -> Array:
+    # As integers: XLA for CPUs converts bfloat16 to float32 first, and holds all of that.
+    bits = f"uint{8 * arrays[0].dtype.itemsize}"
+    own = [jax.lax.bitcast_convert_type(one, bits) for one in arrays]
+    if devices > 1:  # a stack may have no layers, so that no axis can be -1
+        own = [one.reshape(*one.shape[:-1], devices, one.shape[-1] // devices) for one in own]
+    shape = *arrays[0].shape[:-1], sum(one.shape[-1] for one in arrays)
+    joined = jnp.concatenate(own, axis=-1).reshape(shape)
+    return jax.lax.bitcast_convert_type(joined, arrays[0].dtype)
 
 
 def _parted(x: Float[Array, "b s _w"], number: int, devices: int) -> list[Float[Array, "b s _n"]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading into a mesh needs little extra host memory; here host and devices share memory."""
+"""Loading needs little more memory than what is loaded; here host and devices share memory."""
 
 import json
 import multiprocessing
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import release
 from sparse_lavida_jax.checkpoints import arrays, model_folder, stores
 from sparse_lavida_jax.checkpoints.tensors import Tensor
-from sparse_lavida_jax.models import denoiser, sharding
+from sparse_lavida_jax.models import denoiser, fuse, sharding
 
 SPAWN = multiprocessing.get_context("spawn")
 MESH = {"fsdp": 4, "tensor": 2}
@@ -28,6 +29,7 @@ def settings(width: int) -> config.Config:
     model = config.Model(
         width=width, mlp_hidden=4 * width, num_layers=2, dual_tower_layers=1, num_heads=8,
         head_dim=width // 8, generation_width=64, generation_mlp_hidden=64,
+        compute_dtype="bfloat16",
     )  # fmt: skip
     return config.Config(model=model)
 
@@ -49,12 +51,22 @@ def write(folder: pathlib.Path, width: int) -> None:
         (new / "tokenizer.json").write_text("{}")
 
 
-def measure(small: pathlib.Path, large: pathlib.Path, out: pathlib.Path) -> None:
-    """Writes the largest growth of this process's memory in bytes while it loads `large`."""
+def measure(small: pathlib.Path, large: pathlib.Path, out: pathlib.Path, task: str) -> None:
+    """Writes what of this process's memory loading `large` takes at most, and what it loads.
+
+    Args:
+        task: that the parameters are fused for; "": none, they are split over a mesh.
+    """
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    over = sharding.over(sharding.automatic(MESH))
-    held = [model_folder.load_model(small, sharding=over, dtype="bfloat16")]  # programs, libraries
+    jax.config.update("jax_num_cpu_devices", 1 if task else 8)
+    over = None if task else sharding.over(sharding.automatic(MESH))
+
+    def load(folder: pathlib.Path):
+        if task:
+            return release.load_for(folder, task)
+        return model_folder.load_model(folder, sharding=over, dtype="bfloat16").model
+
+    held = [load(small)]  # programs, libraries
 
     def memory() -> int:
         pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
@@ -69,24 +81,46 @@ def measure(small: pathlib.Path, large: pathlib.Path, out: pathlib.Path) -> None
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    held.append(model_folder.load_model(large, sharding=over, dtype="bfloat16"))
+    held.append(load(large))
     jax.block_until_ready(jax.live_arrays())
     is_done.set()
     watcher.join()
-    out.write_text(json.dumps(peak[0] - before))
+    out.write_text(json.dumps([peak[0] - before, fuse.parameter_bytes(held[1])]))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="reads /proc, of Linux")
-def test_no_more_is_held_than_two_arrays_of_a_layer_beside_the_parameters(tmp_path):
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """Returns a function that measures loading for a task, or into a mesh."""
+    scratch = tmp_path_factory.mktemp("memory")
     for width in (64, 4096):
-        write(tmp_path / str(width), width)
-    process = SPAWN.Process(
-        target=measure, args=(tmp_path / "64", tmp_path / "4096", tmp_path / "grown.json")
-    )
-    process.start()
-    process.join()
-    grown = json.loads((tmp_path / "grown.json").read_text())
-    beside = grown - sum(sizes(4096))
-    print(f"{beside / 2**20:.0f} MiB beside the parameters, {max(sizes(4096)) / 2**20:.0f} a layer")
-    assert beside <= 2 * max(sizes(4096)) + PROGRAMS
+        write(scratch / str(width), width)
+
+    def beside(task: str = "") -> int:
+        """Returns the bytes that loading takes beside the parameters."""
+        folders = scratch / "64", scratch / "4096", scratch / "grown.json"
+        process = SPAWN.Process(target=measure, args=(*folders, task))
+        process.start()
+        process.join()
+        grown, kept = json.loads(folders[2].read_text())
+        print(f"{(grown - kept) / 2**20:.0f} MiB beside the parameters")
+        return grown - kept
+
+    return beside
+
+
+linux = pytest.mark.skipif(
+    not pathlib.Path("/proc/self/statm").exists(), reason="reads /proc, of Linux"
+)
+
+
+@linux
+@pytest.mark.slow
+def test_no_more_is_held_than_two_arrays_of_a_layer_beside_the_parameters(grown):
+    assert grown() <= 2 * max(sizes(4096)) + PROGRAMS
+
+
+@linux
+@pytest.mark.slow
+def test_no_more_than_one_matrix_is_held_twice_when_it_is_fused(grown):
+    gate_up = 2 * 2 * 2 * 4096 * 4 * 4096  # bytes of gate and up of both layers
+    assert grown("image") <= gate_up + PROGRAMS
