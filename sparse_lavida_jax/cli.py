@@ -168,11 +168,19 @@ def _overview() -> str:
 
 def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
     """Returns a command line of `main`, with names added to positional arguments."""
-    plain = [word for word in words if not word.startswith("-")]
-    settings = [word for word in words if word.startswith("-")]
+    switches = {f"--{flag}" for flag, default, _ in full.FLAGS if default is False}
+    plain, settings, is_open = [], [], False
+    for word in words:
+        if word.startswith("-"):
+            settings.append(_underscored(word))
+            is_open = "=" not in word and settings[-1] not in switches
+        elif is_open:  # `--data prepared`, which says the same as `--data=prepared`
+            settings[-1], is_open = f"{settings[-1]}={word}", False
+        else:
+            plain.append(word)
     names = MODES[mode].places
     named = [f"--{name}={value}" for name, value in zip(names, plain, strict=False)]
-    return [f"--mode={mode}", *named, *map(_underscored, settings), *plain[len(names) :]]
+    return [f"--mode={mode}", *named, *settings, *plain[len(names) :]]
 
 
 def _underscored(word: str) -> str:

@@ -117,6 +117,18 @@ def test_every_mode_of_main_is_a_command(capsys):
     assert "--mode=sample needs --checkpoint" in complaint(capsys, "sample")
 
 
+def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
+    """The help writes `--data DATA`."""
+    for line in (
+        "--data prepared --config.train.seconds 9 --distributed configs/scenes.py --init-from=a",
+        "configs/scenes.py --data=prepared --config.train.seconds=9 --distributed --init-from a",
+    ):
+        assert cli._mode_words("train", line.split()) == [
+            "--mode=train", "--config=configs/scenes.py", "--data=prepared",
+            "--config.train.seconds=9", "--distributed", "--init_from=a",
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
