@@ -14,6 +14,7 @@ what was asked, 1 what the machine could not do, such as a full disk.
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class Parser(argparse.ArgumentParser):
     """Reports mistakes in one sentence."""
 
     def error(self, message: str):
-        said = message.rstrip(".")
+        said = re.sub(r"invalid (.+) value: (.+)", r"\2 is no \1", message.rstrip("."))
         said = said if len(said) <= LONGEST_MESSAGE else f"{said[:LONGEST_MESSAGE]}..."
         raise UsageError(f"{said}. See `{self.prog} --help`.")
 
@@ -136,7 +137,7 @@ def _run(program: str, name: str, words: Sequence[str]) -> int:
 
 def _explained(error: Exception, name: str) -> tuple[str, int]:
     """Returns the sentence that reports an error of a command, and the exit code."""
-    said = str(error)
+    said = str(error).replace(f"--mode={name} ", f"`sparse-lavida {name}` ")
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
     if isinstance(error, MISTAKES):
