@@ -14,6 +14,7 @@ what was asked, 1 what the machine could not do, such as a full disk.
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class Parser(argparse.ArgumentParser):
     """Reports mistakes in one sentence."""
 
     def error(self, message: str):
-        said = message.rstrip(".")
+        said = re.sub(r"invalid (.+) value: (.+)", r"\2 is no \1", message.rstrip("."))
         said = said if len(said) <= LONGEST_MESSAGE else f"{said[:LONGEST_MESSAGE]}..."
         raise UsageError(f"{said}. See `{self.prog} --help`.")
 
@@ -136,7 +137,7 @@ def _run(program: str, name: str, words: Sequence[str]) -> int:
 
 def _explained(error: Exception, name: str) -> tuple[str, int]:
     """Returns the sentence that reports an error of a command, and the exit code."""
-    said = str(error)
+    said = str(error).replace(f"--mode={name} ", f"`sparse-lavida {name}` ")
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
     if isinstance(error, MISTAKES):
@@ -168,11 +169,19 @@ def _overview() -> str:
 
 def _mode_words(mode: str, words: Sequence[str]) -> list[str]:
     """Returns a command line of `main`, with names added to positional arguments."""
-    plain = [word for word in words if not word.startswith("-")]
-    settings = [word for word in words if word.startswith("-")]
+    switches = {f"--{flag}" for flag, default, _ in full.FLAGS if default is False}
+    plain, settings, is_open = [], [], False
+    for word in words:
+        if word.startswith("-"):
+            settings.append(_underscored(word))
+            is_open = "=" not in word and settings[-1] not in switches
+        elif is_open:  # `--data prepared`, which says the same as `--data=prepared`
+            settings[-1], is_open = f"{settings[-1]}={word}", False
+        else:
+            plain.append(word)
     names = MODES[mode].places
     named = [f"--{name}={value}" for name, value in zip(names, plain, strict=False)]
-    return [f"--mode={mode}", *named, *map(_underscored, settings), *plain[len(names) :]]
+    return [f"--mode={mode}", *named, *settings, *plain[len(names) :]]
 
 
 def _underscored(word: str) -> str:

@@ -391,7 +391,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("config", "", "Config file, such as configs/scenes.py; some take a name after a colon."),
     ("workdir", "", "Folder of the run, for its states and results; by default runs/<name>."),
     ("checkpoint", "", f"Model: {MODEL_NAMES}."),
-    ("adapters", "", f"{ADAPTERS[0].upper()}{ADAPTERS[1:]}: FOLDER[:WEIGHT],..."),
+    ("adapters", "", f"{ADAPTERS[0].upper()}{ADAPTERS[1:]}, as in mine,other:0.5."),
     ("convert", False, "Convert a released LaViDa-O from the hub first; this is done only once."),
     ("prompt", "", "The prompt, instruction, question, or what to point at."),
     ("image", "", "The image to edit or to look at: PNG, JPEG or WebP."),
@@ -404,11 +404,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("seed", 0, "Seed of the random numbers, 0 to 2147483647; by default 0."),
     ("data", "", "Prepared folder to train on, without a config."),
     ("init_from", "", "With --data: the model to start from; by default, none."),
-    (
-        "image_tokenizer",
-        "",
-        "Image tokenizer to use, by default one that is trained on the images.",
-    ),
+    ("image_tokenizer", "", "Image tokenizer to use, by default one trained on the images."),
     ("tokenizer", "", "Text tokenizer to use, by default one that is trained on the texts."),
     ("src", "", "What to convert, export, verify or prepare."),
     ("dst", "", "The folder to write."),
@@ -421,12 +417,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
         "",
         "Training steps to trace, such as 10:13 for 10 to 12, into profile/ in the run's folder.",
     ),
-    (
-        "shard",
-        "",
-        "Items to evaluate, as i/n: every n-th one from the i-th on, counted from 0. By default,"
-        " all of them.",
-    ),
+    ("shard", "", "Items to evaluate: i/n takes every n-th, from i (0 to n-1); by default all."),
     (
         "stopped_exit_code",
         0,

@@ -312,8 +312,7 @@ async def _run(
 ) -> AsyncIterator[tuple[Any, ...]]:
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
-    makes = TASKS[task].makes
-    painted = None
+    makes, painted, shown = TASKS[task].makes, None, None
     if task == "inpaint":
         painted = _painted(image)
     elif TASKS[task].image == "needed":
@@ -344,7 +343,10 @@ async def _run(
         waited.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
-                yield _meanwhile(service, ticket, pace)
+                drawn, *notes = _meanwhile(service, ticket, pace)
+                # gradio writes each image to a file named by its content, and may be sending it.
+                yield (gr.skip() if drawn is shown else drawn, *notes)
+                shown = drawn
             result = await waited
         finally:
             ticket.cancel()

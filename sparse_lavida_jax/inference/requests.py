@@ -543,8 +543,7 @@ def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple
     step, (height, width) = side // model.grid_size, size
     if model.cell_positions and (height, width) != (side, side):
         raise RequestError(
-            f"an image of {height}x{width} cannot be drawn: this checkpoint has learned the places"
-            f" of {side}x{side} alone."
+            f"an image of {height}x{width} cannot be drawn: this model only draws {side}x{side}."
         )
     if height % step or width % step or not step <= min(size) <= max(size) <= side:
         raise RequestError(

@@ -87,7 +87,7 @@ class ChatPrompts(PromptLanguage):
         if kinds and not {*kinds} & {*LEARNED_FROM[task]}:
             return (
                 f"this checkpoint was not trained to {task}: it learned from {', '.join(kinds)}"
-                f" alone, and that takes {' or '.join(LEARNED_FROM[task])} (docs/own_images.md)."
+                f" alone, and {task} needs {' or '.join(LEARNED_FROM[task])} (docs/own_images.md)."
             )
         if not self.model.understanding_only or task in ("ask", "reason", "infill"):
             return ""

@@ -113,7 +113,7 @@ def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe
     if given.left_out:
         named = ", ".join(given.left_out[:NAMED])
         more = ", ..." if len(given.left_out) > NAMED else ""
-        say(f"{len(given.left_out)} images have no caption and are left out: {named}{more}")
+        say(f"images without a caption, left out: {len(given.left_out)} ({named}{more})")
     return given.recipe
 
 

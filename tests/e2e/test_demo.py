@@ -333,15 +333,15 @@ def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
         values = []
         async for value in demo._run(stages, "generate", inputs, standing.Pace()):
             values.append(value)
-            # A step has started, so an image shown after it is a preview.
-            if stages.pipe.at_step.acquire(blocking=False):
+            # A step has started, so an image shown after it is a preview, which it looks at thrice.
+            if len(values) % 3 == 0 and stages.pipe.at_step.acquire(blocking=False):
                 stages.pipe.go.release()
         return values
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
         *before, (image, note, _) = thread.submit(asyncio.run, seen()).result()
     decoded = [one.max() for one, *_ in before if isinstance(one, np.ndarray)]
-    assert decoded and set(decoded) <= {1, 2} and decoded == sorted(decoded)
+    assert decoded and set(decoded) <= {1, 2} and decoded == sorted({*decoded})  # each once
     assert any("Drawing: step" in said for _, said, _ in before)
     assert PASSED in note and (image == 9).all()
 

@@ -114,7 +114,19 @@ def test_every_mode_of_main_is_a_command(capsys):
     words = cli._mode_words("sample", ["scenes", "a red circle", "--seed=3"])
     asked, _ = main.parse(["main", *words])
     assert (asked.mode, asked.checkpoint, asked.prompt) == ("sample", "scenes", "a red circle")
-    assert "--mode=sample needs --checkpoint" in complaint(capsys, "sample")
+    assert "`sparse-lavida sample` needs --checkpoint" in complaint(capsys, "sample")
+
+
+def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
+    """The help writes `--data DATA`."""
+    for line in (
+        "--data prepared --config.train.seconds 9 --distributed configs/scenes.py --init-from=a",
+        "configs/scenes.py --data=prepared --config.train.seconds=9 --distributed --init-from a",
+    ):
+        assert cli._mode_words("train", line.split()) == [
+            "--mode=train", "--config=configs/scenes.py", "--data=prepared",
+            "--config.train.seconds=9", "--distributed", "--init_from=a",
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,7 @@ def test_every_mode_of_main_is_a_command(capsys):
     [
         (["generate"], "`sparse-lavida generate` needs a prompt"),
         (["generate", " "], "the prompt is empty"),
-        (["generate", "a", "--size=wide"], "invalid size such as 512x512 value: 'wide'"),
+        (["generate", "a", "--size=wide"], "--size: 'wide' is no size such as 512x512."),
         (["generate", "a", "--out=a.bmp"], "its name must end in .png"),
         (["generate", "a", "--save-steps=a.png"], "its name must end in .gif"),
         (["generate", "a", "--plan=x", "--no-plan"], "not allowed with argument --plan"),
@@ -149,7 +161,7 @@ def test_every_mode_of_main_is_a_command(capsys):
         (["ask", __file__], f"`sparse-lavida ask` needs a question after the image {__file__}."),
         (["genrate", "a"], "there is no command 'genrate'. Did you mean 'generate'?"),
         (["xyz"], "there is no command 'xyz'. `sparse-lavida --help` lists all commands."),
-        (["inpaint", "a.png", "b", "--box=1,x"], "invalid box such as 16,16,48,48 value: '1,x'"),
+        (["inpaint", "a.png", "b", "--box=1,x"], "--box: '1,x' is no box such as 16,16,48,48."),
         (["ground", "a.png"], "the following arguments are required: phrases"),
         (["doctor", "--sed"], "unrecognized arguments: --sed"),
     ],

@@ -83,7 +83,7 @@ def test_tasks_that_no_record_taught_are_refused(tokenizer):
     prompts = ChatPrompts.of(tokenizer, settings, None)
     taught = {task for task in TASKS if not prompts.refusal(task)}
     assert taught == {"generate", "inpaint", "outpaint"}
-    assert "was not trained to ask: it learned from text_to_image alone, and that takes" in (
+    assert "was not trained to ask: it learned from text_to_image alone, and ask needs" in (
         prompts.refusal("ask")
     )
     assert not prompts.lays_out("generate")

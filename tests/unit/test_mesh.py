@@ -106,7 +106,7 @@ def test_a_command_names_the_mesh(monkeypatch):
     for words, told in (
         ("rows=2", "--mesh: the mesh has an axis 'rows'"),
         ("tensor=3", "--mesh: a mesh of tensor=3 does not make up the 8 devices"),
-        ("tensor", "invalid mesh such as tensor=4 or fsdp=2,tensor=4 value: 'tensor'"),
+        ("tensor", "'tensor' is no mesh such as tensor=4 or fsdp=2,tensor=4"),
     ):
         with pytest.raises(UsageError, match=told):
             mesh(f"--mesh={words}")
