@@ -109,3 +109,17 @@ def test_preparing_and_training(tmp_path):
              "--config.train.batch_size=2", "--config.train.checkpoint_seconds=1"]  # fmt: skip
     for attempt in range(KILLS):
         check(words, random.Random(attempt), tmp_path)
+
+
+def test_an_interrupt_while_the_package_is_imported_is_a_sentence():
+    program = (
+        "import sys\n"
+        "from sparse_lavida_jax.__main__ import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'sparse_lavida_jax.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted)\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "sparse_lavida_jax: stopped.\n")
