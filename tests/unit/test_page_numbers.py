@@ -96,10 +96,13 @@ def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
 
 
 def test_layouts_of_four_images_are_those_of_the_row():
-    (row,) = (row for row in record.read_rows("quality") if row["task"] == "draw/4 images")
-    right, told = f"{row['share']:.3f}".lstrip("0"), on_one_line(page("docs/training.md"))
+    drawn = (row for row in record.read_rows("quality") if row["task"] == "draw/4 images")
+    rows = {row["method"]: row for row in drawn}
+    row, told = rows["sparse"], on_one_line(page("docs/training.md"))
+    right = f"{row['share']:.3f}".lstrip("0")
     assert f"have {row['layouts']:.2f} different layouts on average (bar 3.5; 500 prompts)" in told
     assert f"and {right} of these images are right" in told
+    assert f"have {rows['dense']['layouts']:.2f} different layouts with the dense twin" in told
     assert row["layouts"] >= 3.5 and row["total"] == 2000
 
 
