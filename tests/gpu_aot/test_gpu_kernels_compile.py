@@ -113,20 +113,30 @@ WEIGHTS = DEVICE + textwrap.dedent("""
         print("copied:", copy)
     print("compiled")
 """)
-KERNELS = DEVICE + textwrap.dedent("""
-    import dataclasses
-    import itertools
+KERNEL = textwrap.dedent("""
     import sys
 
-    import jax.numpy as jnp
+    import kernel_programs
 
-    from sparse_lavida_jax.kernels import devices, pallas_gpu
-    from sparse_lavida_jax.kernels.attention import run_kernel
+    from sparse_lavida_jax.kernels import devices
     from sparse_lavida_jax.kernels.common import Shape
-    from sparse_lavida_jax.kernels.tables import GpuSizes
 
     heads, length = 32, 4096
     head_dim, kv_heads, num_tags = map(int, sys.argv[1:])
+
+    def compile_kernel(module, sizes):
+        shape = Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = kernel_programs.traced(module, shape, sharding, length, num_tags)
+            traced.lower(lowering_platforms=("cuda",)).compile()
+        print("compiled")
+""")
+MOSAIC = textwrap.dedent("""
+    import dataclasses
+    import itertools
+
+    from sparse_lavida_jax.kernels import pallas_gpu
+    from sparse_lavida_jax.kernels.tables import GpuSizes
 
     def choices(direction, kernel):
         # Of one kernel, as fields of `GpuSizes`.
@@ -136,60 +146,16 @@ KERNELS = DEVICE + textwrap.dedent("""
         ]
         return [choice for i, choice in enumerate(found) if choice not in found[:i]]
 
-    def attend(q, k, v, tags, pulled, shape):
-        def kernel(q, k, v):
-            return run_kernel(pallas_gpu, q, k, v, (*tags, *[None] * (5 - num_tags)), shape)
-
-        (out, lse), pull_back = jax.vjp(kernel, q, k, v)
-        return out, pull_back((pulled, jnp.zeros_like(lse)))
-
-    def given(width):
-        return jax.ShapeDtypeStruct((1, length, width), jnp.bfloat16, sharding=sharding)
-
-    wide, keys = given(heads * head_dim), given(kv_heads * head_dim)
-    tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
     kernels = choices("forward", "forward"), choices("backward", "dq"), choices("backward", "dkv")
     if kv_heads < heads:  # `--tune` measures none of these
         kernels = [{}], [{}], [{}]
     for forward, dq, dkv in itertools.zip_longest(*kernels, fillvalue={}):
-        tiles = GpuSizes(**forward, **dq, **dkv)
-        shape = Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes=tiles)
-        program = jax.jit(attend, static_argnames="shape")
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = program.trace(wide, keys, keys, (tag,) * num_tags, wide, shape=shape)
-            traced.lower(lowering_platforms=("cuda",)).compile()
-        print("compiled")
+        compile_kernel(pallas_gpu, GpuSizes(**forward, **dq, **dkv))
 """)
 TRITON = textwrap.dedent("""
-    import sys
+    from sparse_lavida_jax.kernels import pallas_triton
 
-    import jax.numpy as jnp
-
-    from sparse_lavida_jax.kernels import devices, pallas_triton
-    from sparse_lavida_jax.kernels.attention import run_kernel
-    from sparse_lavida_jax.kernels.common import Shape
-
-    heads, length = 32, 4096
-    head_dim, kv_heads, num_tags = map(int, sys.argv[1:])
-    sizes = devices.gpu_rule("pallas_triton")
-    shape = Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes)
-
-    def attend(q, k, v, tags, pulled):
-        def kernel(q, k, v):
-            return run_kernel(pallas_triton, q, k, v, (*tags, *[None] * (5 - num_tags)), shape)
-
-        (out, lse), pull_back = jax.vjp(kernel, q, k, v)
-        return out, pull_back((pulled, jnp.zeros_like(lse)))
-
-    def given(width):
-        return jax.ShapeDtypeStruct((1, length, width), jnp.bfloat16, sharding=sharding)
-
-    wide, keys = given(heads * head_dim), given(kv_heads * head_dim)
-    tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(attend).trace(wide, keys, keys, (tag,) * num_tags, wide)
-        traced.lower(lowering_platforms=("cuda",)).compile()
-    print("compiled")
+    compile_kernel(pallas_triton, devices.gpu_rule("pallas_triton"))
 """)
 SEGMENT = DEVICE + textwrap.dedent("""
     import sys
@@ -245,7 +211,7 @@ def test_forward_and_backward_compile_for_hopper_and_spill_nothing(
     Args:
         compiled: choices for all three kernels.
     """
-    told = "".join(run(KERNELS, *map(str, (head_dim, kv_heads, num_tags))))
+    told = "".join(run(DEVICE + KERNEL + MOSAIC, *map(str, (head_dim, kv_heads, num_tags))))
     spills = [line for line in told.splitlines() if "bytes spill stores" in line]
     assert len(spills) >= compiled
     for line in spills:
@@ -279,7 +245,7 @@ def test_triton_compiles_for_other_gpus_and_spills_next_to_nothing(
     asked.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     sizes = map(str, (head_dim, kv_heads, num_tags))
-    run(described(device) + TRITON, *sizes, PATH=path)
+    run(described(device) + KERNEL + TRITON, *sizes, PATH=path)
     entry = r"entry function 'step_causal_attention(\w*)'.*?(\d+) bytes spill stores"
     found = re.findall(entry, log.read_text(), re.DOTALL)
     spilled = {name: int(number) for name, number in found}

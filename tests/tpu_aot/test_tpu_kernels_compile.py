@@ -6,13 +6,13 @@ import os
 
 import jax
 import jax.numpy as jnp
+import kernel_programs
 import numpy as np
 import pytest
 import segment_programs
 
 from sparse_lavida_jax.bench import hlo
 from sparse_lavida_jax.kernels import attention, pallas_tpu, shapes
-from sparse_lavida_jax.kernels.attention import run_kernel
 from sparse_lavida_jax.kernels.common import Shape
 
 pytestmark = pytest.mark.skipif(
@@ -37,17 +37,7 @@ def compiled(sharding, length: int, num_tags: int):
     """Forward and backward of a row at the shipped tiles; five tags have segments."""
     sizes = attention.devices.tile_sizes(length, length)
     shape = Shape(HEADS, HEADS, HEAD_DIM, HEAD_DIM**-0.5, sizes)
-
-    def attend(q, k, v, tags, pulled):
-        def kernel(q, k, v):
-            return run_kernel(pallas_tpu, q, k, v, (*tags, *[None] * (5 - num_tags)), shape)
-
-        (out, lse), pull_back = jax.vjp(kernel, q, k, v)
-        return out, pull_back((pulled, jnp.zeros_like(lse)))
-
-    wide = jax.ShapeDtypeStruct((1, length, HEADS * HEAD_DIM), jnp.bfloat16, sharding=sharding)
-    tag = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
-    return jax.jit(attend).lower(wide, wide, wide, (tag,) * num_tags, wide).compile()
+    return kernel_programs.traced(pallas_tpu, shape, sharding, length, num_tags).lower().compile()
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])

@@ -52,7 +52,7 @@ def write(folder: pathlib.Path, width: int) -> None:
 
 
 def measure(small: pathlib.Path, large: pathlib.Path, out: pathlib.Path, task: str) -> None:
-    """Writes what of this process's memory loading `large` takes at most, and what it loads.
+    """Writes by how much memory grows at most while `large` is loaded, and how much is loaded.
 
     Args:
         task: that the parameters are fused for; "": none, they are split over a mesh.
@@ -95,17 +95,17 @@ def grown(tmp_path_factory):
     for width in (64, 4096):
         write(scratch / str(width), width)
 
-    def beside(task: str = "") -> int:
-        """Returns the bytes that loading takes beside the parameters."""
+    def extra(task: str = "") -> int:
+        """Returns the bytes that loading needs in addition to the parameters."""
         folders = scratch / "64", scratch / "4096", scratch / "grown.json"
         process = SPAWN.Process(target=measure, args=(*folders, task))
         process.start()
         process.join()
         grown, kept = json.loads(folders[2].read_text())
-        print(f"{(grown - kept) / 2**20:.0f} MiB beside the parameters")
+        print(f"{(grown - kept) / 2**20:.0f} MiB in addition to the parameters")
         return grown - kept
 
-    return beside
+    return extra
 
 
 linux = pytest.mark.skipif(
@@ -115,7 +115,7 @@ linux = pytest.mark.skipif(
 
 @linux
 @pytest.mark.slow
-def test_no_more_is_held_than_two_arrays_of_a_layer_beside_the_parameters(grown):
+def test_no_more_is_held_than_the_parameters_and_two_arrays_of_a_layer(grown):
     assert grown() <= 2 * max(sizes(4096)) + PROGRAMS
 
 
