@@ -13,6 +13,7 @@ import segment_programs
 
 from sparse_lavida_jax.bench import hlo
 from sparse_lavida_jax.kernels import attention, pallas_tpu, shapes
+from sparse_lavida_jax.kernels.attention import run_kernel
 from sparse_lavida_jax.kernels.common import Shape
 
 pytestmark = pytest.mark.skipif(
