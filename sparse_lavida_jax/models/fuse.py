@@ -67,8 +67,8 @@ class FusedBranch(Branch):
     """A branch as four matrices: into attention, out of it, into the MLP, out of it.
 
     Args:
-        branch: of one layer, or of a stack; it loses its matrices, so that nothing but their
-            other owners keeps them once they are copied.
+        branch: of one layer, or of a stack. Its matrices are removed from it, so that each can be
+            freed when it has been copied.
         attn_out: the output projection shared by the layer's branches.
         dtype: of the parameters.
         devices: that its columns are split over.
@@ -79,11 +79,11 @@ class FusedBranch(Branch):
             def joined(arrays: Iterable[Array]) -> Array:
                 return _joined([one[..., :width] for one in arrays], devices)
 
-            if narrow := [one for one in linears if isinstance(one, QuantizedLinear)]:
-                return side_by_side(narrow, joined)
+            narrow = [one for one in linears if isinstance(one, QuantizedLinear)]
             wide = (_kernel(linear)[..., :width].astype(dtype) for linear in linears)
-            # Unless each is waited for, all are copied before the first original is freed.
-            return jax.block_until_ready(Matrix(joined(wide)))
+            made = side_by_side(narrow, joined) if narrow else Matrix(joined(wide))
+            # Otherwise all copies may be made before the first original is freed.
+            return jax.block_until_ready(made)
 
         def take(owner: nnx.Module, *names: str) -> Linear:
             linears = [getattr(owner, name) for name in names]
