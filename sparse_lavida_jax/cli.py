@@ -138,6 +138,8 @@ def _run(program: str, name: str, words: Sequence[str]) -> int:
 def _explained(error: Exception, name: str) -> tuple[str, int]:
     """Returns the sentence that reports an error of a command, and the exit code."""
     said = str(error).replace(f"--mode={name} ", f"`sparse-lavida {name}` ")
+    if name in COMMANDS:
+        said = re.sub(r"^(?:Sampling\.)?(\w+)=", lambda setting: _option(name, setting), said)
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
     if isinstance(error, MISTAKES):
@@ -158,6 +160,13 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     return (
         f"an error of the program: {type(error).__name__}: {said} Run it with --debug to see where."
     ), FAILURE
+
+
+def _option(name: str, setting: re.Match[str]) -> str:
+    """Returns the option of a command that sets a setting; the setting if there is none."""
+    option = f"--{_SET_BY.get(setting[1], setting[1].replace('_', '-'))}"
+    known = any(option in ARGUMENTS[key][1] for key in COMMANDS[name].arguments.split())
+    return f"{option}=" if known else setting[0]
 
 
 def _overview() -> str:
@@ -203,9 +212,10 @@ def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
 # Commands.
 
 
+_SET_BY = {"num_steps": "steps", "text_steps": "steps", "text_temperature": "temperature"}
 _MODEL = "checkpoint adapters convert mesh batch_size json json_full quiet debug"
-_SAMPLING = "steps sampler registers temperature quantize"
-_CHATTING = "image_steps sampler registers image_temperature layout_temperature quantize seed"
+_SAMPLING = "steps registers temperature quantize"
+_CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
     "checkpoint adapters convert mesh host port batch_size longest_wait max_waiting programs only"
@@ -229,8 +239,8 @@ COMMANDS = {
         form.does,
         form.example,
         f"{form.options} {_DRAWING * TASKS[name].draws}"
-        f" {'layout_temperature' * ('layout_temperature' in TASKS[name].takes)} {_SAMPLING} seed"
-        f" {_MODEL}",
+        f" {'layout_temperature' * ('layout_temperature' in TASKS[name].takes)} {_SAMPLING}"
+        f" {'image_' * TASKS[name].draws}sampler seed {_MODEL}",
     )
     for name, form in FORMS.items()
 } | {

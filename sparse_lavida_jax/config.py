@@ -130,7 +130,7 @@ class Model(Section):
     trained_attention: Literal["full", "step_causal"] = "step_causal"  # "full": without the mask
     compute_dtype: Dtype = "float32"
     # Dtype of the residual stream, the last norm and the image head; "compute": `compute_dtype`.
-    # With products in bfloat16, "float32" halves the error of image logits (docs/speed.md). It is
+    # With products in bfloat16, "float32" lowers the error of image logits (docs/speed.md). It is
     # for sampling: in training it would double the memory for the inputs of the layers.
     residual_dtype: Literal["compute", "float32"] = "compute"
     unroll_layers: bool = False  # a few small ones run twice as fast on a CPU; many compile long

@@ -179,7 +179,7 @@ class Section:
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
-            value = _shown(getattr(self, name))
+            value = shown(getattr(self, name))
             allowed = allowed.replace("self.", "")  # in rules: f"a multiple of {self.width=}"
             raise ConfigError(f"{type(self).__name__}.{name}={value} is out of range: {allowed}.")
 
@@ -197,7 +197,7 @@ def build(schema: type[T], given: Any) -> T:
             ones), no value for a name without a default, a wrong type, or a value out of range.
     """
     if not isinstance(given, dict | ConfigDict):
-        raise ConfigError(f"{schema.__name__} is {_shown(given)}: it must hold settings by name.")
+        raise ConfigError(f"{schema.__name__} is {shown(given)}: it must hold settings by name.")
     kinds = annotations(schema)
     # Only a person's setting can have an old name: it comes last and replaces a default.
     old_last = sorted(given, key=OLD_NAMES.__contains__)
@@ -268,7 +268,7 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     taken: Any = {dict: dict | ConfigDict, tuple: tuple | list}.get(origin, origin)
     if not isinstance(value, taken) or (origin is int and isinstance(value, bool)):
         raise ConfigError(
-            f"{schema.__name__}.{name}={_shown(value)} is a {type(value).__name__}; "
+            f"{schema.__name__}.{name}={shown(value)} is a {type(value).__name__}; "
             f"it must be a {kind if origin is types.UnionType else origin.__name__}."
         )
     if origin is float and not math.isfinite(value):
@@ -280,12 +280,12 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         of, *more = typing.get_args(kind)
         if more != [...] and len(value) != 1 + len(more):
             count = 1 + len(more)
-            raise ConfigError(f"{schema.__name__}.{name}={_shown(value)} must hold {count} values.")
+            raise ConfigError(f"{schema.__name__}.{name}={shown(value)} must hold {count} values.")
         return tuple(_convert(schema, name, of, item) for item in value)
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Returns a value as text, cut off if it is long."""
     written = repr(value)
     return written if len(written) <= SHOWN else f"{written[:SHOWN]}..."

@@ -11,6 +11,7 @@ from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
 from sparse_lavida_jax.data.image_files import SUFFIXES
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, MOST_IMAGES, ROUNDS
+from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import LARGEST_SCALE
 
 ADAPTERS = "adapters to add: folders, or ids on the hub, each with its weight, by default 1"
@@ -84,7 +85,6 @@ def _argument(
     return group, names.split(), {"help": help, **how}
 
 
-_PRESETS = ", ".join((*config.PRESETS, *config.TEXT_PRESETS))
 _PLACE = (
     "where the image goes in the new one: x1,y1,x2,y2 in pixels of the new one; by default its"
     " middle, at half its size if the image is not smaller. For other shapes, use inpaint with"
@@ -108,6 +108,13 @@ _OUT = (
     " created only below the current one"
 )
 _OWN = "by default the model's own"
+
+
+def _sampler(*presets: str) -> str:
+    published = ", ".join(options.SAMPLERS)
+    return f"how steps are made: {', '.join(presets)}; or as published: {published}; {_OWN}"
+
+
 _SEED = f"seed of the first result, 0 to {LARGEST_SEED}; the others count up from it; by default 0"
 _TEMPERATURE = f"randomness of the draws, 0 to {LARGEST_SCALE}; 0 takes the most probable"
 # By key: group, names and settings for `argparse`.
@@ -166,10 +173,9 @@ ARGUMENTS = {
         metavar="N",
     ),
     "sampler": _argument(
-        "--sampler",
-        f"how steps are made: {_PRESETS}; or as published: released, fast_dllm; {_OWN}",
-        metavar="NAME",
+        "--sampler", _sampler(*config.PRESETS, *config.TEXT_PRESETS), metavar="NAME"
     ),
+    "image_sampler": _argument("--sampler", _sampler(*config.PRESETS), metavar="NAME"),
     "registers": _argument(
         "--registers",
         "number of registers in each step; 64:8 falls from 64 to 8; by default as in training",

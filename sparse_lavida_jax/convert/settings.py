@@ -175,16 +175,16 @@ def _problems(given: Mapping[str, Any], vq: Mapping[str, Any]) -> list[str]:
         why = "it must equal the tower's width"
         for key in ("mm_hidden_size", "mm_spatial_pool_out_channels"):
             found += _unequal(key, given, siglip.get("hidden_size"), why)
-        needed = [key for key in RELEASED_VQ if key != "mid_block_add_attention"]
-        whole = ("latent_channels", "layers_per_block", "norm_num_groups", "num_vq_embeddings")
-        found += _of_section("vqvae", vq, needed, whole, "vqvae: ")
-        kinds = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
-        for key, kind in kinds.items():
-            blocks = vq.get(key, [])
-            if not isinstance(blocks, list) or any(block != kind for block in blocks):
-                found.append(f"vqvae: {key} is {vq[key]!r}: only {kind} is known.")
-        latent = vq.get("latent_channels")
-        found += _unequal("vq_embed_dim", vq, latent, "it must equal latent_channels", "vqvae: ")
+    needed = [key for key in RELEASED_VQ if key != "mid_block_add_attention"]
+    whole = ("latent_channels", "layers_per_block", "norm_num_groups", "num_vq_embeddings")
+    found += _of_section("vqvae", vq, needed, whole, "vqvae: ")
+    kinds = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
+    for key, kind in kinds.items():
+        blocks = vq.get(key, [])
+        if not isinstance(blocks, list) or any(block != kind for block in blocks):
+            found.append(f"vqvae: {key} is {vq[key]!r}: only {kind} is known.")
+    latent = vq.get("latent_channels")
+    found += _unequal("vq_embed_dim", vq, latent, "it must equal latent_channels", "vqvae: ")
     heads = given.get("n_heads")
     shared = "keys shared between heads are not supported, it must equal n_heads"
     for key in ("n_kv_heads", "effective_n_kv_heads"):

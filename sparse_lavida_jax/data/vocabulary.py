@@ -32,11 +32,13 @@ class Vocabulary:
         words: as they were spelled there.
         knows: what they are about, as the end of "This model knows ...".
         full_stops: whether the texts had any; if not, one at the end of a text is left out.
+        image_questions: whether all questions were about an image.
     """
 
     words: frozenset[str]
     knows: str
     full_stops: bool = True
+    image_questions: bool = False
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "Vocabulary | None":
@@ -68,7 +70,8 @@ class Vocabulary:
 
     def unknown(self, text: str) -> list[str]:
         """Returns the words of a text that training never held; case and plural do not matter."""
-        found = [word for word in _TOKEN_OR_WORD.findall(text) if not word.startswith("<")]
+        every = _TOKEN_OR_WORD.findall(text)
+        found = [word for word in every if not word.startswith("<") or word.startswith("<LOC_")]
         forms = {word: {word.casefold(), *_other_numbers(word.casefold())} for word in found}
         return [word for word, of in forms.items() if self._spellings.keys().isdisjoint(of)]
 

@@ -76,12 +76,15 @@ def check(record: dict[str, Any]) -> None:
         RequestError: the record is refused; the message says which part is wrong.
     """
     if record.get("format") != FORMAT:
-        raise RequestError(f"the record has format {record.get('format')!r}, not {FORMAT!r}.")
-    if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
         raise RequestError(
-            f"it was drawn by version {version!r} of the sampler, of sparse-lavida-jax"
-            f" {record.get('version', '0.1.0')}, and this is version {SAMPLER_VERSION}, which"
-            " draws something else: install what drew it."
+            f"the record has format {schema.shown(record.get('format'))}, not {FORMAT!r}."
+        )
+    if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
+        release = schema.shown(record.get("version", "0.1.0"))
+        raise RequestError(
+            f"it was drawn by version {schema.shown(version)} of the sampler, of sparse-lavida-jax"
+            f" {release}, and this is version {SAMPLER_VERSION}, which draws something else:"
+            " install what drew it."
         )
     try:
         schema.build(_Record, _given(record))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where an image to be drawn is new: converts sizes, masks and boxes in pixels to cells."""
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.data.templates import Grid
+
+log = logging.getLogger(__name__)
 
 
 def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
@@ -59,10 +62,9 @@ def inner_box(
     """
     if box is None:
         height, width = image.shape[:2]
-        if max(height, width) >= side:
-            height, width = (
-                max(step, round(x * side / 2 / max(height, width))) for x in (height, width)
-            )
+        if (longest := max(height, width)) >= side:
+            height, width = (max(step, round(x * side / 2 / longest)) for x in (height, width))
+            log.warning("the image is as large as the new one, %d pixels: it is halved.", side)
         left, top = ((side - x) // 2 // step * step for x in (width, height))
         box = left, top, left + width, top + height
     x1, y1, x2, y2 = image_files.check_box(box, (side, side))

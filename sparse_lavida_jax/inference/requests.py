@@ -285,9 +285,13 @@ class RequestMaker:
 
     def _warned(self, made: list[Request], spec: TaskSpec) -> list[Request]:
         """Returns requests with their warning, if any, which is logged too."""
-        known = self.prompts.vocabulary
+        if (known := self.prompts.vocabulary) is None:
+            return made
         texts = (text for one in made for text in _texts(one, has_words=bool(spec.words)))
-        if known is None or not (warning := known.warning(texts)):
+        warning = known.warning(texts)
+        if known.image_questions and spec.words == "question" and not made[0].images:
+            warning = "this model was trained on questions about an image only: give it one."
+        if not warning:
             return made
         log.warning("%s", warning)
         return [dataclasses.replace(one, warning=warning) for one in made]

@@ -190,6 +190,7 @@ def test_boxes_are_in_pixels_of_the_image_that_was_shown(model, run, tmp_path, m
 def test_a_conversation_is_about_the_last_image(run, tmp_path, monkeypatch, capsys):
     lines = [f"generate {PROMPT}", "ask how many circles are there?", "", "edit remove the circle"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    monkeypatch.chdir(tmp_path)
     told = run("chat", f"--out={tmp_path / 'turns'}").splitlines()
     assert told[0] == f"{tmp_path / 'turns' / '1.png'}: {PROMPT}"
     assert told[-1] == f"{tmp_path / 'turns' / '3.png'}: remove the circle"

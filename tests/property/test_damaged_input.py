@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.convert import settings as released
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.data import files, image_files
@@ -226,7 +226,8 @@ def test_model_folders(whole, tmp_path, data):
             path.with_name(f"{path.name}.more").write_bytes(content)
         case _:
             changed = data.draw(spoilt(content or b"?"))
-            if changed == content:
+            same_list = path.name == manifest.MANIFEST and changed.split() == content.split()
+            if changed == content or same_list:  # without the last line break
                 return
             path.write_bytes(changed)
     with pytest.raises(model_folder.CheckpointError):
