@@ -29,6 +29,7 @@ from sparse_lavida_jax.apps.terminal import quiet, say, warnings_said
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import MISTAKE, MISTAKES, STOPPED
+from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.scenes import vocabulary
 from sparse_lavida_jax.version import __version__
 
@@ -66,6 +67,8 @@ MODES = {
 FAILURE = 1
 LINE = 96  # characters
 LONGEST_MESSAGE = 500  # of argparse's messages, which repeat the arguments
+# A setting of sampling at the start of a message; the group is the option that sets it.
+_SETTING = re.compile(rf"^Sampling\.(?:num_|text_)?({'|'.join(options.OPTIONS)})=")
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
 
@@ -139,7 +142,7 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     """Returns the sentence that reports an error of a command, and the exit code."""
     said = str(error).replace(f"--mode={name} ", f"`sparse-lavida {name}` ")
     if name in COMMANDS:
-        said = re.sub(r"^(?:Sampling\.)?(\w+)=", lambda setting: _option(name, setting), said)
+        said = _SETTING.sub(lambda setting: f"--{setting[1].replace('_', '-')}=", said)
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
     if isinstance(error, MISTAKES):
@@ -160,13 +163,6 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     return (
         f"an error of the program: {type(error).__name__}: {said} Run it with --debug to see where."
     ), FAILURE
-
-
-def _option(name: str, setting: re.Match[str]) -> str:
-    """Returns the option of a command that sets a setting; the setting if there is none."""
-    option = f"--{_SET_BY.get(setting[1], setting[1].replace('_', '-'))}"
-    known = any(option in ARGUMENTS[key][1] for key in COMMANDS[name].arguments.split())
-    return f"{option}=" if known else setting[0]
 
 
 def _overview() -> str:
@@ -212,7 +208,6 @@ def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
 # Commands.
 
 
-_SET_BY = {"num_steps": "steps", "text_steps": "steps", "text_temperature": "temperature"}
 _MODEL = "checkpoint adapters convert mesh batch_size json json_full quiet debug"
 _SAMPLING = "steps registers temperature quantize"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"

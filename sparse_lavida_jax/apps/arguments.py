@@ -207,8 +207,7 @@ ARGUMENTS = {
         metavar="NUMBER",
     ),
     "order": _argument(
-        "--order",
-        f"order of the cells: stratified, halton, random, raster or confidence; {_OWN}",
+        "--order", f"order of the cells: stratified, halton, random, raster or confidence; {_OWN}"
     ),
     "plan": _argument("--plan", "layout to follow, instead of the model's own", group="plan"),
     "no_plan": _argument("--no-plan", "draw without a layout", None, group="plan"),

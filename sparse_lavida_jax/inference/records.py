@@ -75,10 +75,8 @@ def check(record: dict[str, Any]) -> None:
     Raises:
         RequestError: the record is refused; the message says which part is wrong.
     """
-    if record.get("format") != FORMAT:
-        raise RequestError(
-            f"the record has format {schema.shown(record.get('format'))}, not {FORMAT!r}."
-        )
+    if (kind := record.get("format")) != FORMAT:
+        raise RequestError(f"the record has format {schema.shown(kind)}, not {FORMAT!r}.")
     if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
         release = schema.shown(record.get("version", "0.1.0"))
         raise RequestError(

@@ -252,8 +252,8 @@ def complaint(model, tmp_path, capsys):
     [
         ([""], "the prompt is empty"),
         (["a red circle and " * 60], "tokens long, images included: at most 96 fit"),
-        (["a", "--steps=37"], "Sampling.num_steps=37 is more than there are tokens of the image"),
-        (["a", "--steps=0"], "Sampling.num_steps=0 is out of range"),
+        (["a", "--steps=37"], "--steps=37 is more than there are tokens of the image"),
+        (["a", "--steps=0"], "--steps=0 is out of range"),
         (["a", "--order=spiral"], "choose one of stratified, halton"),
         (["a", "--temperature=-1"], "temperature=-1.0 is out of range: it must be 0"),
         (["a", "--temperature=inf"], "temperature=inf is out of range: it must be 0"),

@@ -127,12 +127,14 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
             assert free[row, column] == apart
 
 
-def test_an_image_stands_in_whole_cells():
+def test_an_image_stands_in_whole_cells(caplog):
     tall = np.zeros((64, 32, 3), np.uint8)
     assert regions.inner_box(tall, None, 96, 16) == (32, 16, 64, 80)
     assert regions.inner_box(tall, (17, 30, 40, 33), 96, 16) == (16, 16, 48, 48)
     large = np.zeros((960, 480, 3), np.uint8)
+    assert caplog.messages == []
     assert regions.inner_box(large, None, 96, 16) == (32, 16, 64, 64)
+    assert caplog.messages == ["the image is as large as the new one, 96 pixels: it is halved."]
     with pytest.raises(image_files.ImageError, match="leaves nothing to draw"):
         regions.inner_box(tall, (1, 1, 95, 95), 96, 16)
     canvas, known = regions.placed(tall + 9, (32, 16, 64, 80), 96, 16)

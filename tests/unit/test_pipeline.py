@@ -291,11 +291,12 @@ def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of_once(pipe, capl
     made = pipe(PLANS | {"answer": 1.0}, model=full)
     text = dataclasses.replace(made.settings.sampling, text_preset="fast_dllm_dual")
     made.generate("a", sampling=text)
-    made.ask(None, "is there a circle?")
+    shown = np.zeros((96, 96, 3), np.uint8)
+    made.ask(shown, "is there a circle?")
     assert caplog.messages == []
     for _ in range(2):
         made.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
-        made.ask(None, "is there a circle?", sampling=config.Sampling(text_preset="t"))
+        made.ask(shown, "is there a circle?", sampling=config.Sampling(text_preset="t"))
     told = "this model was never trained sparsely, so the sampler 'pr' will draw badly: fine-tune"
     (message,) = caplog.messages
     assert told in message
