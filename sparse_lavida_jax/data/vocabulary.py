@@ -70,8 +70,7 @@ class Vocabulary:
 
     def unknown(self, text: str) -> list[str]:
         """Returns the words of a text that training never held; case and plural do not matter."""
-        every = _TOKEN_OR_WORD.findall(text)
-        found = [word for word in every if not word.startswith("<") or word.startswith("<LOC_")]
+        found = [word for word in _TOKEN_OR_WORD.findall(text) if not word.startswith("<")]
         forms = {word: {word.casefold(), *_other_numbers(word.casefold())} for word in found}
         return [word for word, of in forms.items() if self._spellings.keys().isdisjoint(of)]
 

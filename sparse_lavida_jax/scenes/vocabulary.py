@@ -6,7 +6,6 @@ import functools
 from sparse_lavida_jax.data.vocabulary import Vocabulary, listed, words_of
 from sparse_lavida_jax.scenes import digits
 from sparse_lavida_jax.scenes.grammar import CORNERS, DIRECTIONS, EDITS, NUMBERS, RELATIONS, Phrase
-from sparse_lavida_jax.scenes.tokenizer import LOCATION_TOKENS
 from sparse_lavida_jax.scenes.world import COLOURS, GRID, SHAPES, SIZES
 
 MOST_COUNTED = 4  # the largest number of equal objects that training asks for
@@ -34,8 +33,8 @@ def _scenes() -> Vocabulary:
         f"{listed(SIZES, 'and')} {listed(shapes, 'and')} in {listed(COLOURS, 'and')}, one to"
         f" {NUMBERS[MOST_COUNTED - 1]} of them, {listed(RELATIONS, 'or')} each other"
     )
-    known = {*words_of(" ".join(said)), *LOCATION_TOKENS}
-    return Vocabulary(frozenset(known), knows, full_stops=False, image_questions=True)
+    words = frozenset(words_of(" ".join(said)))
+    return Vocabulary(words, knows, full_stops=False, image_questions=True)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import sparse_lavida_jax
 
 PACKAGE = pathlib.Path(sparse_lavida_jax.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES_OF_CODE = 28_024  # of the package, including planned features
+MOST_LINES_OF_CODE = 28_021  # of the package, including planned features
 MOST_MODULES_IN_THE_ROOT = 16
 MOST_LINES = 600  # per file
 NO_CODE = {
