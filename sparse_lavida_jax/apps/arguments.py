@@ -85,6 +85,12 @@ def _argument(
     return group, names.split(), {"help": help, **how}
 
 
+def _sampler(*presets: str) -> str:
+    """Returns the help of `--sampler` with the presets of a task."""
+    published = ", ".join(options.SAMPLERS)
+    return f"how steps are made: {', '.join(presets)}; or as published: {published}; {_OWN}"
+
+
 _PLACE = (
     "where the image goes in the new one: x1,y1,x2,y2 in pixels of the new one; by default its"
     " middle, at half its size if the image is not smaller. For other shapes, use inpaint with"
@@ -108,13 +114,6 @@ _OUT = (
     " created only below the current one"
 )
 _OWN = "by default the model's own"
-
-
-def _sampler(*presets: str) -> str:
-    published = ", ".join(options.SAMPLERS)
-    return f"how steps are made: {', '.join(presets)}; or as published: {published}; {_OWN}"
-
-
 _SEED = f"seed of the first result, 0 to {LARGEST_SEED}; the others count up from it; by default 0"
 _TEMPERATURE = f"randomness of the draws, 0 to {LARGEST_SCALE}; 0 takes the most probable"
 # By key: group, names and settings for `argparse`.
