@@ -214,10 +214,17 @@ def test_every_step_shows_what_it_passes(page):
     assert this < dense
 
 
-def test_stop_is_quiet(page, service, caplog):
+def test_stop_is_quiet(page, service, caplog, monkeypatch):
+    follow = batching.Ticket.follow
+
+    def slowly(ticket, state):
+        follow(ticket, state)
+        time.sleep(2)  # so that the page sees the step, even if nothing has to be compiled
+
+    monkeypatch.setattr(batching.Ticket, "follow", slowly)
     tab = opened(page, "Draw")
     tab.get_by_role("button", name="Settings").click()
-    tab.get_by_label("number input for Steps").fill("5")  # which compiles
+    tab.get_by_label("number input for Steps").fill("5")
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(re.compile(r"step \d+ of")).first.wait_for()
     tab.get_by_role("button", name="Stop").click()
