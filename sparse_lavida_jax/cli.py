@@ -67,8 +67,9 @@ MODES = {
 FAILURE = 1
 LINE = 96  # characters
 LONGEST_MESSAGE = 500  # of argparse's messages, which repeat the arguments
-# A setting of sampling at the start of a message; the group is the option that sets it.
-_SETTING = re.compile(rf"^Sampling\.(?:num_|text_)?({'|'.join(options.OPTIONS)})=")
+# A setting at the start of a message; the group is the option that sets it.
+_OPTION = "|".join(("num_images", *options.OPTIONS))
+_SETTING = re.compile(rf"^(?:Sampling\.(?:num_|text_)?)?({_OPTION})=")
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
 

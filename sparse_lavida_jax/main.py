@@ -48,7 +48,7 @@ MODEL_NAMES = "a model folder, a run directory, a bundled model, or one on the h
 FOLDERS = {  # flags that these modes need, and what they name
     "convert": {
         "src": "the released PyTorch folder, or its id on the hub",
-        "dst": "the model folder to write",
+        "dst": "the folder to write; an older model is replaced",
     },
     "export": {"src": MODEL_NAMES, "dst": "the PyTorch folder to write"},
     "verify": {"src": MODEL_NAMES},
