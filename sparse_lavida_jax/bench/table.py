@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparse_lavida_jax.bench.record import read_rows
+from sparse_lavida_jax.bench.release import ALL_LAYERS
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import wilson_interval
@@ -62,7 +63,9 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "times_faster": lambda row: row["other"]["median_s"] / row["median_s"],
     "times_faster_than": lambda row: row["times_faster"],
     "times_slower": lambda row: row["median_s"] / row["other"]["median_s"],
-    "times_operations": lambda row: row["flops"]["useful"] / row["other"]["flops"]["useful"],
+    "operations": lambda row: row["flops"]["useful"] + row["flops"]["vq"],
+    "times_operations": lambda row: row["operations"] / row["other"]["operations"],
+    "times_fewer_operations": lambda row: row["other"]["operations"] / row["operations"],
     "times_faster_an_image": lambda row: row["times_faster"] * row["batch"] / row["other"]["batch"],
     "share_of_token_ratio": lambda row: (
         row["times_faster"] * row["tokens"]["useful"] / row["other"]["tokens"]["useful"]
@@ -85,9 +88,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "compilations": lambda row: row["compilations_timed"],
     "vq_s": lambda row: row["split_s"]["vq_encode"] + row["split_s"]["vq_decode"],
     "vq_share_of_s": lambda row: row["vq_s"] / row["median_s"],
-    "vq_share_of_operations": lambda row: (
-        row["flops"]["vq"] / (row["flops"]["vq"] + row["flops"]["useful"])
-    ),
+    "vq_share_of_operations": lambda row: row["flops"]["vq"] / row["operations"],
     "timed_in_part": lambda row: (
         f" ({row['steps_timed']} steps timed)" if row["steps_timed"] < row["steps"] else ""
     ),
@@ -109,6 +110,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "within": lambda row: bars()["twins"]["within"],
     "as_good": lambda row: _verdict(row["difference"] >= -row["within"]),
     # From the rehearsal.
+    "paper": lambda row: bars()["paper"][row["task"]],
     "checked": lambda row: ", ".join(
         f"{name} {'yes' if is_so else 'no'}" for name, is_so in row["checks"].items()
     ),
@@ -210,6 +212,17 @@ def requests_table(rows: Rows) -> str:
         if found:
             break
     return table("requests", found)
+
+
+def full_size_table(rows: Rows) -> str:
+    """Returns whole requests to a model of the release's size, sparse compared with dense."""
+    full = [row for row in rows if row["size"] == "release" and row["layers"] == ALL_LAYERS]
+    found = []
+    for row in full:
+        other = row_of(full, row, "dense_lean") or row_of(full, row, "dense_cached")
+        if row["method"] == "sparse" and other is not None:
+            found.append({**row, "other": other})
+    return table("full_size", found)
 
 
 def _scored(rows: Rows) -> Iterator[View]:
@@ -392,7 +405,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def readme_tables() -> str:
-    """Returns the tables of README.md: quality and speed of the bundled model, whole requests.
+    """Returns the tables of README.md: full size, the bundled model's quality and speed, requests.
 
     The speed of the bundled model is for drawing, sparse against dense, at the largest batch that
     was measured.
@@ -405,7 +418,8 @@ def readme_tables() -> str:
     most = max((row["batch"] for row in speed), default=0)
     largest = table("sampling", [row for row in speed if row["batch"] == most])
     whole = requests_table(rows_of("whole_requests"))
-    return f"{bundled_table(read_rows('quality'), parts=False)}\n\n{largest}\n\n{whole}"
+    quality = bundled_table(read_rows("quality"), parts=False)
+    return "\n\n".join([full_size_table(read_rows("rehearsal")), quality, largest, whole])
 
 
 def main() -> None:

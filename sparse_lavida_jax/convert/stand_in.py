@@ -85,9 +85,15 @@ def write(folder: pathlib.Path, settings: config.Config) -> int:
 
 
 def _arbitrary(name: names.Name) -> tensors.Tensor:
+    is_norm = len(name.shape) == 1 and name.official.endswith("weight")
+
     def read() -> np.ndarray:
-        # Random signs and mantissas, so that nothing can be compressed; magnitudes around 0.01.
-        bits = np.random.default_rng(0).integers(0, 2**16, name.shape, np.uint16)
-        return ((bits & 0x80FF) | 0x3C00).view(tensors.DTYPES["BF16"])
+        # Every tensor has its own numbers, so that none can be mistaken for another, with random
+        # mantissas, so that nothing can be compressed. Scales of norms are between 1 and 1.5, other
+        # numbers have magnitudes around 0.01.
+        random = np.random.default_rng([*name.official.encode()])
+        bits = random.integers(0, 2**16, name.shape, np.uint16)
+        bits = (bits & 0x003F) | 0x3F80 if is_norm else (bits & 0x80FF) | 0x3C00
+        return bits.view(tensors.DTYPES["BF16"])
 
     return tensors.Tensor(name.official, "BF16", name.shape, read)
