@@ -233,10 +233,12 @@ class ChatPrompts(PromptLanguage):
         responses: Sequence[Int[np.ndarray, "_l 1"]],
         size: tuple[int, int],
     ) -> list[images.Box | None]:
-        begin = self.tokenizer.id_of(chat.LOC_BEGIN)
         # The response extends from the first LOC token, after LOC_BEGIN, to the last.
         (ids,) = (response[:, 0] for response in responses)
-        starts = [0, *(np.flatnonzero(ids == begin) + 1).tolist()]
+        starts = [0]
+        for begin in np.flatnonzero(ids == self.tokenizer.id_of(chat.LOC_BEGIN)).tolist():
+            if begin >= starts[-1] + 4:  # otherwise the model said it in place of a coordinate
+                starts.append(begin + 1)
         found = [self.tokenizer.box(ids[start : start + 4]) for start in starts]
         return [
             None if at is None else images.locations_to_box(at, size, self.frame)

@@ -131,10 +131,10 @@ def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
         (example,) = examples
         asked.append((sampling.text_steps, [request.seed for request in requests]))
         response = example.response.copy()
-        location = pipe.tokenizer.location_ids
-        response[~example.given, 0] = [location[i] for i in (0, 2, 4, 6, 2, 2, 8, 6)]
+        response[~example.given, 0] = said
         return stand_ins.decoded([response])
 
+    said = [pipe.tokenizer.location_ids[i] for i in (0, 2, 4, 6, 2, 2, 8, 6)]
     result = pipe.ground(shown, ["a robot", "a cat"])
     assert len(result.boxes) == 2
     monkeypatch.setattr(pipe.engine, "decode", found)
@@ -142,6 +142,10 @@ def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
     # A frame of 8 over a square of 30 with 5 rows of padding.
     assert result.boxes == ((0.0, 2.5, 15.0, 17.5), (7.5, 2.5, 30.0, 17.5))
     assert asked == [(1, [0])]
+    for place in (0, 3):  # no coordinate: the first box is not found, and the second is
+        said[place] = pipe.tokenizer.id_of("<LOC_BEGIN>")
+        result = pipe.ground(shown, ["a robot", "a cat"])
+        assert result.boxes == (None, (7.5, 2.5, 30.0, 17.5))
 
 
 @pytest.mark.slow
