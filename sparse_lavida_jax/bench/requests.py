@@ -90,7 +90,11 @@ class Subject:
 
 
 class Timed:
-    """A row whose programs have been compiled by a first request."""
+    """A row whose programs have been compiled by a first request.
+
+    Attributes:
+        first: seconds of that request, without those of compiling.
+    """
 
     def __init__(self, subject: Subject, case: RequestCase):
         self.subject, self.case, self.model = subject, case, subject.in_form(case)
@@ -100,7 +104,7 @@ class Timed:
             self.decoder = vq.for_decoding(subject.codec, "float32")
         held, compiled = _peak_bytes(), record.compiled()
         before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
-        self.request(0)
+        self.first = self.request(0)
         own = compiled.seconds[before:]
         self.compiled = {
             "compile_s": time.perf_counter() - begin,
@@ -117,15 +121,21 @@ class Timed:
         return split
 
     def request(self, turn: int) -> Split:
-        """Runs one request, with new words and seeds each turn; returns seconds of its parts."""
+        """Runs one request, with new words and seeds each turn.
+
+        Returns:
+            Seconds of its parts, without those of compiling.
+        """
         case, model, settings = self.case, self.model, self.model.settings
         split: Split = dict.fromkeys(SPLIT, 0.0)
-        last = time.perf_counter()
+        compiling = record.compiled().seconds
+        last, counted = time.perf_counter(), len(compiling)
 
         def ends(part: str) -> None:
-            nonlocal last
+            nonlocal last, counted
             before, last = last, time.perf_counter()
-            split[part] = last - before
+            split[part] = last - before - sum(compiling[counted:])
+            counted = len(compiling)
 
         if case.image is not None and self.subject.codec is not None:
             shown = np.repeat(case.image[None], case.batch, 0)
@@ -143,6 +153,8 @@ class Timed:
         assert state is not None
         for segment in plan:
             state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
+            if turn == 0:  # nothing runs while the next program is compiled
+                jax.block_until_ready(state)
         canvas = np.asarray(state.canvas)
         ends("loop")
         if how.kind == "image" and self.decoder is not None:
