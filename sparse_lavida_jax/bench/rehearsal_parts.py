@@ -32,7 +32,7 @@ from sparse_lavida_jax.bench import (
 from sparse_lavida_jax.checkpoints import manifest, model_folder, tensors
 from sparse_lavida_jax.convert import from_torch, names, stand_in, to_torch
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference.engine import Decoded, Engine
+from sparse_lavida_jax.inference.engine import Decoded, Engine, block_len
 from sparse_lavida_jax.inference.results import SHOWN_KEY
 from sparse_lavida_jax.models import denoiser, fuse, parameters, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -83,8 +83,8 @@ class Rehearsal:
         given = release.settings(self.layers, tiny=self.tiny)
         sparse: dict[str, Any] = {"preset": "sparse", "text_preset": "sparse", "grid": "cell"}
         sparse |= {"text_step_ratio": 0.0, "edit_guidance": "source", "quantize": METHOD}
-        few = {"num_steps": 2, "text_steps": 2, "text_block_len": 8} if self.tiny else {}
-        block = {"text_block_len": 8, "max_answer_len": 16} if self.tiny else {}
+        few = {"num_steps": 2, "text_steps": 2, "text_block_len": 16} if self.tiny else {}
+        block = {"text_block_len": 16, "max_answer_len": 16} if self.tiny else {}
         return config.changed(given, {"sampling": sparse | few, "data": block})
 
     @property
@@ -400,13 +400,14 @@ def _are_same(one: Any, other: Any) -> bool:
 def _case(pipe: SparseLaViDa, task: str, example: Any, how: config.Sampling) -> suites.RequestCase:
     """Returns what was decoded, to count its operations."""
     edits = any(isinstance(part, Source) for part in example.parts)
+    most = how.text_block_len or pipe.prompts.text_block_len
     return suites.RequestCase(
         id=task,
         task=task,
         method="sparse",
         example=example,
         sampling=how,
-        text_block_len=how.text_block_len or pipe.prompts.text_block_len,
+        text_block_len=block_len(len(example.response), most),
         image=np.zeros((1, 1, 3), np.uint8) if edits else None,
     )
 

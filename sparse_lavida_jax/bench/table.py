@@ -92,7 +92,6 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "timed_in_part": lambda row: (
         f" ({row['steps_timed']} steps timed)" if row["steps_timed"] < row["steps"] else ""
     ),
-    "seconds": lambda row: None if row["device"]["kind"] == "cpu" else row["median_s"],
     "day": lambda row: row["created"][:10],
     "and_changes": lambda row: " and changes" if row["dirty"] else "",
     "change": lambda row: row["method"].partition("without_")[2],
@@ -196,22 +195,15 @@ def bars() -> dict[str, Any]:
 
 
 def requests_table(rows: Rows) -> str:
-    """Returns whole requests for images, sparse compared with dense, for the models that have bars.
-
-    For a CPU only the ratios are shown, and the model for CPUs only if the other model was not
-    measured anywhere. Without a row of another device there are no columns of seconds.
-    """
+    """Returns whole requests for images on accelerators, sparse compared with dense; "": none."""
+    models, suites = bars()["speed"]["models"], ("headline", "edit")
+    own = [row for row in rows if row["model"] in models and row["suite"] in suites]
     found: list[dict[str, Any]] = []
-    for section in ("speed", "speed_cpu"):
-        models, suites = bars()[section]["models"], ("headline", "edit", "cpu")
-        own = [row for row in rows if row["model"] in models and row["suite"] in suites]
-        for row in own:
-            lean, released = (row_of(own, row, f"dense_{which}") for which in ("lean", "released"))
-            if row["method"] == "sparse" and not row.get("variant") and lean is not None:
-                found.append({**row, "other": lean, "released": released})
-        if found:
-            break
-    return table("requests", found)
+    for row in own:
+        lean, released = (row_of(own, row, f"dense_{which}") for which in ("lean", "released"))
+        if row["method"] == "sparse" and not row.get("variant") and lean is not None:
+            found.append({**row, "other": lean, "released": released})
+    return table("requests", found) if found else ""
 
 
 def full_size_table(rows: Rows) -> str:
@@ -417,9 +409,10 @@ def readme_tables() -> str:
     ]
     most = max((row["batch"] for row in speed), default=0)
     largest = table("sampling", [row for row in speed if row["batch"] == most])
-    whole = requests_table(rows_of("whole_requests"))
     quality = bundled_table(read_rows("quality"), parts=False)
-    return "\n\n".join([full_size_table(read_rows("rehearsal")), quality, largest, whole])
+    whole = requests_table(rows_of("whole_requests"))
+    found = [full_size_table(read_rows("rehearsal")), whole, quality, largest]
+    return "\n\n".join(filter(None, found))
 
 
 def main() -> None:
