@@ -433,11 +433,12 @@ def presets(asked: Rehearsal, kind: str) -> Rows:
         for case in _cases(kind, settings)
     }
     codec = {name: timed["sparse"].first[name] for name in ("vq_encode", "vq_decode")}
-    rows = {}
+    of_codec, rows = timed["sparse"].vq_operations(), {}
     for method, one in timed.items():
         row = one.row([one.first | codec], calibration)
         del row["compilations_timed"], row["compile_s"]  # their seconds are left out
         row |= {"dtype": f"bfloat16, {METHOD}", "quantize": METHOD}
+        row["flops"]["vq"] = of_codec
         rows[f"presets_{kind}/{method}"] = row | {"note": f"random weights; {row['note']}"}
     return rows
 

@@ -397,22 +397,10 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def readme_tables() -> str:
-    """Returns the tables of README.md: full size, the bundled model's quality and speed, requests.
-
-    The speed of the bundled model is for drawing, sparse against dense, at the largest batch that
-    was measured.
-    """
-    speed = [
-        row
-        for row in read_rows("sampling")
-        if row["task"] == "draw" and row["method"] in ("dense", "sparse")
-    ]
-    most = max((row["batch"] for row in speed), default=0)
-    largest = table("sampling", [row for row in speed if row["batch"] == most])
+    """Returns the tables of README.md: full size, accelerators, quality of the bundled model."""
+    full, whole = full_size_table(read_rows("rehearsal")), requests_table(rows_of("whole_requests"))
     quality = bundled_table(read_rows("quality"), parts=False)
-    whole = requests_table(rows_of("whole_requests"))
-    found = [full_size_table(read_rows("rehearsal")), whole, quality, largest]
-    return "\n\n".join(filter(None, found))
+    return "\n\n".join(filter(None, [full, whole, quality]))
 
 
 def main() -> None:
