@@ -279,7 +279,8 @@ def memory(process: int) -> dict[str, float]:
     lines = path.read_text().splitlines() if path.is_file() else []
     sizes = dict(line.split(":") for line in lines if line.endswith("kB"))
     names = {"rss_gb": "VmRSS", "peak_rss_gb": "VmHWM"}
-    return {name: int(sizes[key].split()[0]) / 1e6 for name, key in names.items() if key in sizes}
+    kib = {name: int(sizes[key].split()[0]) for name, key in names.items() if key in sizes}
+    return {name: size * 1024 / 1e9 for name, size in kib.items()}
 
 
 def main() -> None:
