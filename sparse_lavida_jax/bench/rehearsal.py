@@ -18,8 +18,8 @@ and software. `--again` measures them again, `--parts` chooses. Folders of the m
 * `generate`, `edit`, `ask`, `ground`, `inpaint`: sparse requests, each done twice, the second time
   from the record in its PNG if it has one. An image and a text are also cancelled first.
 * `presets_image`, `presets_edit`, `presets_text`: sparse against dense, in one process, without the
-  seconds of compiling. Of all but sparse images and edits a few steps are timed, and the others
-  follow from their operations.
+  seconds of compiling. Of all but sparse images a few steps are timed, and the others follow from
+  their operations.
 * `lora`, `branch`: a training step with as many layers as fit.
 
 From `generate` to `presets_text`, matrices are int8 and so is what they are multiplied with

@@ -51,7 +51,8 @@ LOADED: dict[tuple[str, fuse.Task], str] = {
 METHOD = "w8a8"
 PROMPT, INSTRUCTION = "a robot in a field of flowers", "make the flowers blue"
 QUESTION, PHRASES = "what is in the image?", ("the robot", "a flower")
-STEPS_TIMED = {"image": 2, "edit": 1, "text": 4}  # of methods other than a sparse image or edit
+# Steps that are timed, sparse and by other methods; 0: all.
+STEPS_TIMED = {"image": (0, 2), "edit": (8, 1), "text": (4, 4)}
 WITHIN = 0.05  # by which measured memory may differ from the plan
 FREE_SHARE = 0.7  # of the free memory is planned for training
 MOST_BYTES = release.MOST_BYTES
@@ -444,7 +445,7 @@ def presets(asked: Rehearsal, kind: str) -> Rows:
 
 
 def _cases(kind: str, settings: config.Config) -> Iterator[suites.RequestCase]:
-    """Yields requests by every method, whole if sparse images or edits."""
+    """Yields requests by every method, whole if sparse images."""
     if kind == "image":
         others = [one for one in suites.cases("ablation", settings) if one.method != "sparse"]
         found = [*suites.cases("headline", settings), *others]
@@ -455,8 +456,9 @@ def _cases(kind: str, settings: config.Config) -> Iterator[suites.RequestCase]:
         cases = suites.cases("reasoning", settings)
         found = [one for one in cases if one.sampling.text_steps == 8 and "lean" not in one.method]
     for case in found:
-        is_whole = kind != "text" and case.method == "sparse"
-        yield dataclasses.replace(case, steps_timed=0 if is_whole else STEPS_TIMED[kind])
+        sparse, other = STEPS_TIMED[kind]
+        steps = sparse if case.method == "sparse" else other
+        yield dataclasses.replace(case, steps_timed=steps)
 
 
 # ---------------------------------------------------------------------------------------------

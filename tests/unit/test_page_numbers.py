@@ -7,7 +7,14 @@ import re
 
 import pytest
 
-from sparse_lavida_jax.bench import ablation_report, learning, record, table
+from sparse_lavida_jax.bench import (
+    ablation_report,
+    learning,
+    record,
+    rehearsal_parts,
+    release,
+    table,
+)
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 
@@ -65,6 +72,21 @@ def test_load_times_are_those_of_the_rows():
         disk, memory = (row["bytes"][name] / 1e9 for name in ("disk", "parameters"))
         told = f"| {disk:.2f} GB | {memory:.2f} GB | {row['cpu_s']:.1f} s |"
         assert told in page("docs/checkpoints.md"), part
+
+
+def test_full_size_is_as_it_was_measured():
+    rows = [
+        row
+        for row in record.read_rows("rehearsal")
+        if (row["size"], row["layers"]) == ("release", release.ALL_LAYERS)
+    ]
+    assert {row["part"] for row in rows} >= {*rehearsal_parts.PARTS} - {"load_whole"}
+    for shown in (
+        table.full_size_table(rows),
+        table.table("rehearsal_presets", rows),
+        table.table("rehearsal", rows),
+    ):
+        assert shown in page("docs/speed.md")
 
 
 def test_the_memory_of_a_conversion_is_that_of_the_rows():
