@@ -87,6 +87,11 @@ def test_full_size_is_as_it_was_measured():
         table.table("rehearsal", rows),
     ):
         assert shown in page("docs/speed.md")
+    image = {row["method"]: row["median_s"] for row in rows if row["part"] == "presets_image"}
+    dense, sparse = image["dense_lean"], image["sparse"]
+    told = on_one_line(page("README.md"))
+    assert f"draws {dense / sparse:.1f} times as fast as densely on two CPU cores" in told
+    assert f"in {sparse / 60:.0f} minutes instead of {dense / 60:.0f}" in told
 
 
 def test_the_memory_of_a_conversion_is_that_of_the_rows():
