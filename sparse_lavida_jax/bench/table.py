@@ -90,7 +90,9 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "vq_share_of_s": lambda row: row["vq_s"] / row["median_s"],
     "vq_share_of_operations": lambda row: row["flops"]["vq"] / row["operations"],
     "timed_in_part": lambda row: (
-        f" ({row['steps_timed']} steps timed)" if row["steps_timed"] < row["steps"] else ""
+        f" ({row['steps_timed']} of {row['steps']} steps timed)"
+        if row["steps_timed"] < row["steps"]
+        else ""
     ),
     "day": lambda row: row["created"][:10],
     "and_changes": lambda row: " and changes" if row["dirty"] else "",

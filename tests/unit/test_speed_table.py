@@ -89,7 +89,7 @@ def test_programs_that_were_found_compiled_say_nothing_of_compilation():
 
 def test_the_table_tells_what_was_timed_in_part():
     told = table.table("whole_requests", [row("t2i1024/dense_lean/b1", 1.5, steps_timed=8)])
-    assert "1.5000 (8 steps timed)" in told and "10.0 / 10.0 / 1460.0 / 20.0" in told
+    assert "1.5000 (8 of 64 steps timed)" in told and "10.0 / 10.0 / 1460.0 / 20.0" in told
 
 
 def test_whole_requests_of_the_readme_say_where_and_when_they_were_measured():
