@@ -91,8 +91,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "vq_share_of_operations": lambda row: row["flops"]["vq"] / row["operations"],
     "timed_in_part": lambda row: (
         f" ({row['steps_timed']} of {row['steps']} steps timed)"
-        if row["steps_timed"] < row["steps"]
-        else ""
+        * (row["steps_timed"] < row["steps"])
     ),
     "day": lambda row: row["created"][:10],
     "and_changes": lambda row: " and changes" if row["dirty"] else "",
@@ -196,27 +195,26 @@ def bars() -> dict[str, Any]:
 # Whole requests and quality.
 
 
+def _compared(rows: Rows, *methods: str) -> Iterator[dict[str, Any]]:
+    """Yields sparse rows, each with that of the first of these methods that was measured."""
+    for row in rows:
+        other = next(filter(None, (row_of(rows, row, method) for method in methods)), None)
+        if row["method"] == "sparse" and not row.get("variant") and other is not None:
+            yield {**row, "other": other, "released": row_of(rows, row, "dense_released")}
+
+
 def requests_table(rows: Rows) -> str:
     """Returns whole requests for images on accelerators, sparse compared with dense; "": none."""
     models, suites = bars()["speed"]["models"], ("headline", "edit")
     own = [row for row in rows if row["model"] in models and row["suite"] in suites]
-    found: list[dict[str, Any]] = []
-    for row in own:
-        lean, released = (row_of(own, row, f"dense_{which}") for which in ("lean", "released"))
-        if row["method"] == "sparse" and not row.get("variant") and lean is not None:
-            found.append({**row, "other": lean, "released": released})
+    found = [*_compared(own, "dense_lean")]
     return table("requests", found) if found else ""
 
 
 def full_size_table(rows: Rows) -> str:
     """Returns whole requests to a model of the release's size, sparse compared with dense."""
-    full = [row for row in rows if row["size"] == "release" and row["layers"] == ALL_LAYERS]
-    found = []
-    for row in full:
-        other = row_of(full, row, "dense_lean") or row_of(full, row, "dense_cached")
-        if row["method"] == "sparse" and other is not None:
-            found.append({**row, "other": other})
-    return table("full_size", found)
+    full = [row for row in rows if (row["size"], row["layers"]) == ("release", ALL_LAYERS)]
+    return table("full_size", _compared(full, "dense_lean", "dense_cached"))
 
 
 def _scored(rows: Rows) -> Iterator[View]:
