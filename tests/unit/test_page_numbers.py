@@ -80,7 +80,7 @@ def test_full_size_is_as_it_was_measured():
         for row in record.read_rows("rehearsal")
         if (row["size"], row["layers"]) == ("release", release.ALL_LAYERS)
     ]
-    assert {row["part"] for row in rows} >= {*rehearsal_parts.PARTS} - {"load_whole", "inpaint"}
+    assert {row["part"] for row in rows} >= {*rehearsal_parts.PARTS} - {"load_whole"}
     for shown in (
         table.full_size_table(rows),
         table.table("rehearsal_presets", rows),
