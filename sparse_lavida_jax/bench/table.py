@@ -111,6 +111,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "as_good": lambda row: _verdict(row["difference"] >= -row["within"]),
     # From the rehearsal.
     "paper": lambda row: bars()["paper"][row["task"]],
+    "layers_used": lambda row: row.get("layers_trained", row["layers"]),
     "checked": lambda row: ", ".join(
         f"{name} {'yes' if is_so else 'no'}" for name, is_so in row["checks"].items()
     ),
