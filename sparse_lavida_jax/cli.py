@@ -17,6 +17,7 @@ import difflib
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,10 +157,12 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
         return f"there is not enough memory: {less}.", FAILURE
     if "RESOURCE_EXHAUSTED" in said:
         return f"the device has not enough memory: {less}.", FAILURE
-    if any(part in said for part in NO_DEVICE):
+    at = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if any(part in said for part in NO_DEVICE) or (at and at[-1].endswith("xla_bridge.py")):
+        said = said.rstrip(".") or "no package for its platform is installed"
         return (
-            f"jax cannot use the device that was asked for: {said} JAX_PLATFORMS=cpu takes the"
-            " CPU; `sparse-lavida doctor` says which devices there are."
+            f"jax cannot use the device that was asked for: {said}. JAX_PLATFORMS=cpu takes the"
+            " CPU; without that variable, `sparse-lavida doctor` says which devices there are."
         ), FAILURE
     return (
         f"an error of the program: {type(error).__name__}: {said} Run it with --debug to see where."

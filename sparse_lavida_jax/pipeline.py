@@ -515,8 +515,8 @@ class SparseLaViDa:
         preset = presets.untrained(made[0].sampling, self.model.settings)
         if preset and not self.warned:
             log.warning(
-                "%s was never trained sparsely, so the sampler %r will draw badly: fine-tune it"
-                " first (`sparse-lavida train`).",
+                "%s was not trained with the attention of the sampler %r, which will draw badly:"
+                " leave it out, or fine-tune the model first (`sparse-lavida train`).",
                 self.source.name or "this model", preset,
             )  # fmt: skip
             self.warned = True

@@ -20,7 +20,7 @@ from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
-from sparse_lavida_jax.training.start import init_state
+from sparse_lavida_jax.training.start import check_base, init_state
 from sparse_lavida_jax.training.step import TrainState, train_step
 
 
@@ -69,6 +69,7 @@ class _Loop:
         self._settings, self._run, self._mesh = settings, run, mesh
         self._share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
         index, count = self._share
+        check_base(settings)
         self._source = sources.open_source(
             settings, _first_model(settings), index=index, count=count
         )
@@ -101,6 +102,8 @@ class _Loop:
         """Takes the remaining steps, saving and drawing in between and at the end."""
         start, trace = self.step, metrics.Profile(self._run.folder / "profile", profile)
         with self.reporter, trace, contextlib.closing(self.feed):
+            if start:
+                self.reporter.say(f"resumed after step {start}")
             while self.progress() < 1:
                 trace.reach(self.step)
                 self._take_step()
@@ -242,6 +245,9 @@ class _Loop:
             readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
             dtype=dtype,
         )
+        if settings.train.seconds and self.step < settings.optimizer.warmup_steps:
+            few = f"only {self.step} steps fitted into {settings.train.seconds:g} seconds"
+            print(f"{few}: to go on, type it again with a larger --config.train.seconds")
         print(f"{run.model_folder}: the trained model")
         if settings.lora.rank:
             folder = run.folder / "adapters"

@@ -24,6 +24,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _layout(text: str) -> str:
+    if _text(text).count("<LOC_") < 4:
+        raise argparse.ArgumentTypeError(f"it has no box. It is a {_PLAN}")
+    return text
+
+
 def _size(text: str) -> tuple[int, int]:
     """Reads `512` or `512x768`, height first."""
     height, _, width = text.partition("x")
@@ -112,6 +118,10 @@ _OVER = (
 _OUT = (
     f"the image file to write ({', '.join(SUFFIXES)}); several images get numbers; folders are"
     " created only below the current one"
+)
+_PLAN = (
+    "layout to follow, instead of the model's own: after each name the left, top, right and bottom"
+    " of its box (bundled model: in 24ths), as in ' large red circle<LOC_4><LOC_8><LOC_8><LOC_12>'"
 )
 _OWN = "by default the model's own"
 _SEED = f"seed of the first result, 0 to {LARGEST_SEED}; the others count up from it; by default 0"
@@ -208,7 +218,7 @@ ARGUMENTS = {
     "order": _argument(
         "--order", f"order of the cells: stratified, halton, random, raster or confidence; {_OWN}"
     ),
-    "plan": _argument("--plan", "layout to follow, instead of the model's own", group="plan"),
+    "plan": _argument("--plan", _PLAN, _layout, group="plan", metavar="LAYOUT"),
     "no_plan": _argument("--no-plan", "draw without a layout", None, group="plan"),
     "num_images": _argument(
         "--num-images", f"images per prompt, 1 to {MOST_IMAGES}", int, 1, metavar="N"

@@ -14,6 +14,7 @@ import binascii
 import collections
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown, check_ceilings
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
+
+log = logging.getLogger(__name__)
 
 WARM_UP = "a red circle above a blue square"  # as long as most prompts
 READERS = 2  # requests whose images are read at the same time
@@ -163,9 +166,12 @@ class Service:
             for task in tasks:
                 for steps, registers in self._settings(task):
                     how = {"steps": steps, "registers": registers}
-                    made = self.pipe.requests(task, [WARM_UP] * rows, **how)
-                    with contextlib.suppress(Cancelled):
-                        self._batcher.rehearse(made)
+                    try:
+                        made = self.pipe.requests(task, [WARM_UP] * rows, **how)
+                        with contextlib.suppress(Cancelled):
+                            self._batcher.rehearse(made)
+                    except Exception as error:  # a client who asks for the same is told, too
+                        log.error("warm-up: %s of %d row(s): %s", task, rows, error)
         self._warm = True
 
     def stop(self) -> None:

@@ -378,7 +378,8 @@ def main(argv: list[str]) -> None:
     for seed in map(int, SEEDS.value):
         for name in WAYS.value or ways:
             row_id = f"{WORLD.value}/{name}/s{seed}"
-            if path_of(SUITE, row_id).exists():
+            if (path := path_of(SUITE, row_id)).exists():
+                print(f"{row_id}: has a row; to train it again, delete {path}")
                 continue
             settings = config.changed(ways[name], here.each.get(name, {}))
             settings = dataclasses.replace(settings, seed=seed)

@@ -88,8 +88,8 @@ def _explained(library: Any, name: str) -> Iterator[None]:
         " name on the hub. If it is a private one, log in with `hf auth login`.",
         known.RevisionNotFoundError: f"the hub's model {name} has no such revision.",
         (known.LocalEntryNotFoundError, known.OfflineModeIsEnabled): f"there is no folder {name}"
-        " here, it is not in the cache of the hub's models, and the hub was not reached: connect,"
-        " and leave out local_files_only and HF_HUB_OFFLINE, or give a folder.",
+        " here, it is not in the cache of the hub's models, and the hub was not reached: give"
+        " a folder, or connect to the internet (without local_files_only and HF_HUB_OFFLINE).",
         known.EntryNotFoundError: f"the hub's model {name} lacks a file that it lists: try again.",
     }
     try:

@@ -328,11 +328,7 @@ def copy(
 
 
 def save(
-    folder: pathlib.Path | str,
-    trained: Any,
-    settings: config.Config,
-    *,
-    base: pathlib.Path | str,
+    folder: pathlib.Path | str, trained: Any, settings: config.Config, *, base: pathlib.Path | str
 ) -> None:
     """Writes what was trained on a frozen base, replacing an older folder of the same kind.
 
@@ -425,7 +421,7 @@ def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
         raise CheckpointError(
             f"the adapters in {folder} were trained next to the model that lay in {where}, and"
             f" {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"
-            f" {digest[:12]}... ."
+            f" {digest[:12]}. Name theirs with --checkpoint."
         )
 
 

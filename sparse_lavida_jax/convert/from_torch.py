@@ -273,7 +273,7 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
     _list_weights(released)
     with released.noting():
         if not (folder / "tokenizer.json").is_file():
-            raise ConvertError("tokenizer.json is missing.")
+            raise ConvertError("tokenizer.json is missing. Download it again.")
         try:
             ChatTokenizer(folder / "tokenizer.json")
         except ValueError as error:

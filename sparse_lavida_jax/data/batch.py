@@ -320,12 +320,7 @@ def stack(
 
 
 def _stacked(
-    rows: list[list[Tokens]],
-    length: int,
-    pad_token: int,
-    *,
-    full_attention: bool,
-    by_segment: bool,
+    rows: list[list[Tokens]], length: int, pad_token: int, *, full_attention: bool, by_segment: bool
 ) -> tuple[Stream | None, dict[str, np.ndarray]]:
     """Returns one stream of a batch, and its stacked fields by name; no stream if length is 0.
 

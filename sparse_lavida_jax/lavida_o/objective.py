@@ -165,12 +165,7 @@ def batch_sequences(
 
 
 def _corrupt(
-    sequence: Sequence,
-    drawn: MaskDraws,
-    settings: config.Config,
-    *,
-    weighted: bool,
-    inverse: bool,
+    sequence: Sequence, drawn: MaskDraws, settings: config.Config, *, weighted: bool, inverse: bool
 ) -> CorruptedRow:
     """Masks one sequence."""
     model, policy = settings.model, settings.diffusion.time_policy

@@ -158,9 +158,8 @@ def prepare(
     ]
     with _only_one(folder):
         done = {s.stem: made for s in shards if (made := finished(folder, s)) is not None}
-        left = len(shards) - len(done)
         try:
-            _make_all(job, encoder, shards, done, wanted, on_progress)
+            left = _make_all(job, encoder, shards, done, wanted, on_progress)
         finally:
             _write_report(folder, shards, done)
         files.write_json(folder / INDEX, _index(mixture, encoder, shards, done))
@@ -310,8 +309,8 @@ def _make_all(
     done: dict[str, Outcome],
     settings: config.Prepare,
     on_progress: Callable[[int, int], None],
-) -> None:
-    """Makes the missing shards, and adds their outcomes to `done`.
+) -> int:
+    """Makes the missing shards, adds their outcomes to `done`, and returns how many there were.
 
     Raises:
         PrepareError: too many records of a dataset are bad, or a worker died.
@@ -326,13 +325,15 @@ def _make_all(
         if bad[name] > allowed:
             raise PrepareError(
                 f"{bad[name]} records of {name} are bad, and prepare.max_bad_fraction allows"
-                f" {int(allowed)}: {job.folder / READABLE} names them. Mend them, or allow more;"
-                " what is finished stays."
+                f" {int(allowed)}: {job.folder / READABLE} names them. Repair them, or allow more,"
+                " and run it again; finished shards are kept."
             )
 
     on_progress(len(done), len(shards))
-    for name in bad:
-        check(name)
+    for shard in shards:  # what was wrong with their rows may be repaired by now
+        name = shard.dataset.name
+        if bad[name] > settings.max_bad_fraction * rows[name] and shard.stem in done:
+            bad[name] -= len(done.pop(shard.stem).bad)
     left = [shard for shard in shards if shard.stem not in done]
     with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
         for shard, outcome in made:
@@ -340,6 +341,7 @@ def _make_all(
             on_progress(len(done), len(shards))
             bad[shard.dataset.name] += len(outcome.bad)
             check(shard.dataset.name)
+    return len(left)
 
 
 def _outcomes(

@@ -97,9 +97,7 @@ def log_odds(p: float | AnyArray) -> Array:
 
 
 def with_noise(
-    confidence: Float[Array, "b w u"],
-    noise: Float[Array, "b w u"],
-    scale: Float[AnyArray, ""],
+    confidence: Float[Array, "b w u"], noise: Float[Array, "b w u"], scale: Float[AnyArray, ""]
 ) -> Float[Array, "b w u"]:
     """Returns log probability plus scaled Gumbel noise (the released "mmada", spec Sec. 7.2).
 
@@ -240,10 +238,7 @@ def policy_of(choice: Choice) -> Policy:
 
 
 def guided(
-    logits: Float[Array, "r b *w v"],
-    settings: StepSettings,
-    rows: Rows,
-    share: Float[AnyArray, ""],
+    logits: Float[Array, "r b *w v"], settings: StepSettings, rows: Rows, share: Float[AnyArray, ""]
 ) -> Float[Array, "b *w v"]:
     """Classifier-free guidance over the leading axis (spec Sec. 7.2: (1+g) cond - g uncond)."""
     full = logits[-1]

@@ -250,12 +250,7 @@ def segments(
 
 
 def code_segments(
-    plan: SamplingPlan,
-    h: int,
-    w: int,
-    side: int,
-    *,
-    by_confidence: bool = False,
+    plan: SamplingPlan, h: int, w: int, side: int, *, by_confidence: bool = False
 ) -> list[Segment]:
     """Groups the steps of a plan over the codes of an image; every step passes all its cells.
 

@@ -91,10 +91,10 @@ def one_pass(sampling: config.Sampling, model: config.Model, length: int) -> con
 
 @functools.lru_cache(maxsize=32)
 def untrained(sampling: config.Sampling, model: config.Model) -> str:
-    """Returns a preset requested by name that the model was not trained for; "": none."""
+    """Returns a preset requested by name whose attention the model was not trained with, or ""."""
     named = [name for name in (sampling.preset, sampling.text_preset) if name]
-    sparse = [name for name in named if not preset(name).full_attention]
-    return sparse[0] if sparse and model.trained_attention == "full" else ""
+    is_full = model.trained_attention == "full"
+    return next((name for name in named if preset(name).full_attention != is_full), "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,12 +23,7 @@ from sparse_lavida_jax.layout import (
     make_layout,
 )
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sequence import (
-    prompt_row,
-    stack_images,
-    stack_views,
-    stacked_features,
-)
+from sparse_lavida_jax.sequence import prompt_row, stack_images, stack_views, stacked_features
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 PROMPT_BUCKET = 16  # prompts are padded to a multiple of this many tokens

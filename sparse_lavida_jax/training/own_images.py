@@ -156,13 +156,13 @@ def place_image_tokenizer(
         )
         vq.save(place, _trained(settings, pixels))
     model, _ = vq.load(place)
-    shown = pixels[:SHOWN]
+    shown = pixels[np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).astype(int)]
     again = vq.decode_codes(model, vq.encode_images(model, shown))
     pairs = [np.concatenate(pair, axis=1) for pair in zip(shown, again, strict=True)]
     sheet = prepared / prepare.SHEET
     image_files.write(sheet, image_files.sheet(pairs))
     error = np.abs(shown.astype(int) - again).mean() / 255
-    say(f"{sheet}: images next to what is left of them in codes; pixels are {error:.3f} off")
+    say(f"{sheet}: images next to their reconstructions from codes; pixels are {error:.3f} off")
 
 
 def text_tokenizer(named: str) -> str:
@@ -254,8 +254,9 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
         tokenizer = ChatTokenizer(prepared / prepare.TOKENIZER)
     except (ValueError, FileNotFoundError) as error:
         raise config.ConfigError(
-            f"{prepared} has no tokenizers for a model from scratch: {error} Prepare a folder of"
-            " images, or name the model to start from with --init-from."
+            f"{prepared} has no tokenizers for a model from scratch ({error}). Type `sparse-lavida"
+            " prepare IMAGES prepared`, where IMAGES is a folder of images, then `sparse-lavida"
+            " train --data=prepared`; or name the model to start from with --init-from."
         ) from error
     images, on_cpu = vq.read_settings(prepared / "vq"), jax.default_backend() == "cpu"
     sized = (
@@ -350,5 +351,5 @@ def size_in_words(settings: config.Config) -> str:
     return (
         f"a model of {model.num_layers} layers of width {model.width} is trained from scratch on"
         f" {settings.data.folder} for {length}: the size for this machine ({device});"
-        " --config.model.width and others change it"
+        " --config.model.num_layers and other settings change it"
     )

@@ -155,8 +155,8 @@ class Run:
             ]
             if changed:
                 raise RunError(
-                    f"{self.folder} is a run of another config: {'; '.join(changed)}. Choose"
-                    " another --workdir, or delete that one to start again."
+                    f"{self.folder} is a run of another config: choose another --workdir, or"
+                    f" delete that one to start again. {'; '.join(changed)}."
                 )
         model_folder.write_config(self.folder, self.config)
 

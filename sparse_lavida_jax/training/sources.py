@@ -69,11 +69,7 @@ class TrainingData:
 
 
 def open_source(
-    settings: config.Config,
-    model: Denoiser,
-    *,
-    index: int = 0,
-    count: int = 1,
+    settings: config.Config, model: Denoiser, *, index: int = 0, count: int = 1
 ) -> TrainingData:
     """Opens the data of a configuration.
 

@@ -20,6 +20,9 @@ from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import optimizer, states
 from sparse_lavida_jax.training.step import TrainState
 
+# Settings of a model that its parameters are made for.
+OF_BASE = ("vocab_size", "text_mask_id", "width", "mlp_hidden", "num_layers", "num_heads", "vision")
+
 
 def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = None) -> TrainState:
     """Returns the state of a run at step 0, from these parameters or those of `init_from`.
@@ -52,6 +55,25 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
     params, frozen = sharding.place_state((params, frozen), mesh)
     with jax.set_mesh(mesh):
         return dataclasses.replace(jax.jit(start, donate_argnums=0)(params), frozen=frozen)
+
+
+def check_base(settings: config.Config) -> None:
+    """Compares the settings of a model with those of the one that it starts from.
+
+    Raises:
+        ConfigError: its parameters would not fit, or would mean something else.
+        CheckpointError: there is no such model.
+    """
+    base = settings.train.init_from
+    if not base or states.is_unfinished(base) or has_own_tokenizers(settings):
+        return
+    other = model_folder.read_config(model_folder.find_model(base)).model
+    found = [(name, getattr(other, name), getattr(settings.model, name)) for name in OF_BASE]
+    if named := "; ".join(f"{name} {old}, not {new}" for name, old, new in found if old != new):
+        raise config.ConfigError(
+            f"Train.init_from={base!r} has another model than the config: {named}. `sparse-lavida"
+            f" train --data=FOLDER --init-from={base}` takes all of it from there."
+        )
 
 
 def has_own_tokenizers(settings: config.Config) -> bool:

@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -137,7 +138,10 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["generate", "a", "--size=wide"], "--size: 'wide' is no size such as 512x512."),
         (["generate", "a", "--out=a.bmp"], "its name must end in .png"),
         (["generate", "a", "--save-steps=a.png"], "its name must end in .gif"),
-        (["generate", "a", "--plan=x", "--no-plan"], "not allowed with argument --plan"),
+        (
+            ["generate", "a", f"--plan={'<LOC_1>' * 4}", "--no-plan"],
+            "not allowed with argument --plan",
+        ),
         (["generate", "a", "--batch=x.txt"], "leave those of the command line out"),
         (["generate", "--batch=x.csv"], "must end in .txt or .jsonl"),
         (["generate", "--batch=missing.txt"], "--batch=missing.txt cannot be read"),
@@ -150,6 +154,7 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["replay", "a.png", "--seed=1"], "unrecognized arguments: --seed=1"),
         (["generate", "a", "--checkpoint="], "argument --checkpoint: it is empty: give a value"),
         (["generate", "a", "--plan", " "], "argument --plan: it is empty"),
+        (["generate", "a", "--plan=a red circle 16 16"], "it has no box. It is a layout to follow"),
         (["ask", "missing.png"], "`sparse-lavida ask` needs a question after the image missing"),
         (["chat", "--out=a.png"], "--out=a.png is no folder"),
         (["chat", "--out=../new"], "there is no folder ../new, and none is created outside the"),
@@ -199,6 +204,17 @@ def test_a_device_that_is_not_there_is_told_with_what_to_do(monkeypatch, capsys)
     said = complaint(capsys, "doctor", code=1)
     assert "jax cannot use the device that was asked for: Unable to initialize backend" in said
     assert "JAX_PLATFORMS=cpu takes the CPU" in said
+
+
+def test_a_platform_without_a_package_is_told_with_what_to_do():
+    """Then jax fails an assertion of its own, without a message."""
+    words = [sys.executable, "-m", "sparse_lavida_jax.cli", "doctor"]
+    surroundings = os.environ | {"JAX_PLATFORMS": "cuda"}
+    done = subprocess.run(words, env=surroundings, capture_output=True, text=True)
+    if done.returncode == 0:
+        pytest.skip("needs a machine without a CUDA GPU")
+    assert "jax cannot use the device that was asked for: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ QUOTED = (
     "lower --batch-size",
     "the device has not enough memory: ask for less.",
     "(compiling, once for each size)",
-    "will draw badly: fine-tune it first",
+    "which will draw badly:",
     "has not written its model yet: that happens at its end.",
     "Give a model folder, a run directory, the name of a",
     "is no image that can be read: neither",

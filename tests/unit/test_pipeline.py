@@ -286,7 +286,7 @@ def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
         np.testing.assert_array_equal(said.tokens[i], ids)
 
 
-def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of_once(pipe, caplog):
+def test_a_sampler_with_another_attention_than_in_training_is_warned_of_once(pipe, caplog):
     full = dataclasses.replace(stand_ins.settings().model, trained_attention="full")
     made = pipe(PLANS | {"answer": 1.0}, model=full)
     text = dataclasses.replace(made.settings.sampling, text_preset="fast_dllm_dual")
@@ -297,12 +297,14 @@ def test_a_sparse_sampler_of_a_model_that_never_was_is_warned_of_once(pipe, capl
     for _ in range(2):
         made.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
         made.ask(shown, "is there a circle?", sampling=config.Sampling(text_preset="t"))
-    told = "this model was never trained sparsely, so the sampler 'pr' will draw badly: fine-tune"
+    told = "this model was not trained with the attention of the sampler 'pr', which will draw"
     (message,) = caplog.messages
     assert told in message
     trained = pipe(PLANS)
     trained.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
     assert caplog.messages == [message]
+    trained.generate("a", sampling=config.Sampling(preset="dense", num_steps=2))
+    assert caplog.messages == [message, message.replace("'pr'", "'dense'")]
 
 
 def test_another_model_is_put_into_the_same_pipeline():

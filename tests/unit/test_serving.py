@@ -258,3 +258,13 @@ def test_limits_of_the_server_are_those_of_the_service():
     found = asked.max_waiting, asked.longest_wait, asked.programs
     assert (Limits().waiting, Limits().longest_wait, Limits().programs) == found
     assert serving.Limits(waiting=0).waiting == 0
+
+
+def test_a_warm_up_that_fails_is_logged_and_the_service_becomes_ready(service, monkeypatch, caplog):
+    def refused(*_, **__):
+        raise RequestError("64 steps are more than there are tokens.")
+
+    monkeypatch.setattr(service.pipe, "requests", refused)
+    service.warm_up().join()
+    assert service.ready
+    assert "warm-up: generate of 1 row(s): 64 steps are more" in caplog.messages[0]

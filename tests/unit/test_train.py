@@ -310,6 +310,15 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
     )
     with pytest.raises(model_folder.CheckpointError, match=r"register_generation: \(24,\) on disk"):
         train.init_state(wider, fresh)
+    deeper = dataclasses.replace(
+        fine_tuned,
+        model=dataclasses.replace(settings.model, num_layers=settings.model.num_layers + 1),
+    )
+    train.check_base(fine_tuned)
+    with pytest.raises(
+        config.ConfigError, match=r"has another model than the config: num_layers \d"
+    ):
+        train.check_base(deeper)
 
 
 # ---------------------------------------------------------------------------------------------
