@@ -35,20 +35,21 @@ Results of the bundled model with the first seed, for prompts of kinds that it w
 by `python docs/tour.py`.
 {MODEL}
 Wrong results are marked with `# wrong`; the [README](../README.md#how-good-how-fast) has the scores
-of all tasks. `cut.png` is the middle of `out.png`.
+of all tasks. `cut.png` is the middle of `two.png`: in Python, `image.crop((16, 16, 80, 80))`.
 
 ![what the commands drew](tour.png)
 """
 SCALE = 2  # pixels of the page to a pixel of an image
 EDGE, FONT_SIZE = 12, 14  # of a captioned image, in pixels
 CAPTION = "a red circle above a blue square"
-LAYOUT = " large red circle<LOC_16><LOC_16><LOC_20><LOC_20>"
+LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 CUT = slice(16, 80)  # what is kept of an image for outpainting, along both sides
 TOUR = (
     'generate "a red circle above a blue square" --out out.png',
     'edit out.png "make the red circle green" --out edited.png',
     'inpaint out.png "a cyan cross above a blue square" --box=0,0,96,48 --out inpainted.png',
-    'outpaint cut.png "a red circle above a blue square" --out outpainted.png',
+    'generate "two blue squares" --seed=3 --out two.png',
+    'outpaint cut.png "two blue squares" --out outpainted.png',
     'reflect "two blue squares" --rounds=3 --out reflected.png',
     'ground out.png "red circle" "blue square" --out boxes.png',
     'ask out.png "how many squares are there?"',
@@ -152,8 +153,9 @@ def tour() -> None:
             for file in drawn_by(words):
                 drawn = image_files.read(folder / file)
                 tiles.append(report.Tile(enlarged(drawn), command.partition(" --out")[0]))
-                if file == "out.png":
+                if file == "two.png":
                     image_files.write(folder / "cut.png", drawn[CUT, CUT])
+                    tiles.append(report.Tile(enlarged(drawn[CUT, CUT]), "cut.png"))
         report.sheet(tiles, columns=4).save(HERE / "tour.png")
     (HERE / "tour.md").write_text(f"{PAGE}\n```console\n{''.join(printed)}```\n")
 
