@@ -145,7 +145,8 @@ def test_a_run_directory_of_another_config_is_left_as_it_is(finished, complaint)
     sentence = complaint(
         *finished.words, f"--workdir={finished.folder}", "--config.optimizer.learning_rate=0.5"
     )
-    assert "is a run of another config: optimizer.learning_rate was 0.01 and is 0.5" in sentence
+    assert "is a run of another config: choose another --workdir" in sentence
+    assert "optimizer.learning_rate was 0.01 and is 0.5" in sentence
     after = contents(finished.folder)
     assert after.pop("lock") and before.pop("lock")
     assert after == before
