@@ -102,7 +102,7 @@ class _Loop:
         """Takes the remaining steps, saving and drawing in between and at the end."""
         start, trace = self.step, metrics.Profile(self._run.folder / "profile", profile)
         with self.reporter, trace, contextlib.closing(self.feed):
-            if start:
+            if start and self.progress() < 1:
                 self.reporter.say(f"resumed after step {start}")
             while self.progress() < 1:
                 trace.reach(self.step)

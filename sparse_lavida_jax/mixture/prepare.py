@@ -330,10 +330,11 @@ def _make_all(
             )
 
     on_progress(len(done), len(shards))
+    refused = {name for name in bad if bad[name] > settings.max_bad_fraction * rows[name]}
     for shard in shards:  # what was wrong with their rows may be repaired by now
-        name = shard.dataset.name
-        if bad[name] > settings.max_bad_fraction * rows[name] and shard.stem in done:
-            bad[name] -= len(done.pop(shard.stem).bad)
+        name, stem = shard.dataset.name, shard.stem
+        if name in refused and stem in done and done[stem].bad:
+            bad[name] -= len(done.pop(stem).bad)
     left = [shard for shard in shards if shard.stem not in done]
     with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
         for shard, outcome in made:

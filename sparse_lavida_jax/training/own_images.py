@@ -254,8 +254,8 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
         tokenizer = ChatTokenizer(prepared / prepare.TOKENIZER)
     except (ValueError, FileNotFoundError) as error:
         raise config.ConfigError(
-            f"{prepared} has no tokenizers for a model from scratch: {error} For a folder of images,"
-            " type `sparse-lavida prepare IMAGES prepared`, then `sparse-lavida train"
+            f"{prepared} has no tokenizers for a model from scratch: {error} For a folder of"
+            " images, type `sparse-lavida prepare IMAGES prepared`, then `sparse-lavida train"
             " --data=prepared`; or name the model to start from with --init-from."
         ) from error
     images, on_cpu = vq.read_settings(prepared / "vq"), jax.default_backend() == "cpu"

@@ -327,14 +327,14 @@ def test_too_many_bad_records_end_it_and_nothing_is_lost(tmp_path, two_bad):
 
 def test_images_that_were_repaired_are_read_again(tmp_path):
     source = raw_data.captioned(tmp_path)
-    image = next(iter(sorted(source.parent.rglob("*.png"))))
+    image = sorted(source.parent.rglob("*.png"))[-1]
     held = image.read_bytes()
     image.unlink()
     with pytest.raises(PrepareError, match="Repair them"):
         raw_data.prepared(source, tmp_path / "out", max_bad_fraction=0.0)
     image.write_bytes(held)
     done = raw_data.prepared(source, tmp_path / "out", max_bad_fraction=0.0)
-    assert (done.bad, done.made) == (0, done.shards)
+    assert (done.bad, done.made) == (0, 1) and done.shards > 1  # the good ones are kept
 
 
 def test_a_shard_of_bad_records_alone_has_no_file(tmp_path):
