@@ -20,12 +20,13 @@ another one gets the request; the result is the same, since it depends on the re
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import fastapi
 import pydantic
-from ray import serve
+from ray import cloudpickle, serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
@@ -39,6 +40,8 @@ from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
 from sparse_lavida_jax.apps.hosting import KEY
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.pipeline import SparseLaViDa
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
 
 ATTEMPTS = 3  # at a request, each on another replica
 FAILURES = 5  # requests in a row that failed for no reason of theirs: the replica is replaced

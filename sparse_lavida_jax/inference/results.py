@@ -68,13 +68,13 @@ class Result:
     sampling: config.Sampling
     source: Origin
     seconds: dict[str, float]
-    tokens: tuple[Int[np.ndarray, "_l _g"], ...] = ()
-    pixels: tuple[UInt8[np.ndarray, "_h _w 3"], ...] = ()
+    tokens: tuple[Int[np.ndarray, "_l _g"], ...] = dataclasses.field(default=(), repr=False)
+    pixels: tuple[UInt8[np.ndarray, "_h _w 3"], ...] = dataclasses.field(default=(), repr=False)
     texts: tuple[str, ...] = ()
     boxes: tuple[Box | None, ...] = ()
     plans: tuple[str, ...] = ()
     attempts: tuple[tuple[tuple[UInt8[np.ndarray, "_h _w 3"], str], ...], ...] = ()
-    records: tuple[dict[str, Any], ...] = ()
+    records: tuple[dict[str, Any], ...] = dataclasses.field(default=(), repr=False)
     prompted: tuple[tuple[int, int], ...] = ()
     passed: tuple[int, ...] = ()
 

@@ -45,7 +45,7 @@ def address(launched, tmp_path_factory):
     folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("ray") / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    path = os.pathsep.join([str(LAUNCH), *sys.path])
+    path = os.pathsep.join(set(sys.path) - {str(LAUNCH)})  # as with `serve run --app-dir launch`
     here = {"env_vars": {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=here)
     try:
