@@ -21,10 +21,10 @@ from PIL import Image
 # Ray gives its processes a few seconds to start, too few on a busy machine; it reads this early.
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-WHY = "pip install 'sparse-lavida-jax[ray]' to test the replicas"
+WHY = "pip install 'sparse-lavida-jax[ray]' httpx2 to test the replicas"
 ray = pytest.importorskip("ray", reason=WHY)
 pytest.importorskip("ray.serve", reason=WHY)
-httpx = pytest.importorskip("httpx", reason=WHY)
+httpx = pytest.importorskip("httpx2", reason=WHY)
 
 from ray import serve  # noqa: E402
 

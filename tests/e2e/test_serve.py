@@ -24,7 +24,7 @@ from sparse_lavida_jax.scenes import tasks, world
 WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
 pytest.importorskip("fastapi", reason=WHY)
 pytest.importorskip("prometheus_client", reason=WHY)
-httpx = pytest.importorskip("httpx", reason=WHY)
+httpx = pytest.importorskip("httpx2", reason=WHY)
 openai = pytest.importorskip("openai", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
