@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(sentence if name in MODES and code == MISTAKE else " ".join(sentence.split()))
         return code
     except KeyboardInterrupt:
-        say("stopped.")
+        kept = " What is finished is kept, and the same command goes on." * (name in full.GO_ON)
+        say(f"stopped.{kept}")
         return STOPPED
 
 
@@ -148,6 +149,8 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
     if isinstance(error, MISTAKES):
+        if name in MODES and f"`sparse-lavida {name}` needs --" in said:
+            said += f" For example: `sparse-lavida {name} {MODES[name].example}`."
         return said, MISTAKE
     less = {
         "train": "lower train.batch_size or raise train.microbatches (docs/training.md)",

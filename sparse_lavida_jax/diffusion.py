@@ -150,9 +150,7 @@ class Blocks:
 
 
 def uniform_blocks(
-    rng: np.random.Generator,
-    given: Bool[np.ndarray, " l"],
-    settings: config.Diffusion,
+    rng: np.random.Generator, given: Bool[np.ndarray, " l"], settings: config.Diffusion
 ) -> Blocks:
     """Masks tokens with probability t and scatters both kinds uniformly (Sec. 3.3).
 

@@ -24,11 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels.attention import mesh_in_use, slot_multiple, takes_tables
-from sparse_lavida_jax.layout import (
-    GIVEN_BLOCK,
-    AnyArray,
-    TokenLayout,
-)
+from sparse_lavida_jax.layout import GIVEN_BLOCK, AnyArray, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import StepTables
@@ -36,13 +32,7 @@ from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import (
-    Prompt,
-    PromptPart,
-    guidance_shapes,
-    parted,
-    prepare,
-)
+from sparse_lavida_jax.sampling.prompts import Prompt, PromptPart, guidance_shapes, parted, prepare
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     SamplerState,

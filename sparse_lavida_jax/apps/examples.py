@@ -35,10 +35,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 
 # What tasks about an image start from, until an image is drawn: a cell and what it contains.
-SCENE = {
-    8: world.Object("circle", "red", "large"),
-    20: world.Object("square", "blue", "large"),
-}
+SCENE = {8: world.Object("circle", "red", "large"), 20: world.Object("square", "blue", "large")}
 
 
 def start(task: str = "") -> Pixels:

@@ -111,10 +111,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        settings: config.Config,
-        found: list[Corrupted],
-        options: dict[str, Any] | None = None,
+        self, settings: config.Config, found: list[Corrupted], options: dict[str, Any] | None = None
     ):
         self.found = found
         # How attention is computed is part of the model's settings, which are not in its arrays.

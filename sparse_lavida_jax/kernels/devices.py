@@ -54,10 +54,7 @@ DEVICES = {
 
 # PCI numbers of the vendors whose accelerators have a kernel here, and the packages with which jax
 # uses them. A machine with none of these packages computes on its CPU, whatever hardware it has.
-VENDORS = {
-    "0x10de": ("jax_cuda12_plugin", "jax_cuda13_plugin"),
-    "0x1ae0": ("libtpu",),
-}
+VENDORS = {"0x10de": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "0x1ae0": ("libtpu",)}
 PCI = pathlib.Path("/sys/bus/pci/devices")
 
 TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")

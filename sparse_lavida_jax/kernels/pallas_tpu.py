@@ -237,9 +237,7 @@ def _call(
         out_shape=[array for array, _ in outputs],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * pairs * shape.head_dim,
-            transcendentals=pairs,
-            bytes_accessed=read,
+            flops=2 * products * pairs * shape.head_dim, transcendentals=pairs, bytes_accessed=read
         ),
         interpret=shape.interpret,
         name=name,

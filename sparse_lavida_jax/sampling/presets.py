@@ -292,10 +292,7 @@ def plan(
         ),
     )
     return plans.in_passes(
-        stepped,
-        sampling.cell_passes,
-        model.codes_side,
-        clean_once=settings.preset.cache_response,
+        stepped, sampling.cell_passes, model.codes_side, clean_once=settings.preset.cache_response
     )
 
 

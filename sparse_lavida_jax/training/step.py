@@ -170,9 +170,7 @@ def default_microbatches(batch: Corrupted) -> int:
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("settings", "microbatches", "loss_chunk"),
-    donate_argnames=("state",),
+    jax.jit, static_argnames=("settings", "microbatches", "loss_chunk"), donate_argnames=("state",)
 )
 def train_step(
     state: TrainState,

@@ -116,6 +116,9 @@ def test_every_mode_of_main_is_a_command(capsys):
     asked, _ = main.parse(["main", *words])
     assert (asked.mode, asked.checkpoint, asked.prompt) == ("sample", "scenes", "a red circle")
     assert "`sparse-lavida sample` needs --checkpoint" in complaint(capsys, "sample")
+    for name in ("verify", "evaluate", "prepare"):
+        example = f"For example: `sparse-lavida {name} {cli.MODES[name].example}`."
+        assert complaint(capsys, name).endswith(f"{example}\n")
 
 
 def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
@@ -241,6 +244,9 @@ def test_a_mode_that_fails_says_so_as_a_command_does(monkeypatch, capsys, troubl
         run("train", "configs/scenes.py", "--seed=1", "--debug")
     line = ["sparse-lavida", "--mode=train", "--config=configs/scenes.py", "--seed=1"]
     assert seen == [line, line]
+    if told == "stopped.":
+        said = complaint(capsys, "prepare", "images", "prepared", code=130)
+        assert said.endswith("stopped. What is finished is kept, and the same command goes on.\n")
 
 
 @pytest.mark.parametrize(("found", "told"), [("0.4.30", "this is jax 0.4.30"), (None, "is none")])

@@ -2,6 +2,7 @@
 """Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -59,7 +60,8 @@ def refusing() -> Iterator[None]:
     except (AnyHTTPException, fastapi.exceptions.RequestValidationError):
         raise
     except REFUSED as error:
-        raise HTTPException(400, str(error)) from error
+        said = re.sub(r"^Sampling\.(?:num_|text_)?(\w+=)", r"\1", str(error))
+        raise HTTPException(400, said) from error
     except QueueFull as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except Stopped as error:
@@ -77,7 +79,8 @@ async def _refused(_: fastapi.Request, error: Exception) -> responses.Response:
     code, said = error.status_code, str(error.detail)
     if not said.endswith("."):  # starlette's own messages, such as "Not Found"
         said = ELSEWHERE if code in (404, 405) else f"{said}."
-    return reply(code, said, headers=error.headers)
+    field = re.match(r"(\w+)=", said)
+    return reply(code, said, field and field[1], headers=error.headers)
 
 
 async def _misread(_: fastapi.Request, error: Exception) -> responses.Response:
