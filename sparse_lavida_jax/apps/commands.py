@@ -357,6 +357,8 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text"
         lines = [f"{path}: {prompt}{verdict}" for path, prompt, verdict in rows]
     for line in lines:
         print(line)
+    if lines and not any(lines):
+        say("the answer is empty.")
 
 
 @contextlib.contextmanager

@@ -16,9 +16,12 @@ from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
-# Models that people may want to run, with the approximate size of their parameters in bytes:
-# LaViDa-O in bfloat16.
-OTHER_MODELS = {"LaViDa-O (convert it yourself)": 22_000_000_000}
+# Models that people may want to run, with the size of their parameters in bytes (docs/lavida_o.md).
+OTHER_MODELS = {
+    "LaViDa-O, converted": 22_200_000_000,
+    "LaViDa-O, drawing alone (Python: task='image')": 14_500_000_000,
+    "LaViDa-O in 8 bits (export --dtype=int8)": 12_500_000_000,
+}
 ROOM = 1.2  # times the size of the parameters (ours): cache and activations need memory too
 
 

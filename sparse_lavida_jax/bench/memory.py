@@ -254,7 +254,8 @@ def kept(settings: config.Config, batch: BatchSize) -> int:
     outputs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     size = _bytes([v.aval for v in outputs - given])
     names = parameters.by_name(trained) if settings.train.loss_chunk else {}
-    return size - _bytes([names[head] for head in HEADS if head in names])
+    lengths = dict(zip(HEADS, (batch.understanding, batch.generation), strict=True))
+    return size - _bytes([names[head] for head in HEADS if lengths[head] and head in names])
 
 
 def rows(model: config.Model, batch: BatchSize) -> Corrupted:

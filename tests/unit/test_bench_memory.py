@@ -144,6 +144,8 @@ def test_the_release_fits_as_it_should():
     given = config.read(CONFIGS / "lavida_o_lora.py")
     found = memory.plan(given, memory.BatchSize(1, 1024, memory.image_tokens(given)))
     assert found.fits(32 * 2**30) and not found.fits(24 * 2**30)
+    branch = memory.ways(given)["generation branch"]
+    assert memory.plan(branch, memory.BatchSize(1, 1024, 0)).kept == 0  # it has no text head
     for page in ("lavida_o", "training"):
         assert f"{found.total / 1e9:.1f}" in (CONFIGS.parent / f"docs/{page}.md").read_text()
 
