@@ -72,18 +72,13 @@ TAKES = {
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
 QUICK_LIMIT = 32  # items of each task that are evaluated without a config, in one batch
+GO_ON = ("evaluate", "prepare")  # modes that keep what was finished before Ctrl-C
 MISTAKE, STOPPED = 2, 130
 # What can be wrong with a command.
 MISTAKES = (
-    *REFUSED,
-    UsageError,
-    model_folder.CheckpointError,
-    runs.RunError,
-    PrepareError,
-    RecordError,
-    EvaluationError,
-    runtime.ProcessError,
-)
+    *REFUSED, UsageError, model_folder.CheckpointError, runs.RunError, PrepareError, RecordError,
+    EvaluationError, runtime.ProcessError,
+)  # fmt: skip
 # OSError: a full disk, a file that is not there, a folder that may not be written.
 OURS = (*MISTAKES, OSError)
 
@@ -140,11 +135,14 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")
     with contextlib.ExitStack() as stack:
         if together is not None:
+            say("waiting until all processes are connected")
             runtime.connect(*together)
             stack.callback(runtime.disconnect)
         if settings.train.stage == "denoiser":
             from sparse_lavida_jax.kernels import attention
+            from sparse_lavida_jax.training import start
 
+            start.check(settings)
             attention.admit_kernel()
         runtime.keep_freed_memory()
         run = stack.enter_context(runs.Run(_workdir(asked, settings), settings))

@@ -20,7 +20,7 @@ from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
-from sparse_lavida_jax.training.start import check_base, init_state
+from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import TrainState, train_step
 
 
@@ -60,7 +60,7 @@ class _Loop:
     Attributes:
         state: what is trained.
         step: optimizer steps done.
-        seconds: of training, including earlier processes.
+        seconds: of training, including earlier processes; compiling its steps does not count.
         reporter: writes the metrics and shows progress.
         feed: provides the batches from this step on.
     """
@@ -69,7 +69,6 @@ class _Loop:
         self._settings, self._run, self._mesh = settings, run, mesh
         self._share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
         index, count = self._share
-        check_base(settings)
         self._source = sources.open_source(
             settings, _first_model(settings), index=index, count=count
         )
@@ -82,6 +81,7 @@ class _Loop:
         self.step = int(self.state.step)
 
         self._clock = time.monotonic() - self.seconds
+        self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of batches
         self._last_saved = self._last_drawn = time.monotonic()
         self._unrecorded: tuple[int, dict[str, Any], float] | None = None
         self.reporter = metrics.Reporter(settings, run.folder, self.step, _peak())
@@ -129,7 +129,8 @@ class _Loop:
         rate = optimizer.learning_rate(settings.optimizer, self.step, self.progress())
         with self.reporter.meter.waiting():
             batch = next(self.feed)
-        mesh = self._mesh
+        mesh, shapes = self._mesh, tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        begin = None if shapes in self._compiled else time.monotonic()
         with _inside(mesh):
             self.state, logged = train_step(
                 self.state,
@@ -140,6 +141,9 @@ class _Loop:
                 loss_chunk=settings.train.loss_chunk,
             )
         self.step += 1
+        if begin is not None:
+            self._clock += time.monotonic() - begin
+            self._compiled.add(shapes)
         # Log the numbers of the previous step: fetching this step's would wait for it.
         self._record()
         self._count(batch)

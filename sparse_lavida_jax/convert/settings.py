@@ -34,9 +34,8 @@ _IMAGE_SIZE = 1024  # pixels per side of the images that the release draws
 _SPARE_ROWS = 256  # in the table of codes, after the codebook (spec Sec. 2.5)
 _SAMPLING = config.Sampling(**RELEASED["sampling"])
 # The same for a model that was trained with sparse attention after its release.
-_SPARSE_SAMPLING = dataclasses.replace(
-    _SAMPLING, grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0
-)
+SPARSE = dict(grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0)
+_SPARSE_SAMPLING = dataclasses.replace(_SAMPLING, **SPARSE)
 OURS = "sparse_lavida"  # section of an exported config.json: settings unknown to the release
 
 

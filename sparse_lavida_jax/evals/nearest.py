@@ -56,7 +56,7 @@ def compare(
         f"Samples for captions of training images, each next to the nearest of {len(records)}"
         f" training images. {same} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
         f" their codes with it; {alike} of {len(some)} training images share as many with"
-        " another one. What goes beyond that is memorised."
+        " another one. If far more samples than images do, the model has memorised them."
     )
     if many:
         distance = frechet_distance(table[codes].mean(axis=(1, 2)), table[known].mean(axis=(1, 2)))

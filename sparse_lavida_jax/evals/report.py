@@ -30,6 +30,7 @@ CAPTION_LINES = 4
 CAPTION_HEIGHT = 10 * CAPTION_LINES  # pixels
 SPEED_RUNS = 5  # the median is reported
 LOSS_ROWS = 10  # in the table of losses
+NLL = "nll: mean negative log-likelihood of a text token or image code in nats; lower is better."
 # For each data source: what makes prompts to draw, by number, and what judges an image.
 DRAWING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "digits": (digits.sample, digits.score),
@@ -120,9 +121,8 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
             " owners decide how it may be used.\n"
         )
     return (
-        f"# {settings.name}\n\nA small Sparse-LaViDa trained from scratch by"
-        f" {command} {how} on data that the package"
-        " generates. Parameters: Apache-2.0, like the code.\n"
+        f"# {settings.name}\n\nA small Sparse-LaViDa trained from scratch by {command} {how}"
+        " on data that the package generates. Parameters: Apache-2.0, like the code.\n"
     )
 
 
@@ -147,11 +147,11 @@ def write(
     parameters = sum(leaf.size for leaf in jax.tree.leaves(pipe.model))
     parts = [
         f"# {settings.name}",
-        f"{parameters / 1e6:.2f} M parameters, {step} steps in {seconds / 60:.1f} minutes on"
-        f" {jax.devices()[0].device_kind}, seed {settings.seed}.",
+        f"{parameters / 1e6:.2f} M parameters, {step} steps in {seconds / 60:.1f} minutes (without"
+        f" compiling them) on {jax.devices()[0].device_kind}, seed {settings.seed}.",
     ]
     if data is not None:
-        parts += ["## While it trained", _losses(log)]
+        parts += ["## While it trained", NLL, _losses(log)]
         if settings.data.held_out:
             parts += ["## Held-out records", held_out.compare(pipe.model, data)]
         parts += _newest_sheet(folder)
@@ -172,7 +172,7 @@ def write(
         if settings.data.source == "digits":
             scores = check(pipe, folder / "images/drawn.png")
             judged = f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} correct."
-            parts += ["## Drawn", "![drawn](images/drawn.png)", judged]
+            parts += ["## Samples", "![samples](images/drawn.png)", judged]
         else:
             table, *shown = _scene_sections(pipe, folder)
             parts += ["## Exact scores", table, *shown]
@@ -204,7 +204,7 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
     if not sheets:
         return []
     newest = max(sheets, key=lambda path: path.name)
-    return [f"## Drawn\n\n![drawn]({newest.relative_to(folder).as_posix()})"]
+    return [f"## Samples\n\n![samples]({newest.relative_to(folder).as_posix()})"]
 
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:

@@ -56,10 +56,7 @@ class MixtureBatches(Batches):
     """
 
     called, error, multiple = "records", RecordError, 64
-    remedy = (
-        "give records of another length a length_group of their own, or raise data.max_sequence_len"
-        "."
-    )
+    remedy = "give long records a length_group of their own, or raise data.max_sequence_len."
 
     def __init__(
         self,
@@ -168,10 +165,8 @@ class MixtureBatches(Batches):
 
     def _generator(self, group: str, epoch: int, index: int, attempt: int) -> np.random.Generator:
         # The low word of the counter advances within a row.
-        counter = [0, attempt, index, epoch]
-        return np.random.Generator(
-            np.random.Philox(key=_seed(self.settings.seed, group), counter=counter)
-        )
+        counter, key = [0, attempt, index, epoch], _seed(self.settings.seed, group)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def _check_tokenizer(made: dict[str, Any], model: config.Model) -> None:

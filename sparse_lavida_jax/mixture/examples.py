@@ -98,10 +98,8 @@ class Mixer:
                     # The header of the assistant is context; the rest of the message is learned.
                     first = sum(at + end <= answer_from for _, end in offsets)
                     context, learned = np.split(np.asarray(ids, np.int32), [first])
-                    parts += [
-                        Text(context),
-                        Text(learned, keep=True) if keep else LearnedText(learned),
-                    ]
+                    answer = Text(learned, keep=True) if keep else LearnedText(learned)
+                    parts += [Text(context), answer]
                 at += len(piece)
         if not record.draws:
             parts.append(Response(0))
@@ -340,20 +338,14 @@ def caption_of(record: Record, rng: np.random.Generator) -> str:
 
 def condition_of(record: Record, crop: int, rng: np.random.Generator) -> str:
     """Returns the micro-condition of an image, or "" (spec Sec. 5.4)."""
-    dropped, luminance, contrast = rng.random(3) < (NO_CONDITION, MEASURED, MEASURED)
+    dropped, *told = rng.random(3) < (NO_CONDITION, MEASURED, MEASURED)
     if dropped or not len(record.target):
         return ""
-    (top, left), light = record.crops[crop].tolist(), record.light[crop].tolist()
-    return chat.micro_condition(
-        *record.size,
-        top,
-        left,
-        luminance=light[0] if luminance else None,
-        contrast=light[1] if contrast else None,
-        score=record.score,
-        hps=record.hps,
-        pixel_diff=record.pixel_diff,
-    )
+    place, light = record.crops[crop].tolist(), record.light[crop].tolist()
+    measured = zip(("luminance", "contrast"), light, told, strict=True)
+    known = {"score": record.score, "hps": record.hps, "pixel_diff": record.pixel_diff}
+    known |= {name: value for name, value, is_told in measured if is_told}
+    return chat.micro_condition(*record.size, *place, **known)
 
 
 def _question(record: Record) -> str:

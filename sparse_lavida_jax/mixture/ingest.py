@@ -84,11 +84,8 @@ def draft(
     """
     if isinstance(dataset.columns, dict):
         row = row | {ours: row[theirs] for ours, theirs in dataset.columns.items() if theirs in row}
-    rng = np.random.Generator(
-        np.random.Philox(
-            key=(to.seed << 32) ^ zlib.crc32(dataset.name.encode()), counter=[0, 0, number, copy]
-        )
-    )
+    key = (to.seed << 32) ^ zlib.crc32(dataset.name.encode())
+    rng = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, number, copy]))
     return _RowReader(row, name, dataset, reader, to, rng).draft()
 
 

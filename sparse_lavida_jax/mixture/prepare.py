@@ -38,6 +38,7 @@ from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
 READABLE = "report.md"
+NAMED = 3  # bad records that are listed in a message
 MANY_ROWS = 2**16  # of a table, checked at a time
 TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # also written for a plain folder
 # Files that preparations write; older ones wrote "report.json".
@@ -163,13 +164,8 @@ def prepare(
         finally:
             _write_report(folder, shards, done)
         files.write_json(folder / INDEX, _index(mixture, encoder, shards, done))
-    return Summary(
-        len(shards),
-        left,
-        sum(one.records for one in done.values()),
-        sum(sum(one.left_out.values()) for one in done.values()),
-        sum(len(one.bad) for one in done.values()),
-    )
+    numbers = ((one.records, sum(one.left_out.values()), len(one.bad)) for one in done.values())
+    return Summary(len(shards), left, *map(sum, zip(*numbers, strict=True)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -186,6 +182,8 @@ def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> It
             f"the dataset {dataset.name} has no rows: {dataset.json_path} is empty, or"
             f" sampling_strategy={dataset.sampling_strategy} takes none."
         )
+    columns: Any = dataset.columns
+    tables.check_columns(paths, columns.values() if isinstance(columns, dict) else columns)
     ends = np.cumsum(counts)
     which = np.searchsorted(ends, chosen, side="right")
     # The strategy may repeat the rows, always in the same order.
@@ -229,15 +227,19 @@ def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
 # One shard.
 
 
-def drafts(mixture: Recipe, to: ingest.Settings) -> Iterator[Draft]:
+def drafts(mixture: Recipe, to: ingest.Settings, max_bad_fraction: float = 1.0) -> Iterator[Draft]:
     """Yields drafts of the rows of a mixture, with the images to encode; skips bad rows.
 
     Raises:
-        PrepareError: a table cannot be read, or has no rows.
+        PrepareError: a table cannot be read, or has no rows, or too many bad ones.
     """
     for dataset in mixture.datasets:
+        rows, bad = 0, []
         for shard in _shards(dataset, MANY_ROWS, to, digest=""):
-            yield from _drafts(to, shard, collections.Counter(), [])
+            yield from _drafts(to, shard, collections.Counter(), bad)
+            rows += len(shard.rows)
+        first = "; ".join(f"{name}: {what}" for name, what in bad[:NAMED])
+        _check_bad(dataset.name, len(bad), rows, max_bad_fraction, first)
 
 
 def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
@@ -320,15 +322,6 @@ def _make_all(
         rows[shard.dataset.name] += len(shard.rows)
         bad[shard.dataset.name] += len(done[shard.stem].bad) if shard.stem in done else 0
 
-    def check(name: str) -> None:
-        allowed = settings.max_bad_fraction * rows[name]
-        if bad[name] > allowed:
-            raise PrepareError(
-                f"{bad[name]} records of {name} are bad, and prepare.max_bad_fraction allows"
-                f" {int(allowed)}: {job.folder / READABLE} names them. Repair them, or allow more,"
-                " and run it again; finished shards are kept."
-            )
-
     on_progress(len(done), len(shards))
     refused = {name for name in bad if bad[name] > settings.max_bad_fraction * rows[name]}
     for shard in shards:  # what was wrong with their rows may be repaired by now
@@ -338,11 +331,22 @@ def _make_all(
     left = [shard for shard in shards if shard.stem not in done]
     with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
         for shard, outcome in made:
-            done[shard.stem] = outcome
+            done[shard.stem], name = outcome, shard.dataset.name
             on_progress(len(done), len(shards))
-            bad[shard.dataset.name] += len(outcome.bad)
-            check(shard.dataset.name)
+            bad[name] += len(outcome.bad)
+            named = f"{job.folder / READABLE} names them"
+            _check_bad(name, bad[name], rows[name], settings.max_bad_fraction, named)
     return len(left)
+
+
+def _check_bad(name: str, bad: int, rows: int, most: float, named: str) -> None:
+    """Refuses a dataset of which a larger share than `most` is bad; `named` says which rows."""
+    if bad > (allowed := int(most * rows)):
+        raise PrepareError(
+            f"{bad} of {rows} records of {name} are bad, and prepare.max_bad_fraction allows"
+            f" {allowed}: {named}. Repair them, or allow more, and run it again; finished shards"
+            " are kept."
+        )
 
 
 def _outcomes(
@@ -372,16 +376,14 @@ def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
 
 
 def check_folder(folder: pathlib.Path) -> None:
-    """Creates the prepared folder, unless it exists.
+    """Checks that a folder is free or already a prepared one; creates nothing.
 
     Raises:
         PrepareError: it is a file, or holds something else.
-        OSError: it cannot be created.
     """
     if folder.exists() and not folder.is_dir():
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
-    folder.mkdir(parents=True, exist_ok=True)
-    there = {p.name for p in folder.iterdir() if p.is_file() and p.suffix != files.UNFINISHED}
+    there = {p.name for p in folder.glob("*") if p.is_file() and p.suffix != files.UNFINISHED}
     if there - LEFT:
         raise PrepareError(f"{folder} holds something else: name another folder for the shards.")
 
@@ -390,6 +392,7 @@ def check_folder(folder: pathlib.Path) -> None:
 def _only_one(folder: pathlib.Path) -> Iterator[None]:
     """Keeps a second preparation out of the folder; a process that dies releases its lock."""
     check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         held = files.lock(folder / ".lock")
     except files.LockedError:
@@ -432,12 +435,8 @@ def _index(
     written = {dataset.name: [] for dataset in mixture.datasets}
     for shard in shards:
         one = done[shard.stem]
-        file = {
-            "file": f"{shard.stem}{records.SUFFIX}",
-            "records": one.records,
-            "bytes": one.num_bytes,
-            "sha256": one.sha256,
-        }
+        about = {"records": one.records, "bytes": one.num_bytes, "sha256": one.sha256}
+        file = {"file": f"{shard.stem}{records.SUFFIX}"} | about
         written[shard.dataset.name] += [file] if one.records else []
     return {
         "format": FORMAT,

@@ -138,8 +138,7 @@ class Dataset(schema.Section):
             return np.tile(np.arange(count), int(copies))
         if number is None:
             return np.arange(count)
-        wanted = math.ceil(int(number) * count / 100) if percent else int(number)
-        wanted = min(wanted, count)
+        wanted = min(count, math.ceil(int(number) * count / 100) if percent else int(number))
         if how == "first":
             return np.arange(wanted)
         if how == "end":

@@ -193,9 +193,8 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise OSError(f"{path.parent} cannot be written to: {error or 'is the disk full?'}") from (
-            error
-        )
+        said = f"{error}" or "is the disk full?"
+        raise OSError(f"{path.parent} cannot be written to: {said}") from error
 
 
 class ShardedRecords:

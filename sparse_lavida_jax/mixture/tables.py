@@ -64,6 +64,26 @@ def num_rows(path: pathlib.Path) -> int:
     return len(_places(path)) - (path.suffix == ".csv")
 
 
+def check_columns(paths: Iterable[pathlib.Path], wanted: Iterable[str]) -> None:
+    """Checks that every wanted column is in one of the tables at least.
+
+    Raises:
+        TableError: a column is in none of them.
+    """
+    missing, seen = {*wanted}, set[str]()
+    with Reader() as reader:
+        for path, number in ((one, i) for one in paths for i in range(num_rows(one))):
+            if missing <= seen:
+                return
+            with contextlib.suppress(RecordError):  # a damaged row is reported later
+                seen |= reader.columns(path, number)
+    if missing := sorted(missing - seen):
+        raise TableError(
+            f"`columns` of the mixture file names {', '.join(missing)}, and the columns of"
+            f" {', '.join(map(str, paths))} are {', '.join(sorted(seen))}."
+        )
+
+
 def _places(path: pathlib.Path) -> Places:
     """Returns how to find each row of a table.
 
@@ -195,6 +215,16 @@ class Reader(contextlib.ExitStack):
         if len(cells) != len(names):
             raise RecordError(f"it has {len(cells)} cells, and the table {len(names)} columns")
         return {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""}
+
+    def columns(self, path: pathlib.Path, number: int) -> set[str]:
+        """Returns the columns of a table; of JSON and tar files, the fields with values in a row.
+
+        Raises:
+            RecordError, TableError: see `row`.
+        """
+        if path.suffix == ".parquet":
+            return {*self._held(path, lambda: _parquet(path)).schema_arrow.names}
+        return {*self.row(path, number), *self._headers.get(path, ())}
 
     def image(self, value: Any) -> bytes:
         """Returns an encoded image, given its bytes or its name.

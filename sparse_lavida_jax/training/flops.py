@@ -61,10 +61,8 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     held = {name: stream for name, stream in streams.items() if stream is not None}
     tokens = {name: count_tokens(stream.layout.block != PAD_BLOCK) for name, stream in held.items()}
     slots = sum(np.size(stream.layout.block) for stream in held.values())
-    with_loss = {
-        "understanding": count_tokens(batch.text_weight),
-        "generation": count_tokens(batch.image_weight),
-    }
+    weights = zip(STREAMS, (batch.text_weight, batch.image_weight), strict=True)
+    with_loss = {name: count_tokens(weight) for name, weight in weights}
     # In joint layers all tokens see each other; in split layers each stream sees itself.
     last = {"understanding", "generation"} if batch.predicts == "both" else {batch.predicts}
     products = pairs = 0.0

@@ -104,9 +104,8 @@ def _trained(settings: config.Config) -> Callable[[str], bool]:
         own = _group_rate(settings.optimizer, name)
         if own is not None:
             return own > 0
-        if not settings.lora.rank:
-            return True
-        return bool(lora.NAME.search(name) or re.search(settings.lora.also, name))
+        adapts = lora.NAME.search(name) or re.search(settings.lora.also, name)
+        return not settings.lora.rank or bool(adapts)
 
     return is_trained
 

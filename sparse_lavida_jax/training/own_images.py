@@ -8,12 +8,13 @@ is trained on their texts. `from_scratch` and `continued` return the settings fo
 on such a folder, so that nobody has to write a config. All numbers here are ours.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import pathlib
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from jaxtyping import UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import settings as released
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
@@ -76,8 +78,9 @@ def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
     """Returns the settings for preparing a plain folder: an image tokenizer that fits its images.
 
     Raises:
-        PrepareError: see `folders.read`.
+        PrepareError: see `prepare.check_folder` and `folders.read`.
     """
+    prepare.check_folder(prepared)
     mixture = folders.read(folder, prepared).recipe
     most = ON_CPU if jax.default_backend() == "cpu" else max(FACTORS)
     peeked = itertools.islice(prepare.drafts(mixture, ingest.Settings(8, 8, 1, 0)), PEEKED)
@@ -129,32 +132,33 @@ def place_image_tokenizer(
         say: is told what was decided.
 
     Raises:
-        PrepareError: no image can be read, or the folder contains something else.
+        PrepareError: no image can be read, too many are bad, or the folder contains something else.
         VQError: the named one does not exist.
         ConfigError: it cannot be trained with these settings.
         OSError: the folder cannot be written to.
     """
     prepare.check_folder(prepared)
     place = prepared / "vq"
-    if named:
-        source = vq.ImageEncoder(named)
-        if source.folder.resolve() != place.resolve():
-            with files.replacing(place) as new:
-                shutil.copytree(source.folder, new)
-    elif place.is_dir():
+    if not named and place.is_dir():
         say(f"{place}: the image tokenizer that is there is kept; delete it to train another")
         return
-    sized = vq.read_settings(place) if named else settings.vq
-    most = SHOWN if named else MOST_BYTES // (3 * sized.image_size**2)
-    to = ingest.Settings(sized.image_size, sized.factor, 1, settings.seed)
-    pixels = _squares(mixture, to, most)
-    if not named:
-        say(
-            f"an image tokenizer of {sized.image_size}x{sized.image_size} pixels,"
-            f" {(sized.image_size // sized.factor) ** 2} codes an image, is trained on"
-            f" {len(pixels)} images"
-        )
-        vq.save(place, _trained(settings, pixels))
+    with _nothing_left(prepared, say):
+        source = vq.ImageEncoder(named).folder if named else place
+        sized = vq.read_settings(source) if named else settings.vq
+        most = SHOWN if named else MOST_BYTES // (3 * sized.image_size**2)
+        to = ingest.Settings(sized.image_size, sized.factor, 1, settings.seed)
+        pixels = _squares(mixture, to, most, settings.prepare.max_bad_fraction)
+        if not named:
+            prepared.mkdir(parents=True, exist_ok=True)  # if that fails, before the training
+            say(
+                f"an image tokenizer of {sized.image_size}x{sized.image_size} pixels,"
+                f" {(sized.image_size // sized.factor) ** 2} codes an image, is trained on"
+                f" {len(pixels)} images"
+            )
+            vq.save(place, _trained(settings, pixels))
+        elif source.resolve() != place.resolve():
+            with files.replacing(place) as new:
+                shutil.copytree(source, new)
     model, _ = vq.load(place)
     shown = pixels[np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).astype(int)]
     again = vq.decode_codes(model, vq.encode_images(model, shown))
@@ -163,6 +167,20 @@ def place_image_tokenizer(
     image_files.write(sheet, image_files.sheet(pairs))
     error = np.abs(shown.astype(int) - again).mean() / 255
     say(f"{sheet}: images next to their reconstructions from codes; pixels are {error:.3f} off")
+
+
+@contextlib.contextmanager
+def _nothing_left(prepared: pathlib.Path, say: Say) -> Iterator[None]:
+    """After an error, removes a prepared folder with nothing but the table of `folders.read`."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            say("the image tokenizer is not finished and not kept: the same command trains it anew")
+        table = prepared / folders.WRITTEN
+        if {table, table.parent}.issuperset(prepared.rglob("*")):
+            shutil.rmtree(prepared, ignore_errors=True)
+        raise
 
 
 def text_tokenizer(named: str) -> str:
@@ -206,15 +224,16 @@ def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
         say(f"{place}: {ChatTokenizer(place).vocab_size} tokens, trained on the texts")
 
 
-def _squares(mixture: Recipe, to: ingest.Settings, most: int) -> UInt8[np.ndarray, "n side side 3"]:
+def _squares(
+    mixture: Recipe, to: ingest.Settings, most: int, max_bad_fraction: float
+) -> UInt8[np.ndarray, "n side side 3"]:
     """Returns the first images of a mixture, `most` at most.
 
     Raises:
-        PrepareError: there is none.
+        PrepareError: there is none, or too many are bad.
     """
-    drawn = (
-        square for one in prepare.drafts(mixture, to) for square in (*one.targets, *one.sources)
-    )
+    drafts = prepare.drafts(mixture, to, max_bad_fraction)
+    drawn = (square for one in drafts for square in (*one.targets, *one.sources))
     found = [*itertools.islice(drawn, most)]
     if not found:
         raise PrepareError(
@@ -259,13 +278,8 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
             " --data=prepared`; or name the model to start from with --init-from."
         ) from error
     images, on_cpu = vq.read_settings(prepared / "vq"), jax.default_backend() == "cpu"
-    sized = (
-        tokenizer.vocab_size,
-        tokenizer.id_of(chat.END_OF_TEXT),
-        tokenizer.id_of(chat.MASK),
-        images.codebook_size,
-        images.image_size // images.factor,
-    )
+    ids = [tokenizer.id_of(token) for token in (chat.END_OF_TEXT, chat.MASK)]
+    sized = (tokenizer.vocab_size, *ids, images.codebook_size, images.image_size // images.factor)
     return config.Config(
         name=prepared.name,
         prompts="chat",
@@ -280,7 +294,7 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
         ),
         diffusion=PLANNED,
         sampling=config.Sampling(
-            num_steps=12, schedule="shift", shift=2.0, temperature=0.5, plan=False
+            num_steps=min(12, sized[-1] ** 2), shift=2.0, temperature=0.5, plan=False
         ),
         optimizer=config.Optimizer(
             kind="muon", learning_rate=2e-3 if on_cpu else 1e-3, warmup_steps=50, b1=0.9, b2=0.99,
@@ -330,7 +344,7 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
         optimizer=config.Optimizer(
             learning_rate=1e-4, frozen_dtype="bfloat16" if large else "float32"
         ),
-        sampling=dataclasses.replace(base.sampling, num_steps=steps, plan=False),
+        sampling=dataclasses.replace(base.sampling, num_steps=steps, plan=False, **released.SPARSE),
         train=config.Train(init_from=init_from, batch_size=1 if large else 8, eval_prompts=24),
     )
 

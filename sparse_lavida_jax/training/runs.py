@@ -9,6 +9,7 @@ writes, and all must have access to the folder.
 
 import contextlib
 import pathlib
+import shutil
 import signal
 import threading
 import types
@@ -27,12 +28,10 @@ from sparse_lavida_jax.training import states
 MAY_CHANGE = frozenset(
     {
         "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.image_seconds",
-        "train.eval_every",
-        "train.log_every", "train.eval_prompts", "train.keep_states", "train.keep_every",
-        "data.folder", "sampling.preset", "sampling.order_seed",
-        "sampling.temperature", "sampling.guidance", "sampling.guidance_edit",
-        "sampling.guidance_image",
-        "sampling.text_temperature", "sampling.plan", "data.workers",
+        "train.eval_every", "train.log_every", "train.eval_prompts", "train.keep_states",
+        "train.keep_every", "data.folder", "data.workers", "sampling.preset", "sampling.order_seed",
+        "sampling.temperature", "sampling.guidance", "sampling.guidance_edit", "sampling.plan",
+        "sampling.guidance_image", "sampling.text_temperature",
     }
 )  # fmt: skip
 
@@ -87,9 +86,8 @@ class Run:
     def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
             runtime.check_same(config.to_dict(self.config))
-            unlock = runtime.first_does(self._claim)
-            if unlock is not None:
-                undo.callback(unlock)
+            if (claimed := runtime.first_does(self._claim)) is not None:
+                undo.push(claimed)
             self.states = states.States(
                 self.folder / "state",
                 keep=self.config.train.keep_states,
@@ -101,7 +99,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._closing.close()
+        self._closing.__exit__(kind, error, traceback)
 
     def is_asked_to_stop(self, step: int) -> bool:
         """Whether a signal was received; asked after every step, and the same in all processes."""
@@ -120,8 +118,8 @@ class Run:
         self.states.wait()
         raise Interrupted(self.stop_signal, step)
 
-    def _claim(self) -> Callable[[], None]:
-        """Makes this process the folder's owner; returns a function that releases it."""
+    def _claim(self) -> contextlib.ExitStack:
+        """Makes this process the folder's owner, until the returned stack is closed."""
         if self.folder.exists() and not self.folder.is_dir():
             raise RunError(f"{self.folder} is a file. Choose another --workdir.")
         try:
@@ -137,8 +135,16 @@ class Run:
             )
         with contextlib.ExitStack() as undo:
             undo.callback(lock(self.folder))
+            if not names:
+                undo.push(self._leave_nothing)
             self._check_config()
-            return undo.pop_all().close
+            return undo.pop_all()
+
+    def _leave_nothing(self, kind, error, traceback) -> None:
+        """After an error, removes a folder that was new or empty and in which nothing was saved."""
+        left = {self.folder / name for name in ("config.json", "lock", "state")}
+        if error is not None and left.issuperset(self.folder.rglob("*")):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _check_config(self) -> None:
         if (self.folder / "config.json").exists() and self._holds_work():

@@ -57,13 +57,22 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
         return dataclasses.replace(jax.jit(start, donate_argnums=0)(params), frozen=frozen)
 
 
-def check_base(settings: config.Config) -> None:
-    """Compares the settings of a model with those of the one that it starts from.
+def check(settings: config.Config) -> None:
+    """Checks what would fail later in a run: drawing, and taking parameters from another model.
 
     Raises:
-        ConfigError: its parameters would not fit, or would mean something else.
+        ConfigError: more steps than an image has tokens, or the parameters of the model that it
+            starts from would not fit, or would mean something else.
         CheckpointError: there is no such model.
     """
+    sampling, most = settings.sampling, settings.model.num_cells
+    if sampling.grid == "code" and settings.diffusion.attention == "full":
+        most *= settings.model.codes_per_token
+    if sampling.num_steps > most:
+        raise config.ConfigError(
+            f"Sampling.num_steps={sampling.num_steps} is more than there are tokens of the image:"
+            f" {most}. Add --config.sampling.num_steps={most}, or less."
+        )
     base = settings.train.init_from
     if not base or states.is_unfinished(base) or has_own_tokenizers(settings):
         return

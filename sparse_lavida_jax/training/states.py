@@ -140,12 +140,9 @@ class States:
         runtime.first_does(lambda: model_folder.check_free_space(self.folder, size))
         metadata: Any = {"sha256": _known(leaves), "note": note}
         with self._writing():
+            more = {"metrics": None if score is None else {"score": score}, "force": True}
             self._checkpointer.save_checkpointables_async(
-                step,
-                {"state": parameters.nest(leaves)},
-                force=True,
-                metrics=None if score is None else {"score": score},
-                custom_metadata=metadata,
+                step, {"state": parameters.nest(leaves)}, custom_metadata=metadata, **more
             )
 
     def restore(self, template: T, only: tuple[str, ...] = ()) -> tuple[int, T] | None:

@@ -3,12 +3,14 @@
 
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
+import raw_data
 from PIL import Image, ImageDraw
 
-from sparse_lavida_jax import cli
+from sparse_lavida_jax import cli, config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data import image_files
@@ -57,6 +59,47 @@ def images(tmp_path_factory):
 
 def front(*words):
     return cli.main(["sparse-lavida", *map(str, words)])
+
+
+def test_too_many_broken_images_are_told_before_a_tokenizer_is_trained(images, tmp_path, capsys):
+    strict = "--config.prepare.max_bad_fraction=0.01"
+    assert front("prepare", images, tmp_path / "prepared", strict) == 2
+    said = capsys.readouterr().err
+    assert "1 of 30 records of text_to_image-1 are bad, and prepare.max_bad_fraction allows" in said
+    assert "metadata.jsonl:30: its image 29.png is no image" in said and "is trained on" not in said
+    assert not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize("captions", ["table", "text files"])
+def test_an_interrupt_of_the_image_tokenizer_leaves_nothing(
+    images, tmp_path, capsys, monkeypatch, captions
+):
+    if captions == "text files":
+        shutil.copytree(images, tmp_path / "images", ignore=lambda *_: ["metadata.jsonl"])
+        images = tmp_path / "images"
+        (images / "0.txt").write_text("a square")
+
+    def interrupted(settings, pixels):
+        assert (tmp_path / "new/prepared").is_dir()  # so it can be written to
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own_images, "_trained", interrupted)
+    assert front("prepare", images, tmp_path / "new/prepared") == 130
+    assert "not kept: the same command trains it anew" in capsys.readouterr().err
+    assert not (tmp_path / "new/prepared").exists()
+    (tmp_path / "new/prepared/tables").mkdir(parents=True)
+    (tmp_path / "new/prepared/tables/mine.txt").touch()
+    assert front("prepare", images, tmp_path / "new/prepared") == 130
+    assert (tmp_path / "new/prepared/tables/mine.txt").exists()
+
+
+def test_a_small_image_is_drawn_in_as_many_steps_as_it_has_cells(tmp_path, monkeypatch):
+    raw_data.tokenizer(tmp_path)
+    monkeypatch.setattr(own_images, "_kinds", lambda _: ())
+    for size, steps in ((32, 4), (64, 12)):
+        images = config.VQ(image_size=size, channels=(8,) * 5)
+        monkeypatch.setattr(vq, "read_settings", lambda _, images=images: images)
+        assert own_images.from_scratch(tmp_path).sampling.num_steps == steps
 
 
 @pytest.mark.slow
@@ -164,5 +207,6 @@ def test_what_cannot_be_done_is_told(images, tmp_path, capsys):
     assert "has no tokenizers for a model from scratch" in said and "--init-from" in said
     assert "--init-from goes with --data" in told(capsys, "train", "--init-from=scenes")
     assert "--data goes without --config" in told(capsys, "train", "x.py", f"--data={out}")
+    assert not out.exists()
     (tmp_path / "empty").mkdir()
     assert "add metadata.jsonl with file_name" in told(capsys, "prepare", tmp_path / "empty", out)

@@ -116,5 +116,6 @@ def test_a_mistake_is_a_sentence(tmp_path, complaint):
     assert "no mixture file" in complaint(f"--src={tmp_path / 'x.yaml'}", to[1])
     assert not out.exists()
     (tmp_path / "captions.jsonl").write_text("{broken\n" * 5)
-    assert "4 records of captions are bad" in complaint(*to, CODEC, "--config.prepare.shard_rows=4")
+    small = "--config.prepare.shard_rows=4"
+    assert "4 of 5 records of captions are bad" in complaint(*to, CODEC, small)
     assert "captions.jsonl:4: it is no JSON" in (out / "report.md").read_text()

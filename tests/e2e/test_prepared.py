@@ -43,7 +43,7 @@ def given(tokenizer, tmp_path_factory):
     data = {"source": "prepared", "folder": str(folder / "prepared")}
     train = {"init_from": str(base), "train_steps": STEPS, "batch_size": 2, "log_every": 1}
     train |= {"image_seconds": 1e-9}
-    return raw_data.settings(tokenizer, data=data, train=train)
+    return raw_data.settings(tokenizer, data=data, train=train, sampling={"num_steps": 4})
 
 
 def words(given, folder):
@@ -64,7 +64,7 @@ def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(np.isfinite(line["image_nll"]) for line in lines)
     text = (run / "report.md").read_text()
-    assert "| up to step | loss | image_nll |" in text
+    assert f"{report.NLL}\n\n| up to step | loss | image_nll |" in text
     assert "Exact scores" not in text and "Speed" not in text
     loaded = model_folder.load_model(run)
     assert loaded.tokenizer_path.read_bytes() == tokenizer.path.read_bytes()

@@ -134,7 +134,7 @@ REFUSED = [
     (400, "images/generations", {"prompt": "a", "n": 11}, "n: Input should be less than or equal"),
     (400, "images/generations", {"prompt": "a", "size": "big"}, "size='big' must be such as"),
     (400, "images/generations", {"prompt": "a", "size": "7x7"}, "7x7 cannot be drawn"),
-    (400, "images/generations", {"prompt": "a", "steps": 99}, "steps=99 is more than there are tokens"),
+    (400, "images/generations", {"prompt": "a", "steps": 99}, "steps=99 is more than there are"),
     (400, "images/generations", {"prompt": "a", "sampler": "x"}, "choose one of dense, none"),
     (400, "images/generations", {"prompt": "a", "seed": -1}, "seed: Input should be"),
     (400, "images/generations", {"prompt": "a", "response_format": "url"}, "come as b64_json"),

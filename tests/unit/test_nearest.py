@@ -53,5 +53,6 @@ def test_what_is_remembered_is_counted(count):
         other = min(rest, key=lambda j, i=i: ((vectors[i] - vectors[j]) ** 2).sum())
         alike += (codes[i] == codes[other]).mean() >= nearest.REMEMBERED
     assert alike and f"{alike} of {drawn} training images share as many with another" in said
+    assert "If far more samples than images do, the model has memorised them." in said
     assert [words for _, words in tiles[:2]] == ["image 0", "nearest: image 0"]
     assert ("image tokenizer: 0.0000" in said) == (count == nearest.ENOUGH)

@@ -317,7 +317,7 @@ def test_bad_records_are_counted_named_and_skipped(tmp_path, two_bad):
 
 
 def test_too_many_bad_records_end_it_and_nothing_is_lost(tmp_path, two_bad):
-    with pytest.raises(PrepareError, match=r"1 records of captions are bad, .* allows 0: .*report"):
+    with pytest.raises(PrepareError, match=r"1 of 7 records of captions are bad, .* 0: .*report"):
         raw_data.prepared(two_bad, tmp_path / "out", max_bad_fraction=0.1)
     left = raw_data.contents(tmp_path / "out")
     assert "captions/00000-of-00002.arrayrecord" in left and "mixture.json" not in left
@@ -357,6 +357,15 @@ def test_a_folder_with_something_else_is_not_touched(tmp_path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["thesis.tex"]
     with pytest.raises(PrepareError, match="is a file: name another folder"):
         raw_data.prepared(source, tmp_path / "out/thesis.tex")
+    prepare.check_folder(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_columns_that_do_not_exist_are_refused(tmp_path):
+    source = raw_data.captioned(tmp_path, columns={"image": "image", "caption": "txt"})
+    with pytest.raises(PrepareError, match=r"names txt, and the .*captions.jsonl are caption, im"):
+        raw_data.prepared(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_preparations_do_not_share_a_folder(tmp_path):

@@ -163,6 +163,14 @@ def test_without_checks_the_report_says_so(tmp_path):
     assert "No image was scored" in report._curve(tmp_path / "metrics.jsonl")
 
 
+def test_the_report_of_own_images_explains_its_losses_and_shows_the_newest_samples(tmp_path):
+    (tmp_path / "images").mkdir()
+    for name in ("000007.png", "000012.png", "nearest.png"):
+        (tmp_path / "images" / name).touch()
+    assert report._newest_sheet(tmp_path) == ["## Samples\n\n![samples](images/000012.png)"]
+    assert "negative log-likelihood" in report.NLL and "lower is better" in report.NLL
+
+
 def test_a_box_is_drawn_around_what_was_pointed_at():
     empty = stand_ins.EMPTY
     marked = report._with_box(empty, " <LOC_4><LOC_8><LOC_8><LOC_16>")

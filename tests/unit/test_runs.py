@@ -65,6 +65,21 @@ def test_a_run_that_never_saved_anything_may_change_its_config(tmp_path):
     assert model_folder.read_config(tmp_path).seed == 7
 
 
+def test_a_run_that_is_refused_leaves_nothing(tmp_path):
+    """Unless something was saved, or the folder held something before."""
+    for name in ("new", "saved", "older"):
+        with pytest.raises(ValueError, match="refused"), runs.Run(tmp_path / name, config.Config()):
+            if name == "saved":
+                (tmp_path / name / "metrics.jsonl").write_text("")
+            raise ValueError("refused")
+        if name == "new":
+            assert not (tmp_path / name).exists()
+            with runs.Run(tmp_path / "older", config.Config()):
+                pass
+    for name in ("saved", "older"):
+        assert model_folder.read_config(tmp_path / name) == config.Config()
+
+
 def test_a_run_may_be_made_longer(tmp_path):
     with runs.Run(tmp_path, with_train(train_steps=10)):
         pass

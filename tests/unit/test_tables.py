@@ -92,6 +92,19 @@ def test_the_columns_of_a_parquet_file_may_be_chosen(tmp_path):
         assert reader.row(tmp_path / "a.parquet", 2) == {"caption": "third"}
 
 
+@pytest.mark.parametrize(
+    ("suffix", "write"), [("jsonl", jsonl), ("csv", as_csv), ("parquet", parquet), ("tar", tar)]
+)
+def test_a_column_exists_if_one_of_the_tables_has_it(tmp_path, suffix, write):
+    paths = [tmp_path / f"a.{suffix}", tmp_path / "other.json"]
+    write(paths[0])
+    paths[1].write_text('[{"layout": "x"}]')
+    tables.check_columns(paths, ["image", "score", "layout"])  # the second row has the score
+    tables.check_columns(paths, [])
+    with pytest.raises(tables.TableError, match=r"names a, b, and .* are caption, image, .*score"):
+        tables.check_columns(paths, ["image", "b", "a"])
+
+
 def test_a_sample_of_a_tar_file_is_what_shares_a_name(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         add(archive, "./x/1.jpg", b"one")

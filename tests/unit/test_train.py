@@ -28,7 +28,7 @@ from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
-from sparse_lavida_jax.training import metrics, optimizer, runs, states
+from sparse_lavida_jax.training import metrics, optimizer, runs, start, states
 from sparse_lavida_jax.training import step as training_step
 
 
@@ -314,11 +314,14 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
         fine_tuned,
         model=dataclasses.replace(settings.model, num_layers=settings.model.num_layers + 1),
     )
-    train.check_base(fine_tuned)
+    start.check(fine_tuned)
     with pytest.raises(
         config.ConfigError, match=r"has another model than the config: num_layers \d"
     ):
-        train.check_base(deeper)
+        start.check(deeper)
+    hasty = stand_ins.settings(sampling={"num_steps": settings.model.num_cells + 1})
+    with pytest.raises(config.ConfigError, match=r"Add --config.sampling.num_steps=\d+, or less"):
+        start.check(hasty)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -681,6 +684,22 @@ def test_seconds_that_have_passed_are_remembered(loop, clock):
     loop.run(train_steps=10**6, seconds=40.0, checkpoint_seconds=1e6)
     assert len(loop.rates) <= 41
     assert loop.rates[12] == pytest.approx(loop.rates[11], rel=0.2)
+
+
+def test_the_seconds_of_compiling_do_not_count(loop, monkeypatch):
+    """A step with new shapes takes 1000 seconds here, any other step one."""
+    now, seen = [0.0], set()
+
+    def wait(step):
+        batch = stand_ins.batches(stand_ins.settings()).dataset()[step - 1]
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        now[0] += 1.0 if shapes in seen else 1000.0
+        seen.add(shapes)
+
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    loop.before_step = wait
+    loop.run(train_steps=10**6, seconds=5.0, checkpoint_seconds=1e6)
+    assert len(loop.rates) == len(seen) + 5 and now[0] == 1000 * len(seen) + 5
 
 
 def test_images_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
