@@ -181,4 +181,4 @@ def frechet_distance(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m 
     shared = np.linalg.eigvalsh(root @ second @ root)
     gap = one.mean(axis=0) - other.mean(axis=0)
     trace = np.trace(first) + np.trace(second) - 2 * np.sqrt(np.maximum(shared, 0)).sum()
-    return float(gap @ gap + trace)
+    return max(0.0, float(gap @ gap + trace))  # rounding may make it negative
