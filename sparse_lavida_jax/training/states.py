@@ -129,9 +129,8 @@ class States:
         if step in self.steps:
             return
         # The store refuses arrays without elements, such as a stack of no layers.
-        leaves: Any = {
-            name: leaf for name, leaf in parameters.by_name(state).items() if np.size(leaf)
-        }
+        named = parameters.by_name(state).items()
+        leaves: Any = {name: leaf for name, leaf in named if np.size(leaf)}
         if runtime.are_several():
             leaves = _shared_arrays(leaves)
         else:  # copies, because the next step donates its buffers
@@ -252,11 +251,8 @@ class States:
         saved = metadata.metadata["state"]
         names = parameters.by_name(saved)
         prefix = next((p for p in only if any(name.startswith(p) for name in names)), "")
-        given = {
-            prefix + name: leaf
-            for name, leaf in parameters.by_name(template).items()
-            if np.size(leaf)
-        }
+        asked = parameters.by_name(template).items()
+        given = {prefix + name: leaf for name, leaf in asked if np.size(leaf)}
         wanted = {name: jax.eval_shape(lambda x: x, leaf) for name, leaf in given.items()}
         there = {name: leaf for name, leaf in names.items() if name.startswith(prefix)}
         if problems := parameters.differences(wanted, there):
@@ -383,16 +379,12 @@ def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) 
     if _is_of_several(known):
         found = _sum_digests(leaves)
     else:
-        found = {
-            name: arrays.digest_of({name: whole})
-            for name, whole in runtime.on_host(dict(leaves)).items()
-        }
+        whole = runtime.on_host(dict(leaves))
+        found = {name: arrays.digest_of({name: leaf}) for name, leaf in whole.items()}
     wrong = [name for name in found if known.get(name) != found[name]]
     if wrong:
-        raise ValueError(
-            f"the SHA-256 of {', '.join(wrong[: manifest.TENSORS_NAMED])} is not the one it was"
-            " saved with"
-        )
+        named = ", ".join(wrong[: manifest.TENSORS_NAMED])
+        raise ValueError(f"the SHA-256 of {named} is not the one it was saved with")
 
 
 def _is_of_several(known: dict[str, str] | str | None) -> bool:

@@ -162,6 +162,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     words = (*words[:-1], f"--workdir={tmp_path / 'narrow'}", *SHORT)
     said = told(capsys, *words, "--config.model.width=64")
     assert "has width 96, model.width=64: nothing of it could be taken over" in said
+    assert not (tmp_path / "narrow").exists()
 
 
 @pytest.mark.slow
@@ -178,7 +179,8 @@ def test_three_commands_go_on_from_a_converted_model(images, tmp_path, capsys):
     assert "trained on" in capsys.readouterr().err
     assert model_folder.read_config(run / "model").data.source == "prepared"
     asked = ("generate", "a red square", "--checkpoint", run, "--steps", 2, "--no-plan")
-    assert front(*asked, "--out", out) == 0, capsys.readouterr().err
+    assert front(*asked, "--out", out) == 0
+    assert "attention of the sampler" not in capsys.readouterr().err  # that it was trained with
     assert image_files.read(out).shape == (32, 32, 3)
 
     # Continue from that run, with adapters.
