@@ -220,17 +220,22 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     if TASKS[task].draws:
         cells = model.grid_size**2
-        inputs["steps"] = gr.Slider(1, cells, min(sampling.num_steps, cells), step=1, label="Steps")
+        steps, why = min(sampling.num_steps, cells), "Steps: more are slower, fewer draw worse"
+        inputs["steps"] = gr.Slider(1, cells, steps, step=1, label=why)
         guidance = presets.guidance_of(sampling, has_source=task == "edit")
-        inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label="Guidance")
+        why = "Guidance: how closely the words are followed; 0: off"
+        inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label=why)
     elif TASKS[task].makes == "text" or not service.pipe.prompts.locates_in_one_step:
         block = service.pipe.prompts.text_block_len
         steps = min(sampling.text_steps, block)
         inputs["steps"] = gr.Slider(1, block, steps, step=1, label="Steps of a text block")
     trained, samplers = model.num_registers, [AS_TRAINED, *config.PRESETS]
-    inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label="Registers")
-    inputs["sampler"] = gr.Dropdown(samplers, value=AS_TRAINED, label="Sampler")
-    inputs["seed"] = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED)
+    why = "Registers: tokens that stand in for masks; fewer are faster, and draw worse"
+    inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label=why)
+    why = "Sampler: others, such as none and dense, are for comparison"
+    inputs["sampler"] = gr.Dropdown(samplers, value=AS_TRAINED, label=why)
+    why = "Seed: another number, another result"
+    inputs["seed"] = gr.Number(0, label=why, precision=0, minimum=0, maximum=LARGEST_SEED)
     return inputs
 
 
@@ -252,7 +257,7 @@ def _image(service: Service, first: image_files.Pixels | None, *, small: bool) -
     """
     given = gr.Image(
         first,
-        label="Image",
+        label="Your image",
         format="png",
         sources=["upload", "clipboard"],
         height=HEIGHT // 2 if small else HEIGHT,

@@ -157,7 +157,8 @@ def drawn(
         image = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="">'
         shown.append(_figure(image, f"step {step + 1}<br>{costs[cut + step].total} tokens"))
     names = ", ".join(f"{i} {html.escape(name)}" for i, (name, _) in enumerate(layout, 1))
-    laid_out = f'<div class="legend"><b>Layout:</b> {names}</div>' if layout else ""
+    note = "(blue boxes; its steps, which come first, are only in the counter above)"
+    laid_out = f'<div class="legend"><b>Layout</b> {note}: {names}</div>' if layout else ""
     return f'{legend(state.settings)}<div class="passes">{"".join(shown)}</div>{laid_out}'
 
 
@@ -235,8 +236,11 @@ def _figure(image: str, caption: str) -> str:
 def found(result: Result) -> str:
     """Returns the box of each phrase in pixels, beside the colour that it is drawn in."""
     pairs = zip(result.prompts, result.boxes, strict=True)
+    names = ("left", "top", "right", "bottom")
     edges = (
-        f"{phrase}: {', '.join(f'{edge:g}' for edge in box) if box else 'not found'}"
+        f"{phrase}: {', '.join(map('{} {:g}'.format, names, box))} px"
+        if box
+        else f"{phrase}: not found"
         for phrase, box in pairs
     )
     return _keys(zip(itertools.cycle(BOXES), edges, strict=False))
