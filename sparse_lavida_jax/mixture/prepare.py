@@ -238,7 +238,7 @@ def drafts(mixture: Recipe, to: ingest.Settings, max_bad_fraction: float = 1.0) 
         for shard in _shards(dataset, MANY_ROWS, to, digest=""):
             yield from _drafts(to, shard, collections.Counter(), bad)
             rows += len(shard.rows)
-        first = "; ".join(f"{name}: {what}" for name, what in bad[:NAMED])
+        first = "; ".join(f"{name}: {what.rstrip('.')}" for name, what in bad[:NAMED])
         _check_bad(dataset.name, len(bad), rows, max_bad_fraction, first)
 
 

@@ -67,6 +67,7 @@ def test_too_many_broken_images_are_told_before_a_tokenizer_is_trained(images, t
     said = capsys.readouterr().err
     assert "1 of 30 records of text_to_image-1 are bad, and prepare.max_bad_fraction allows" in said
     assert "metadata.jsonl:30: its image 29.png is no image" in said and "is trained on" not in said
+    assert "damaged. Repair them" in said
     assert not (tmp_path / "prepared").exists()
 
 
