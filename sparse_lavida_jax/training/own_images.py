@@ -246,11 +246,13 @@ def _squares(
 def _trained(settings: config.Config, pixels: UInt8[np.ndarray, "n h w 3"]) -> vq.VQModel:
     def images_of(step: int) -> UInt8[np.ndarray, "b h w 3"]:
         rng = np.random.default_rng((settings.seed, step))
-        return pixels[rng.integers(len(pixels), size=settings.train.batch_size)]
+        chosen = pixels[rng.integers(len(pixels), size=settings.train.batch_size)]
+        # One plain image: if there were none, an image of background alone would decode to noise.
+        chosen[0] = chosen[0, :1, :1]
+        return chosen
 
     survey = pixels[:: -(-len(pixels) // SURVEYED)]
-    console = rich.console.Console(stderr=True)
-    return train_vq.fit(settings, survey, images_of, console)
+    return train_vq.fit(settings, survey, images_of, rich.console.Console(stderr=True))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -103,6 +103,24 @@ def test_a_small_image_is_drawn_in_as_many_steps_as_it_has_cells(tmp_path, monke
         assert own_images.from_scratch(tmp_path).sampling.num_steps == steps
 
 
+def test_the_image_tokenizer_learns_from_plain_images_too(monkeypatch):
+    seen = []
+
+    def fit(settings, survey, images_of, console):
+        seen.extend(images_of(0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own_images.train_vq, "fit", fit)
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
+    before, settings = pixels.copy(), config.Config(train=config.Train(batch_size=3))
+    with pytest.raises(KeyboardInterrupt):
+        own_images._trained(settings, pixels)
+    plain, *others = seen
+    assert (plain == plain[0, 0]).all() and plain[0, 0] in before[:, 0, 0]
+    assert all((one == before).all(axis=(1, 2, 3)).any() for one in others)
+    np.testing.assert_array_equal(pixels, before)
+
+
 @pytest.mark.slow
 def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     prepared, run, out = tmp_path / "prepared", tmp_path / "run", tmp_path / "out.png"
