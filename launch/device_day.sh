@@ -6,7 +6,7 @@
 #
 # Each part may take nine minutes. Run the command again to continue parts that failed or ran out of
 # time; finished parts are not repeated. At the end it prints the outcome of each part and which
-# bars were met. Status 0: all parts are done.
+# bars were met. Status 0: all parts are done; 143: it was stopped, and the part that ran with it.
 #
 # RESULTS is a folder that can be committed as it is, by default sparse_lavida_jax/bench/results,
 # where the tables find the rows; RESULTS/device_day holds the output of each part, and parts.tsv.
@@ -41,14 +41,25 @@ training=("$python" -m sparse_lavida_jax.bench.training)
 check=("$python" -m sparse_lavida_jax doctor --kernels)
 suites=(headline ablation edit reasoning quant fastpath batch)
 
+child=
+trap '[ -z "$child" ] || kill "$child" || true; exit 143' INT TERM HUP
+
 # Runs a part, given its name and its command, unless it is done.
 part() {
-    local name=$1 begin=$SECONDS status=0 became
+    local name=$1 begin=$SECONDS status=0 became log
     shift
     [[ " ${PARTS:-$name} " = *" $name "* ]] || return 0
     grep -q "^$name	done" "$ledger" && return
     echo "== $name: $*"
-    timeout --kill-after=20 520 "$@" 2>&1 | tee "$day/$name.log" || status=$?
+    # In the background, so that a signal is handled at once: timeout passes it to the command.
+    exec {log}> >(tee "$day/$name.log")
+    local writer=$!
+    timeout --kill-after=20 520 "$@" >&"$log" 2>&1 &
+    child=$!
+    exec {log}>&-
+    wait "$child" || status=$?
+    wait "$writer" || true
+    child=
     became="done"
     grep -q '^no time for' "$day/$name.log" && became="to go on"
     [ "$status" = 0 ] || became="failed ($status)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The `sparse-lavida` command: every task, and the modes of `main`.
+r"""The `sparse-lavida` command: draw, edit, ask, train, convert and serve.
 
     sparse-lavida generate "a red circle above a blue square" --out out.png
     sparse-lavida ask out.png "how many squares are there?"
@@ -8,7 +8,7 @@ r"""The `sparse-lavida` command: every task, and the modes of `main`.
     sparse-lavida export runs/mine for-pytorch
 
 `sparse-lavida COMMAND --help` shows an example and all options. Exit codes: 0 done, 2 a mistake in
-what was asked, 1 what the machine could not do, such as a full disk.
+what was asked, 1 what the machine could not do, such as a full disk, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -109,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(sentence if name in MODES and code == MISTAKE else " ".join(sentence.split()))
         return code
     except KeyboardInterrupt:
-        kept = " What is finished is kept, and the same command goes on." * (name in full.GO_ON)
-        say(f"stopped.{kept}")
+        say("stopped.")
         return STOPPED
 
 
@@ -149,8 +148,11 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
     if isinstance(error, MISTAKES):
-        if name in MODES and f"`sparse-lavida {name}` needs --" in said:
-            said += f" For example: `sparse-lavida {name} {MODES[name].example}`."
+        if name in MODES:  # as the help names them
+            places = rf"needs --({'|'.join(MODES[name].places)})(=[A-Z]+)?"
+            said, missing = re.subn(places, r"needs the argument \1", said)
+            if missing:
+                said += f" For example: `sparse-lavida {name} {MODES[name].example}`."
         return said, MISTAKE
     less = {
         "train": "lower train.batch_size or raise train.microbatches (docs/training.md)",
@@ -235,7 +237,7 @@ class Command:
 
 
 _SERVED = "serve a model with the endpoints of OpenAI's API"
-_CHAT = "run the task that each line of the standard input names, followed by its words"
+_CHAT = "run tasks from the standard input, one per line, such as: generate two red circles"
 COMMANDS = {
     name: Command(
         form.does,
@@ -316,6 +318,9 @@ def _any_parser(name: str) -> argparse.ArgumentParser:
     for flag in f"{full.TAKES.get(name, '')} compilation_cache".split():
         if flag not in mode.places and flag in flags:
             default, meaning = flags[flag]
+            if name == "convert":  # what is said of export, in the second sentence, does not apply
+                meaning = meaning.partition(". ")[0]
+                default = ("float32", "bfloat16") if flag == "dtype" else default
             how = _mode_argument(default)
             parser.add_argument(f"--{flag.replace('_', '-')}", help=_lower(meaning), **how)
     if "config" in full.TAKES.get(name, ""):

@@ -50,11 +50,11 @@ FOLDERS = {  # flags that these modes need, and what they name
         "src": "the released PyTorch folder, or its id on the hub",
         "dst": "the folder to write; an older model is replaced",
     },
-    "export": {"src": MODEL_NAMES, "dst": "the PyTorch folder to write"},
+    "export": {"src": MODEL_NAMES, "dst": "the folder to write"},
     "verify": {"src": MODEL_NAMES},
     "prepare": {
         "src": "a mixture file (docs/data.md) or a folder of images (docs/own_images.md)",
-        "dst": "the folder of shards to write",
+        "dst": "the folder to write the prepared data to",
     },
 }
 # Tasks of --mode=sample, with their names in the commands.
@@ -72,7 +72,7 @@ TAKES = {
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
 QUICK_LIMIT = 32  # items of each task that are evaluated without a config, in one batch
-GO_ON = ("evaluate", "prepare")  # modes that keep what was finished before Ctrl-C
+GO_ON = ("train", "evaluate", "prepare")  # modes that keep what was finished before Ctrl-C
 MISTAKE, STOPPED = 2, 130
 # What can be wrong with a command.
 MISTAKES = (
@@ -117,6 +117,10 @@ def run(argv: list[str]) -> int:
     except runs.Interrupted as stop:
         say(str(stop))
         return stop.exit_code or asked.stopped_exit_code
+    except KeyboardInterrupt:
+        kept = "What is finished is kept, and the same command goes on."
+        say(f"stopped. {kept if asked.mode in GO_ON else 'Nothing was written.'}")
+        return STOPPED
     return 0
 
 
@@ -135,7 +139,8 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
         raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")
     with contextlib.ExitStack() as stack:
         if together is not None:
-            say("waiting until all processes are connected")
+            at = together[0] and f" at {together[0]}"
+            say(f"waiting for {together[1] or 'all'} processes to connect{at}")
             runtime.connect(*together)
             stack.callback(runtime.disconnect)
         if settings.train.stage == "denoiser":
@@ -377,8 +382,8 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     (
         "dtype",
         ("", "float32", "bfloat16", *quantize.DTYPES),
-        "Number type of the parameters that are written; by default as they are. int8 and float8,"
-        " of the matrices in the layers, only with export, which then writes a model folder.",
+        "Number type of the parameters that are written; by default as they are. With it, export"
+        " writes a model folder; int8 and float8 are only of the matrices in the layers.",
     ),
     (
         "format",
@@ -386,19 +391,14 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
         "File format of the parameters, by default safetensors. With it, export writes a model"
         " folder instead of one for PyTorch.",
     ),
-    ("config", "", "Config file, such as configs/scenes.py; some take a name after a colon."),
+    ("config", "", "Config file, as configs/scenes.py or, with a name, configs/evaluate.py:dpg."),
     ("workdir", "", "Folder of the run, for its states and results; by default runs/<name>."),
     ("checkpoint", "", f"Model: {MODEL_NAMES}."),
     ("adapters", "", f"{ADAPTERS[0].upper()}{ADAPTERS[1:]}, as in mine,other:0.5."),
     ("convert", False, "Convert a released LaViDa-O from the hub first; this is done only once."),
     ("prompt", "", "The prompt, instruction, question, or what to point at."),
     ("image", "", "The image to edit or to look at: PNG, JPEG or WebP."),
-    (
-        "out",
-        "image.png",
-        "File for the drawn image, by default image.png; folders are created only below the"
-        " current one.",
-    ),
+    ("out", "image.png", "File for the image that is drawn, by default image.png."),
     ("seed", 0, "Seed of the random numbers, 0 to 2147483647; by default 0."),
     ("data", "", "Prepared folder to train on, without a config."),
     ("init_from", "", "With --data: the model to start from; by default, none."),
@@ -410,23 +410,10 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("coordinator", "", "Address of process 0, as ADDRESS:PORT."),
     ("num_processes", 0, "Number of processes that train together, 1 or more."),
     ("process_id", -1, "Number of this process, from 0."),
-    (
-        "profile_steps",
-        "",
-        "Training steps to trace, such as 10:13 for 10 to 12, into profile/ in the run's folder.",
-    ),
+    ("profile_steps", "", "Steps to trace, as 10:13 for 10 to 12, into profile/ of the run."),
     ("shard", "", "Items to evaluate: i/n takes every n-th, from i (0 to n-1); by default all."),
-    (
-        "stopped_exit_code",
-        0,
-        "Exit code if SIGTERM stopped training and it saved, 0 to 255; by default 0.",
-    ),
-    (
-        "compilation_cache",
-        "",
-        "Folder in which compiled programs are kept, by default in the user's cache; empty:"
-        " none are kept.",
-    ),
+    ("stopped_exit_code", 0, "Exit code of training that SIGTERM stopped, 0 to 255; by default 0."),
+    ("compilation_cache", "", "Folder for compiled programs, by default in ~/.cache; empty: none."),
     ("help", False, "Prints this."),
 )
 
@@ -479,7 +466,7 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
 
         from_torch.convert_from_hub(checkpoint)
     if mode == "sample" and not asked.prompt:
-        raise UsageError('--mode=sample needs --prompt="what to draw".')
+        raise UsageError("--mode=sample needs --prompt=WORDS, what to draw, change or answer.")
     if mode == "sample" and asked.task != "draw" and not asked.image:
         raise UsageError(f"--task={asked.task} needs --image=FILE, the image it is about.")
     if mode == "sample" and path is not None:
@@ -509,7 +496,7 @@ def _training_config(asked: flags.FlagValues, path: pathlib.Path | None) -> conf
             )
         if path is None:
             known = schema.listed(pathlib.Path("configs"))
-            raise UsageError(f"training needs --config=FILE, or --data=FOLDER. {known}")
+            raise UsageError(f"training needs --config=FILE or --data=FOLDER. {known}")
         return config.read(path)
     if path is not None:
         raise UsageError(

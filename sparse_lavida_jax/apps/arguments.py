@@ -97,10 +97,12 @@ def _sampler(*presets: str) -> str:
     return f"how steps are made: {', '.join(presets)}; or as published: {published}; {_OWN}"
 
 
+_EDGES = "X1,Y1,X2,Y2"
+_BOX = "left, top, right and bottom edge in pixels"
+_MASK = "where to draw: an image of the same size that is white there, and black elsewhere"
 _PLACE = (
-    "where the image goes in the new one: x1,y1,x2,y2 in pixels of the new one; by default its"
-    " middle, at half its size if the image is not smaller. For other shapes, use inpaint with"
-    " --mask on a larger image"
+    f"where the image goes: {_BOX} of the new one; by default its middle, at half its size if the"
+    " image is not smaller. For other shapes, use inpaint with --mask on a larger image"
 )
 _LINES = (
     "one prompt per line (.txt), or one object per line (.jsonl):"
@@ -109,7 +111,7 @@ _LINES = (
 )
 _CHECKPOINT = (
     "the model: a folder, a run directory, a bundled model, or org/name on the Hugging Face hub;"
-    f" by default {DEFAULT_MODEL}"
+    f" by default {DEFAULT_MODEL} (to draw a PNG again, the model that the PNG names)"
 )
 _OVER = (
     "split the model over all devices, as tensor=4 or fsdp=2,tensor=4; the axes are data, fsdp and"
@@ -124,6 +126,7 @@ _PLAN = (
     " of its box (bundled model: in 24ths), as in ' large red circle<LOC_4><LOC_8><LOC_8><LOC_12>'"
 )
 _OWN = "by default the model's own"
+_LOCAL = "127.0.0.1"
 _SEED = f"seed of the first result, 0 to {LARGEST_SEED}; the others count up from it; by default 0"
 _TEMPERATURE = f"randomness of the draws, 0 to {LARGEST_SCALE}; 0 takes the most probable"
 # By key: group, names and settings for `argparse`.
@@ -132,29 +135,19 @@ ARGUMENTS = {
     "prompt": _argument("prompt", "the prompt, instruction, question or text", str, nargs="?"),
     "image": _argument("image", "the image: PNG, JPEG or WebP", str, nargs="?"),
     "needed_image": _argument("image", "the image: PNG, JPEG or WebP"),
-    "shown": _argument("--image --picture", "the image that the text describes"),
+    "shown": _argument("--image --picture", "the image that the text describes", metavar="FILE"),
     "phrases": _argument("phrases", "the things to find, one argument each", str, nargs="+"),
     "size": _argument(
-        "--size",
-        "height x width in pixels, such as 512x512; by default the largest",
-        _size,
-        metavar="HxW",
+        "--size", "pixels, height first, as 512x768; by default the largest", _size, metavar="HxW"
     ),
-    "mask": _argument(
-        "--mask", "an image of the same size that is white where to draw", Path, group="hole"
-    ),
-    "hole": _argument(
-        "--box", "where to draw: x1,y1,x2,y2 in pixels", _box, group="hole", metavar="BOX"
-    ),
-    "place": _argument("--box", _PLACE, _box),
+    "mask": _argument("--mask", _MASK, Path, group="hole", metavar="FILE"),
+    "hole": _argument("--box", f"where to draw: {_BOX}", _box, group="hole", metavar=_EDGES),
+    "place": _argument("--box", _PLACE, _box, metavar=_EDGES),
     "rounds": _argument(
-        "--rounds", f"largest number of attempts at an image, 1 to {MOST_IMAGES}", int, ROUNDS
+        "--rounds", f"most attempts at an image, 1 to {MOST_IMAGES}", int, ROUNDS, metavar="N"
     ),
     "max_new_tokens": _argument(
-        "--max-new-tokens",
-        "longest answer, in tokens; by default as the model was trained",
-        int,
-        metavar="N",
+        "--max-new-tokens", "most tokens of an answer; by default as in training", int, metavar="N"
     ),
     "template": _argument("--template", "the text with gaps: ___ is one token, {4} is four"),
     "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
@@ -162,9 +155,11 @@ ARGUMENTS = {
     # Outputs.
     "out": _argument("--out", _OUT, Path, Path("out.png"), metavar="FILE"),
     "boxes": _argument(
-        "--out", "file for the image with the boxes drawn in it; by default none", Path
+        "--out", "write the image with the boxes drawn in it; by default not", Path, metavar="FILE"
     ),
-    "turns": _argument("--out", "folder for the images, one file per turn", Path, Path("turns")),
+    "turns": _argument(
+        "--out", "folder for the images, one file per turn", Path, Path("turns"), metavar="FOLDER"
+    ),
     "grid": _argument("--grid", "put all images on one sheet", None),
     "save_steps": _argument(
         "--save-steps", "write an animation of how the first image unmasks", Path, metavar="GIF"
@@ -177,7 +172,7 @@ ARGUMENTS = {
     # Sampling.
     "steps": _argument(
         "--steps --num-inference-steps",
-        f"steps of an image, or of each text block, 1 or more; {_OWN}",
+        f"steps of an image or of each text block, 1 to the number of its tokens; {_OWN}",
         int,
         metavar="N",
     ),
@@ -187,7 +182,7 @@ ARGUMENTS = {
     "image_sampler": _argument("--sampler", _sampler(*config.PRESETS), metavar="NAME"),
     "registers": _argument(
         "--registers",
-        "number of registers in each step; 64:8 falls from 64 to 8; by default as in training",
+        "registers in each step, at most (and by default) as in training; 64:8 falls from 64 to 8",
         _registers,
         metavar="M[:END]",
     ),
@@ -237,28 +232,20 @@ ARGUMENTS = {
     ),
     "mesh": _argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
     "batch_size": _argument(
-        "--batch-size", "largest number of rows that are decoded together, 1 to 1024", int, 16
+        "--batch-size", "most rows that are decoded together, 1 to 1024", int, 16, metavar="N"
     ),
     "quiet": _argument("--quiet", "print nothing but results and errors", None),
     "debug": _argument("--debug", "show where in the program an error occurs", None),
     "replay": _argument("--replay", "draw the image of this PNG again", Path, metavar="PNG"),
     "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
     "source": _argument(
-        "--image --picture", "the source image; by default the file named in the PNG"
+        "--image --picture", "the source; by default the file named in the PNG", metavar="FILE"
     ),
-    "first_image": _argument("--image --picture", "the image that the first line refers to"),
-    "host": _argument(
-        "--host",
-        "address to listen on; other machines do not reach the default",
-        default="127.0.0.1",
-    ),
+    "first_image": _argument("--image --picture", "image that the first line is about"),
+    "host": _argument("--host", "address; the default is for this machine alone", _text, _LOCAL),
     "port": _argument("--port", "port to listen on, 0 to 65535; 0 takes a free one", int, 8000),
     "max_waiting": _argument(
-        "--max-waiting",
-        "largest number of waiting requests, 0 to 100000; more are refused",
-        int,
-        64,
-        metavar="N",
+        "--max-waiting", "most requests that wait, 0 to 100000; more are refused", int, 64
     ),
     "longest_wait": _argument(
         "--longest-wait",
@@ -283,11 +270,7 @@ ARGUMENTS = {
         metavar="STEPS[:REGISTERS]",
     ),
     "grace": _argument(
-        "--grace",
-        "seconds that running requests may take after the server is stopped, 0 to 86400",
-        int,
-        5,
-        metavar="SECONDS",
+        "--grace", "seconds for requests that still run, 0 to 86400", int, 5, metavar="SECONDS"
     ),
     "api_key": _argument(
         "--api-key",

@@ -241,6 +241,11 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
     runtime.keep_programs()
     recorded = recorded or {}
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
+    if (data := pathlib.Path(name) / "mixture.json").is_file():  # written by `prepare`
+        raise UsageError(
+            f"{name} holds training data ({data.name}), no model. `sparse-lavida train"
+            f" --data={name}` trains one: give the folder of that run."
+        )
     adapters = asked.adapters or recorded.get("adapters") or ""
     how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
     try:
@@ -359,6 +364,8 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text"
         print(line)
     if lines and not any(lines):
         say("the answer is empty.")
+    if files and result.boxes and not any(result.boxes):
+        say(f"nothing was found: {files[0]} shows the image without boxes.")
 
 
 @contextlib.contextmanager

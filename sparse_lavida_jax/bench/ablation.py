@@ -16,10 +16,10 @@ the committed rows (needs matplotlib: pip install 'sparse-lavida-jax[plots]').
 import pathlib
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.bench import ablation_report
+from sparse_lavida_jax.bench import ablation_report, command
 from sparse_lavida_jax.bench.comparison import SUITE, Study
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
@@ -34,9 +34,8 @@ FOLDER = flags.DEFINE_string("runs", "runs", "Folder of the runs.")
 REPORT = flags.DEFINE_string("report", "", "Folder to write the report to.")
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Trains and scores, or writes the report."""
-    del argv
     logging.set_verbosity(logging.WARNING)  # messages of the array store
     runtime.keep_programs()
     try:
@@ -73,4 +72,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

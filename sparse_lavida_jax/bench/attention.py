@@ -23,9 +23,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
-from sparse_lavida_jax.bench import methods, table, timing, tune
+from sparse_lavida_jax.bench import command, methods, table, timing, tune
 from sparse_lavida_jax.bench.methods import Case, Program
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.kernels import attention, shapes
@@ -45,9 +45,8 @@ TABLES_LEN, TABLES_ROWS = 8192, 4
 MEMORY_LENS = (4096, 8192)
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Measures every shape, or checks that the methods agree, or measures tiles."""
-    del argv
     logging.set_verbosity(logging.WARNING)
     if TUNE.value:
         tune.main(SHAPES.value, 1 if DRY.value else RUNS.value, dry=DRY.value)
@@ -179,4 +178,4 @@ def _memory(write: Callable) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

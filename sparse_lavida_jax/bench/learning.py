@@ -27,11 +27,12 @@ from typing import Any
 import einops
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from flax import nnx
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, diffusion, orders, runtime
+from sparse_lavida_jax.bench import command
 from sparse_lavida_jax.bench.record import Bench, path_of, read_rows
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
@@ -362,9 +363,8 @@ def _taught(row: Mapping[str, Any]) -> float:
     return point["loss_tokens"] / point["operations"]
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Trains every way and seed that has no row yet, and writes its row; or prints the table."""
-    del argv
     logging.set_verbosity(logging.WARNING)
     if TABLE.value:
         print(summary(read_rows(SUITE)))
@@ -390,4 +390,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

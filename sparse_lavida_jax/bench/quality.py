@@ -13,10 +13,10 @@ checkpoint go into the README of a copy of its folder.
 import dataclasses
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import card
+from sparse_lavida_jax.bench import card, command
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals import exact, scorers
@@ -34,9 +34,8 @@ CARD = flags.DEFINE_string("card", "", "The copy to write, which may be the mode
 HELD_OUT = ("draw", "edit", "answer", "point")
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Scores every task and prints the table, or writes it into the card of the model."""
-    del argv
     logging.set_verbosity(logging.WARNING)  # messages of the array store
     try:
         if CARD.value:
@@ -90,4 +89,4 @@ def _score() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

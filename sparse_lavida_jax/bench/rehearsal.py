@@ -39,10 +39,10 @@ import time
 import traceback
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.bench import record, release, serving, timing
+from sparse_lavida_jax.bench import command, record, release, serving, timing
 from sparse_lavida_jax.bench.rehearsal_parts import INT8, MODEL, PARTS, RELEASED, Rehearsal
 from sparse_lavida_jax.checkpoints import model_folder
 
@@ -60,9 +60,8 @@ MINUTES = flags.DEFINE_float(
 SUITE = "rehearsal"
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Runs the parts one after another, and says which of them failed."""
-    del argv
     if not SCRATCH.value:
         sys.exit("bench.rehearsal: --scratch=FOLDER is needed, on a disk with room for the model.")
     layers = LAYERS.value or (4 if TINY.value else release.ALL_LAYERS)
@@ -155,4 +154,4 @@ def _still_made(name: str, asked: Rehearsal) -> bool:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

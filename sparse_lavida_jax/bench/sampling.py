@@ -26,11 +26,11 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.bench import record, requests, suites, table
+from sparse_lavida_jax.bench import command, record, requests, suites, table
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.kernels import attention
@@ -65,9 +65,8 @@ STEPS = flags.DEFINE_integer(
 PRESETS = flags.DEFINE_list("presets", [], "Presets to time; default: all.")
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Measures a suite, or all presets for images and then for text, and prints a table."""
-    del argv
     logging.set_verbosity(logging.WARNING)  # messages of the array store
     runtime.keep_programs()
     if bool(CONFIG.value) != RANDOM.value:
@@ -139,4 +138,4 @@ def _random_model(settings: config.Model, task: fuse.Task | None) -> Denoiser:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

@@ -30,11 +30,11 @@ import sys
 
 import rich.console
 import rich.table
-from absl import app, flags, logging
+from absl import flags, logging
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot, memory, objectives
+from sparse_lavida_jax.bench import aot, command, memory, objectives
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.table import table
 from sparse_lavida_jax.kernels import attention
@@ -76,9 +76,8 @@ HEAD_TOKENS = (1024, 4096)  # per row
 HEAD_CHUNK = 512
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Runs one of the modes."""
-    del argv
     logging.set_verbosity(logging.WARNING)
     if (PLAN.value or AOT.value) and not CONFIG.value:
         sys.exit("bench.training: this mode wants --config=FILE, such as configs/lavida_o.py.")
@@ -171,4 +170,4 @@ def _print_plan(settings: config.Config) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

@@ -9,9 +9,10 @@ not the encoder.
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jaxtyping import UInt8
 
+from sparse_lavida_jax.bench import command
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import tasks, world
@@ -42,9 +43,8 @@ def _codes(model: vq.VQModel, images: UInt8[np.ndarray, "n h w 3"]):
     return model.encode(vq.to_float(images).astype(model.codebook.dtype))
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Writes a row for each image tokenizer."""
-    del argv
     bench = Bench("vq")
     shown = (tasks.sample("edit", 0, i).image for i in range(IMAGES.value))
     images = np.stack([world.render(scene) for scene in shown if scene is not None])
@@ -63,4 +63,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

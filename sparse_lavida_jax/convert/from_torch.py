@@ -34,6 +34,8 @@ from sparse_lavida_jax.models.denoiser import ImageEmbedding
 OFFICIAL = "official"  # folder with the small files of the release
 UNUSED = "unused.safetensors"
 WORDS = "model.transformer.wte.weight"
+_NO_TOKENIZER = "the image tokenizer, a safetensors file, is not there. Download the folder vqvae/."
+_NO_TOKENIZER_CONFIG = "vqvae/config.json is not there. Download the folder vqvae/ as well."
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Small files that PyTorch users need next to an export. Licences stay with their weights.
 _SMALL = (".json", ".txt", ".model", ".jinja", ".md")
@@ -91,6 +93,8 @@ class _Released:
     def complain(self, problems: Iterable[str] = ()) -> None:
         """Raises ConvertError if there is any problem."""
         problems = _by_layer([*self.problems, *problems])
+        if problems and self.vq_config is None and has_generation_branch(self.config):
+            problems.append(_NO_TOKENIZER_CONFIG)
         if len(problems) == 1:
             raise ConvertError(f"{self.folder} cannot be converted: {problems[0]}")
         if problems:
@@ -298,8 +302,8 @@ def _list_weights(released: _Released) -> None:
     # The main files do not contain the image tokenizer.
     alone = folder / "vqvae"
     paths = sorted(alone.glob("*.safetensors"))
-    if not paths and (pickled := _pickled_in(alone)):
-        released.problems.append(f"vqvae: {pickled}")
+    if not paths and has_generation_branch(released.config):
+        released.problems.append(f"vqvae: {_pickled_in(alone) or _NO_TOKENIZER}")
         released.unread.append(names.VQ_PREFIX)
     for path in paths:
         with released.noting([names.VQ_PREFIX], "vqvae: "):

@@ -3,8 +3,10 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -63,6 +65,32 @@ def test_what_failed_or_had_no_time_is_told_and_gone_on_with(tmp_path, python):
     ended = run("--dry-run", tmp_path, PYTHON=python(), **some)
     assert ended.returncode == 0 and set(parts(tmp_path).values()) == {"done"}
     assert (tmp_path / "calls").read_text().count("config=configs/lavida_o_tiny.py:lora") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_goes_on_when_it_is_stopped(tmp_path, python, number):
+    """Not even a process that the part started."""
+    then = f"sleep 600 & echo $! > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/id; wait"
+    words = ["env", "--default-signal", "bash", SCRIPT, "--dry-run", tmp_path]
+    day = subprocess.Popen([*map(str, words)], env=os.environ | {"PYTHON": python(then)})
+    until = time.monotonic() + 30
+    while not (tmp_path / "id").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    started = int((tmp_path / "id").read_text())
+    day.send_signal(number)
+    assert day.wait(30) == 143
+    while _runs(started) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _runs(started) and parts(tmp_path) == {}
+
+
+def _runs(process):
+    """Whether a process is there and no zombie, which a container may leave behind."""
+    try:
+        state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], ["--help"], ["a", "b"]])

@@ -86,5 +86,6 @@ def test_processes_with_other_settings_are_told(commands, tmp_path):
     assert [training.code() for training in pair] == [2, 2]
     for training in pair:
         said = training.said.read_text()
+        assert "waiting for 2 processes to connect at 127.0.0.1:" in said
         assert "of 2 processes, number 1 have other settings" in said
         assert "Traceback" not in said

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import sys
 import types
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record, requests, suites, timing
+from sparse_lavida_jax.bench import command, record, requests, suites, timing
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 SMALL = config.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
@@ -53,6 +54,19 @@ def run(tmp_path, monkeypatch):
 
 def rows():
     return {row["id"]: row for row in record.read_rows("headline")}
+
+
+def test_a_benchmark_says_that_it_starts_and_that_it_was_stopped(monkeypatch, capsys):
+    def main(argv):
+        assert argv == ["bench/vq.py"] and "bench.vq: started" in capsys.readouterr().err
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["bench/vq.py"])
+    monkeypatch.setattr(command.app, "run", lambda begin: begin(sys.argv))
+    with pytest.raises(SystemExit) as ended:
+        command.run(main)
+    assert ended.value.code == 130
+    assert "bench.vq: stopped. Rows that are written are kept." in capsys.readouterr().err
 
 
 def test_what_is_missing_is_measured_in_the_same_run(run):

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import pathlib
 import re
 import shlex
 import shutil
@@ -92,6 +93,7 @@ def test_every_mode_has_help_of_its_own(name, capsys):
     for flag in taken:
         assert f"--{flag.replace('_', '-')} " in printed or f"--{flag}]" in printed
     assert ("--config.SECTION.NAME" in printed) == ("config" in main.TAKES.get(name, ""))
+    assert ("int8" in printed) == (name == "export")
     words = cli._mode_words(name, shlex.split(cli.MODES[name].example))
     assert words[0] == f"--mode={name}" and not words[1].startswith("--mode")
 
@@ -115,7 +117,9 @@ def test_every_mode_of_main_is_a_command(capsys):
     words = cli._mode_words("sample", ["scenes", "a red circle", "--seed=3"])
     asked, _ = main.parse(["main", *words])
     assert (asked.mode, asked.checkpoint, asked.prompt) == ("sample", "scenes", "a red circle")
-    assert "`sparse-lavida sample` needs --checkpoint" in complaint(capsys, "sample")
+    assert "`sparse-lavida sample` needs the argument checkpoint:" in complaint(capsys, "sample")
+    for name, needs in (("verify", "src, a model folder"), ("train", "config or --data=FOLDER")):
+        assert f" needs the argument {needs}" in complaint(capsys, name)
     for name in ("verify", "evaluate", "prepare"):
         example = f"For example: `sparse-lavida {name} {cli.MODES[name].example}`."
         assert complaint(capsys, name).endswith(f"{example}\n")
@@ -140,6 +144,7 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["generate", " "], "the prompt is empty"),
         (["generate", "a", "--size=wide"], "--size: 'wide' is no size such as 512x512."),
         (["generate", "a", "--out=a.bmp"], "its name must end in .png"),
+        (["generate", "a", "--checkpoint=data"], "`sparse-lavida train --data=data` trains one"),
         (["generate", "a", "--save-steps=a.png"], "its name must end in .gif"),
         (
             ["generate", "a", f"--plan={'<LOC_1>' * 4}", "--no-plan"],
@@ -174,7 +179,9 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["doctor", "--sed"], "unrecognized arguments: --sed"),
     ],
 )
-def test_a_command_line_with_a_mistake_is_told(asked, capsys, words, part):
+def test_a_command_line_with_a_mistake_is_told(asked, capsys, tmp_path, words, part):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mixture.json").touch()
     assert part in complaint(capsys, *words)
 
 
@@ -244,9 +251,23 @@ def test_a_mode_that_fails_says_so_as_a_command_does(monkeypatch, capsys, troubl
         run("train", "configs/scenes.py", "--seed=1", "--debug")
     line = ["sparse-lavida", "--mode=train", "--config=configs/scenes.py", "--seed=1"]
     assert seen == [line, line]
-    if told == "stopped.":
-        said = complaint(capsys, "prepare", "images", "prepared", code=130)
-        assert said.endswith("stopped. What is finished is kept, and the same command goes on.\n")
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("train", "What is finished is kept, and the same command goes on."),
+        ("prepare", "What is finished is kept, and the same command goes on."),
+        ("convert", "Nothing was written."),
+    ],
+)
+def test_a_mode_that_is_stopped_says_what_is_kept(monkeypatch, capsys, mode, told):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.MODES, mode, stop)
+    words = ["configs/scenes.py"] if mode == "train" else ["--src=mixture.yaml", "--dst=b"]
+    assert complaint(capsys, mode, *words, code=130).endswith(f": stopped. {told}\n")
 
 
 @pytest.mark.parametrize(("found", "told"), [("0.4.30", "this is jax 0.4.30"), (None, "is none")])
@@ -461,6 +482,20 @@ def test_the_doctor_says_what_fits(capsys):
     assert "fits one device: small\ndoes not fit one device: large" in doctor.text(found)
     assert run("doctor") == 0
     assert "device 0: cpu" in capsys.readouterr().out
+
+
+def test_a_result_with_nothing_in_it_says_so(capsys):
+    def told(task, files=(), **found):
+        result = Result(task, ("a",), (0,), config.Sampling(), Origin(), {}, **found)
+        commands._print(result, [*map(pathlib.Path, files)])
+        return capsys.readouterr()
+
+    assert told("ask", texts=("",)) == ("\n", "sparse_lavida_jax: the answer is empty.\n")
+    assert told("ask", texts=("two",)) == ("two\n", "")
+    nothing = told("ground", ["boxes.png"], boxes=(None,))
+    assert nothing.out == "a: not found\n"
+    assert "nothing was found: boxes.png shows the image without boxes." in nothing.err
+    assert told("ground", ["boxes.png"], boxes=((1.0, 2.0, 3.0, 4.0),)).err == ""
 
 
 def test_results_are_saved_with_what_drew_them(tmp_path):

@@ -321,6 +321,19 @@ def test_pickled_weights_are_refused_wherever_they_are(tmp_path, folder, complai
     assert told in complaint(folder)
 
 
+def test_a_missing_folder_of_the_image_tokenizer_is_named(tmp_path, folder, complaint):
+    (folder / "vqvae" / "config.json").unlink()
+    assert "vqvae/config.json is not there. Download the folder vqvae/" in complaint(folder)
+
+    state = torch_folder.arbitrary()
+    words = {n: x for n, x in state.items() if not n.startswith(names.VQ_PREFIX)}
+    sentence = complaint(torch_folder.write(tmp_path / "words", words))
+    told = (
+        "vqvae: the image tokenizer, a safetensors file, is not there. Download the folder vqvae/."
+    )
+    assert sentence.endswith(f"cannot be converted: {told}")
+
+
 def test_shards_without_their_index(folder, complaint):
     (folder / torch_folder.INDEX).unlink()
     assert f"{torch_folder.INDEX} is missing, which says what is in model-00001" in complaint(

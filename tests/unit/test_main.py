@@ -50,7 +50,7 @@ def complaint(capsys, *words):
 def test_training_without_a_config_lists_the_configs(folder, capsys):
     message = complaint(capsys)
     assert (
-        "needs --config=FILE, or --data=FOLDER. There are: configs/toy.py, configs/toy_vq.py."
+        "needs --config=FILE or --data=FOLDER. There are: configs/toy.py, configs/toy_vq.py."
         in message
     )
 
