@@ -26,7 +26,6 @@ SECONDS = 20  # until the interrupt at most, and again until the command has end
 LAST_WORDS = (
     "sparse_lavida_jax: stopped.",
     "sparse_lavida_jax: stopped. Nothing was written.",
-    "sparse_lavida_jax: stopped. Nothing was written.",
     "sparse_lavida_jax: stopped. What is finished is kept, and the same command goes on.",
     "everything is saved: the same command goes on from there.",
 )
