@@ -337,14 +337,20 @@ def caption_of(record: Record, rng: np.random.Generator) -> str:
 
 def condition_of(record: Record, crop: int, rng: np.random.Generator) -> str:
     """Returns the micro-condition of an image, or "" (spec Sec. 5.4)."""
-    dropped, *told = rng.random(3) < (NO_CONDITION, MEASURED, MEASURED)
+    dropped, luminance, contrast = rng.random(3) < (NO_CONDITION, MEASURED, MEASURED)
     if dropped or not len(record.target):
         return ""
-    place, light = record.crops[crop].tolist(), record.light[crop].tolist()
-    measured = zip(("luminance", "contrast"), light, told, strict=True)
-    known = {"score": record.score, "hps": record.hps, "pixel_diff": record.pixel_diff}
-    known |= {name: value for name, value, is_told in measured if is_told}
-    return chat.micro_condition(*record.size, *place, **known)
+    (top, left), light = record.crops[crop].tolist(), record.light[crop].tolist()
+    return chat.micro_condition(
+        *record.size,
+        top,
+        left,
+        luminance=light[0] if luminance else None,
+        contrast=light[1] if contrast else None,
+        score=record.score,
+        hps=record.hps,
+        pixel_diff=record.pixel_diff,
+    )
 
 
 def _question(record: Record) -> str:
