@@ -521,4 +521,4 @@ def test_boxes_are_drawn_where_the_model_named_any():
     assert (marked[y, x : round(3.7 * times)] == passes.BOXES[0]).all()
     assert (marked[:y] == 0).all() and (marked[3 * times, 2 * times] == 0).all()
     said = passes.found(found)
-    assert "a: 1.2, 2, 3.7, 4" in said and "b: not found" in said
+    assert "a: left 1.2, top 2, right 3.7, bottom 4 px" in said and "b: not found" in said
