@@ -24,7 +24,7 @@ from typing import Any
 from sparse_lavida_jax import main as full
 from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.arguments import ARGUMENTS
-from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
+from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, SECTION, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.apps.terminal import quiet, say, warnings_said
 from sparse_lavida_jax.checkpoints import model_folder
@@ -69,8 +69,7 @@ FAILURE = 1
 LINE = 96  # characters
 LONGEST_MESSAGE = 500  # of argparse's messages, which repeat the arguments
 # A setting at the start of a message; the group is the option that sets it.
-_OPTION = "|".join(("num_images", *options.OPTIONS))
-_SETTING = re.compile(rf"^(?:Sampling\.(?:num_|text_)?)?({_OPTION})=")
+_SETTING = re.compile(rf"^({'|'.join(('num_images', *options.OPTIONS))})=")
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
 
@@ -144,7 +143,8 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     """Returns the sentence that reports an error of a command, and the exit code."""
     said = str(error).replace(f"--mode={name} ", f"`sparse-lavida {name}` ")
     if name in COMMANDS:
-        said = _SETTING.sub(lambda setting: f"--{setting[1].replace('_', '-')}=", said)
+        said = SECTION.sub("", said)
+        said = _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')}=", said)
     if isinstance(error, OSError | model_folder.WriteError):
         return said, FAILURE
     if isinstance(error, MISTAKES):

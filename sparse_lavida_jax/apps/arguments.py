@@ -111,7 +111,7 @@ _LINES = (
 )
 _CHECKPOINT = (
     "the model: a folder, a run directory, a bundled model, or org/name on the Hugging Face hub;"
-    f" by default {DEFAULT_MODEL} (to draw a PNG again, the model that the PNG names)"
+    f" by default {DEFAULT_MODEL} (for replay, the model that the PNG names)"
 )
 _OVER = (
     "split the model over all devices, as tensor=4 or fsdp=2,tensor=4; the axes are data, fsdp and"
@@ -135,7 +135,7 @@ ARGUMENTS = {
     "prompt": _argument("prompt", "the prompt, instruction, question or text", str, nargs="?"),
     "image": _argument("image", "the image: PNG, JPEG or WebP", str, nargs="?"),
     "needed_image": _argument("image", "the image: PNG, JPEG or WebP"),
-    "shown": _argument("--image --picture", "the image that the text describes", metavar="FILE"),
+    "shown": _argument("--image --picture", "the picture that the text is about", metavar="FILE"),
     "phrases": _argument("phrases", "the things to find, one argument each", str, nargs="+"),
     "size": _argument(
         "--size", "pixels, height first, as 512x768; by default the largest", _size, metavar="HxW"
@@ -144,10 +144,10 @@ ARGUMENTS = {
     "hole": _argument("--box", f"where to draw: {_BOX}", _box, group="hole", metavar=_EDGES),
     "place": _argument("--box", _PLACE, _box, metavar=_EDGES),
     "rounds": _argument(
-        "--rounds", f"most attempts at an image, 1 to {MOST_IMAGES}", int, ROUNDS, metavar="N"
+        "--rounds", f"maximum number of attempts, 1 to {MOST_IMAGES}", int, ROUNDS, metavar="N"
     ),
     "max_new_tokens": _argument(
-        "--max-new-tokens", "most tokens of an answer; by default as in training", int, metavar="N"
+        "--max-new-tokens", "maximum length in tokens; by default as trained", int, metavar="N"
     ),
     "template": _argument("--template", "the text with gaps: ___ is one token, {4} is four"),
     "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
@@ -155,7 +155,7 @@ ARGUMENTS = {
     # Outputs.
     "out": _argument("--out", _OUT, Path, Path("out.png"), metavar="FILE"),
     "boxes": _argument(
-        "--out", "write the image with the boxes drawn in it; by default not", Path, metavar="FILE"
+        "--out", "file to draw the boxes into; by default none is written", Path, metavar="FILE"
     ),
     "turns": _argument(
         "--out", "folder for the images, one file per turn", Path, Path("turns"), metavar="FOLDER"
@@ -232,20 +232,20 @@ ARGUMENTS = {
     ),
     "mesh": _argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
     "batch_size": _argument(
-        "--batch-size", "most rows that are decoded together, 1 to 1024", int, 16, metavar="N"
+        "--batch-size", "maximum rows decoded together, 1 to 1024", int, 16, metavar="N"
     ),
     "quiet": _argument("--quiet", "print nothing but results and errors", None),
     "debug": _argument("--debug", "show where in the program an error occurs", None),
     "replay": _argument("--replay", "draw the image of this PNG again", Path, metavar="PNG"),
     "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
     "source": _argument(
-        "--image --picture", "the source; by default the file named in the PNG", metavar="FILE"
+        "--image --picture", "source file of the edit; by default, as recorded", metavar="FILE"
     ),
-    "first_image": _argument("--image --picture", "image that the first line is about"),
+    "first_image": _argument("--image --picture", "image for the first line", metavar="FILE"),
     "host": _argument("--host", "address; the default is for this machine alone", _text, _LOCAL),
     "port": _argument("--port", "port to listen on, 0 to 65535; 0 takes a free one", int, 8000),
     "max_waiting": _argument(
-        "--max-waiting", "most requests that wait, 0 to 100000; more are refused", int, 64
+        "--max-waiting", "maximum waiting requests, 0 to 100000; more are refused", int, 64
     ),
     "longest_wait": _argument(
         "--longest-wait",
@@ -270,7 +270,7 @@ ARGUMENTS = {
         metavar="STEPS[:REGISTERS]",
     ),
     "grace": _argument(
-        "--grace", "seconds for requests that still run, 0 to 86400", int, 5, metavar="SECONDS"
+        "--grace", "seconds for running requests to finish, 0 to 86400", int, 5, metavar="SECONDS"
     ),
     "api_key": _argument(
         "--api-key",

@@ -241,11 +241,6 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
     runtime.keep_programs()
     recorded = recorded or {}
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
-    if (data := pathlib.Path(name) / "mixture.json").is_file():  # written by `prepare`
-        raise UsageError(
-            f"{name} holds training data ({data.name}), no model. `sparse-lavida train"
-            f" --data={name}` trains one: give the folder of that run."
-        )
     adapters = asked.adapters or recorded.get("adapters") or ""
     how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
     try:

@@ -47,6 +47,13 @@ HOW_TO = "A masked diffusion model at work. Click an example or write your own, 
 FONTS = ["system-ui", "sans-serif"]  # gradio's default fonts would be fetched from the internet
 BRUSH = "#ff40c0"
 AS_TRAINED = "as trained"
+EXPLAINED = {  # settings
+    "steps": "More take longer, fewer give worse results.",
+    "guidance": "How closely the words are followed; 0 is off.",
+    "registers": "Tokens that stand in for masks. Fewer are faster but give worse results.",
+    "sampler": "The others, such as none and dense, are for comparison.",
+    "seed": "A different number gives a different result.",
+}
 TABS = {task: form for task, form in FORMS.items() if form.label}
 BUTTONS: list[Any] = ["download", "fullscreen"]  # all but the one that uploads to a web site
 
@@ -175,9 +182,8 @@ def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
     if shown is None:
         chips.click(lambda sample: sample[0], chips, words, **QUIET)
     else:
-        chips.click(
-            lambda sample: (examples.start(task), sample[0]), chips, [shown, words], **QUIET
-        )
+        image = examples.start(task)
+        chips.click(lambda sample: (image, sample[0]), chips, [shown, words], **QUIET)
 
 
 def _gallery(tabs: Sequence[_Tab]) -> None:
@@ -220,22 +226,19 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     if TASKS[task].draws:
         cells = model.grid_size**2
-        steps, why = min(sampling.num_steps, cells), "Steps: more are slower, fewer draw worse"
-        inputs["steps"] = gr.Slider(1, cells, steps, step=1, label=why)
+        inputs["steps"] = gr.Slider(1, cells, min(sampling.num_steps, cells), step=1, label="Steps")
         guidance = presets.guidance_of(sampling, has_source=task == "edit")
-        why = "Guidance: how closely the words are followed; 0: off"
-        inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label=why)
+        inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label="Guidance")
     elif TASKS[task].makes == "text" or not service.pipe.prompts.locates_in_one_step:
         block = service.pipe.prompts.text_block_len
         steps = min(sampling.text_steps, block)
         inputs["steps"] = gr.Slider(1, block, steps, step=1, label="Steps of a text block")
     trained, samplers = model.num_registers, [AS_TRAINED, *config.PRESETS]
-    why = "Registers: tokens that stand in for masks; fewer are faster, and draw worse"
-    inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label=why)
-    why = "Sampler: others, such as none and dense, are for comparison"
-    inputs["sampler"] = gr.Dropdown(samplers, value=AS_TRAINED, label=why)
-    why = "Seed: another number, another result"
-    inputs["seed"] = gr.Number(0, label=why, precision=0, minimum=0, maximum=LARGEST_SEED)
+    inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label="Registers")
+    inputs["sampler"] = gr.Dropdown(samplers, value=AS_TRAINED, label="Sampler")
+    inputs["seed"] = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED)
+    for name, component in inputs.items():
+        component.info = EXPLAINED[name]
     return inputs
 
 

@@ -236,13 +236,8 @@ def _figure(image: str, caption: str) -> str:
 def found(result: Result) -> str:
     """Returns the box of each phrase in pixels, beside the colour that it is drawn in."""
     pairs = zip(result.prompts, result.boxes, strict=True)
-    names = ("left", "top", "right", "bottom")
-    edges = (
-        f"{phrase}: {', '.join(map('{} {:g}'.format, names, box))} px"
-        if box
-        else f"{phrase}: not found"
-        for phrase, box in pairs
-    )
+    form = "left {:g}, top {:g}, right {:g}, bottom {:g} px"
+    edges = (f"{phrase}: {form.format(*box) if box else 'not found'}" for phrase, box in pairs)
     return _keys(zip(itertools.cycle(BOXES), edges, strict=False))
 
 

@@ -190,6 +190,10 @@ def find_model(
             f"the run in {folder} has not written its model yet: that happens at its end. Run the"
             " command that started it again; it resumes."
         )
+    if (folder / "mixture.json").is_file():  # written by `mixture/prepare.py`
+        raise CheckpointError(
+            f"{folder} is data, not a model: `sparse-lavida train --data={folder}` trains one."
+        )
     if hub.is_id(name):
         return _fetched(str(name), {"revision": revision, "local_files_only": local_files_only})
     names = ", ".join(bundled_models()) or "none"

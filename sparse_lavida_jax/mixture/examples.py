@@ -195,9 +195,10 @@ class Mixer:
         plan = self._plan_words(record) if record.plan else ""
         if record.kind in ("text_to_image", "plan"):
             caption, condition = caption_of(record, rng), self._condition(record, crop, rng)
-            words = {"condition": condition, "plan": plan}
             attempts = [*zip(shown, record.feedback, strict=True)]
-            parts = chat.draw(t, caption, len(codes), attempts=attempts, **words)
+            parts = chat.draw(
+                t, caption, len(codes), condition=condition, plan=plan, attempts=attempts
+            )
             return _example(parts, codes, "image", views)
         if record.kind not in ("edit", "edit_plan"):
             raise _unknown(record)

@@ -38,7 +38,7 @@ from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
 READABLE = "report.md"
-NAMED = 3  # bad records that are listed in a message
+NAMED = 3  # rows or images that are listed in a message
 MANY_ROWS = 2**16  # of a table, checked at a time
 TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # also written for a plain folder
 # Files that preparations write; older ones wrote "report.json".
@@ -164,8 +164,10 @@ def prepare(
         finally:
             _write_report(folder, shards, done)
         files.write_json(folder / INDEX, _index(mixture, encoder, shards, done))
-    numbers = ((one.records, sum(one.left_out.values()), len(one.bad)) for one in done.values())
-    return Summary(len(shards), left, *map(sum, zip(*numbers, strict=True)))
+    found = done.values()
+    kept, bad = sum(one.records for one in found), sum(len(one.bad) for one in found)
+    left_out = sum(sum(one.left_out.values()) for one in found)
+    return Summary(len(shards), left, kept, left_out, bad)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from sparse_lavida_jax.training import start, train_vq
 PEEKED = 64  # images whose sizes determine that of the image tokenizer
 MOST_BYTES = 2**28  # of pixels used to train an image tokenizer
 SURVEYED = 512  # images used to place its codebook
-NAMED = 3  # images listed in a message
 SHOWN = 12  # images on the sheet of originals and reconstructions
 # Side of images in pixels, and how many pixels per side a code represents.
 FACTORS = {32: 4, 64: 8, 128: 8, 256: 16}
@@ -114,8 +113,8 @@ def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe
         return recipe.read(source)
     given = folders.read(source, prepared)
     if given.left_out:
-        named = ", ".join(given.left_out[:NAMED])
-        more = ", ..." if len(given.left_out) > NAMED else ""
+        named = ", ".join(given.left_out[: prepare.NAMED])
+        more = ", ..." if len(given.left_out) > prepare.NAMED else ""
         say(f"images without a caption, left out: {len(given.left_out)} ({named}{more})")
     return given.recipe
 
@@ -176,7 +175,7 @@ def _nothing_left(prepared: pathlib.Path, say: Say) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            say("the image tokenizer is not finished and not kept: the same command trains it anew")
+            say("the unfinished image tokenizer is discarded; the same command starts over")
         table = prepared / folders.WRITTEN
         if {table, table.parent}.issuperset(prepared.rglob("*")):
             shutil.rmtree(prepared, ignore_errors=True)
@@ -247,7 +246,7 @@ def _trained(settings: config.Config, pixels: UInt8[np.ndarray, "n h w 3"]) -> v
     def images_of(step: int) -> UInt8[np.ndarray, "b h w 3"]:
         rng = np.random.default_rng((settings.seed, step))
         chosen = pixels[rng.integers(len(pixels), size=settings.train.batch_size)]
-        # One plain image: if there were none, an image of background alone would decode to noise.
+        # One plain image, because without any the tokenizer decodes plain background to noise.
         chosen[0] = chosen[0, :1, :1]
         return chosen
 

@@ -85,7 +85,7 @@ def test_nothing_goes_on_when_it_is_stopped(tmp_path, python, number):
 
 
 def _runs(process):
-    """Whether a process is there and no zombie, which a container may leave behind."""
+    """Whether a process exists and is not a zombie; a container may not reap zombies."""
     try:
         state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -86,7 +86,7 @@ def test_an_interrupt_of_the_image_tokenizer_leaves_nothing(
 
     monkeypatch.setattr(own_images, "_trained", interrupted)
     assert front("prepare", images, tmp_path / "new/prepared") == 130
-    assert "not kept: the same command trains it anew" in capsys.readouterr().err
+    assert "is discarded; the same command starts over" in capsys.readouterr().err
     assert not (tmp_path / "new/prepared").exists()
     (tmp_path / "new/prepared/tables").mkdir(parents=True)
     (tmp_path / "new/prepared/tables/mine.txt").touch()

@@ -144,7 +144,7 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["generate", " "], "the prompt is empty"),
         (["generate", "a", "--size=wide"], "--size: 'wide' is no size such as 512x512."),
         (["generate", "a", "--out=a.bmp"], "its name must end in .png"),
-        (["generate", "a", "--checkpoint=data"], "`sparse-lavida train --data=data` trains one"),
+        (["verify", "data"], "`sparse-lavida train --data=data` trains one"),
         (["generate", "a", "--save-steps=a.png"], "its name must end in .gif"),
         (
             ["generate", "a", f"--plan={'<LOC_1>' * 4}", "--no-plan"],

@@ -12,7 +12,7 @@ from fastapi import HTTPException, responses
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
-from sparse_lavida_jax.apps.errors import REFUSED
+from sparse_lavida_jax.apps.errors import REFUSED, SECTION
 
 RETRY_SECONDS = 2  # Retry-After when the queue is full
 STOPPED_SECONDS = 60  # Retry-After while the server is stopping
@@ -60,8 +60,7 @@ def refusing() -> Iterator[None]:
     except (AnyHTTPException, fastapi.exceptions.RequestValidationError):
         raise
     except REFUSED as error:
-        said = re.sub(r"^Sampling\.(?:num_|text_)?(\w+=)", r"\1", str(error))
-        raise HTTPException(400, said) from error
+        raise HTTPException(400, SECTION.sub("", str(error))) from error
     except QueueFull as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except Stopped as error:
