@@ -247,7 +247,8 @@ def _outputs(task: str) -> list[Any]:
     if makes == "text":
         return [gr.Textbox(label=label, lines=3), gr.HTML()]
     looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}
-    image = gr.Image(format="png", interactive=False, **looks)
+    # As a file, and the gallery does not write it again while a browser fetches it.
+    image = gr.Image(format="png", type="filepath", interactive=False, **looks)
     return [image, gr.HTML()]
 
 
@@ -363,7 +364,8 @@ async def _run(
     note = standing.done(ticket, result)
     if makes == "image":
         seen = passes.drawn(ticket, result.pixels[0], _layout(service, ticket))
-        yield result.pixels[0], note, seen + passes.verdicts(result)
+        drawn = gr.skip() if np.array_equal(result.pixels[0], shown) else result.pixels[0]
+        yield drawn, note, seen + passes.verdicts(result)
     elif makes == "text":
         yield result.text, note
     else:
@@ -372,13 +374,12 @@ async def _run(
 
 
 def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[Any, ...]:
-    """Returns the values of a tab's outputs before the result is there."""
+    """Returns the values of a tab's outputs before the result is there; None for no image yet."""
     makes, note = TASKS[ticket.task].makes, standing.standing(ticket, pace)
     if makes != "image":
         return "" if makes == "text" else gr.skip(), note
     preview = ticket.previews[-1] if ticket.previews else None
-    seen = passes.drawn(ticket, preview, _layout(service, ticket))
-    return gr.skip() if preview is None else preview, note, seen
+    return preview, note, passes.drawn(ticket, preview, _layout(service, ticket))
 
 
 def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:
@@ -399,12 +400,12 @@ def _needed(given: Any) -> Any:
 
 def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndarray]:
     """Returns the image, and where it was painted over."""
-    editor = editor or {"background": None, "layers": []}
+    editor = editor or {"background": None}
     background = _needed(editor["background"])
-    mask = np.zeros(background.shape[:2], bool)
-    for layer in editor["layers"]:
-        mask |= layer[..., 3] > 0
-    return np.ascontiguousarray(background[..., :3]), mask
+    layers = [layer[..., 3] > 0 for layer in editor["layers"]]
+    if not np.any(layers):
+        raise gr.Error("nothing is painted: paint over the image first.", print_exception=False)
+    return np.ascontiguousarray(background[..., :3]), np.any(layers, axis=0)
 
 
 def _marked(image: image_files.Pixels, result: Result) -> image_files.Pixels:

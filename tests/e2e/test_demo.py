@@ -98,6 +98,15 @@ def page(browser, address):
     found.close()
 
 
+def settle(page, milliseconds=1500):
+    """Waits until the page has asked the server for nothing for a while."""
+    last = [time.monotonic()]
+    for event in ("request", "requestfinished"):
+        page.on(event, lambda _: last.append(time.monotonic()))
+    while time.monotonic() - last[-1] < milliseconds / 1000:
+        page.wait_for_timeout(100)
+
+
 def opened(page, name):
     page.get_by_role("tab", name=name, exact=True).click()
     return page.get_by_role("tabpanel").filter(visible=True)
@@ -130,7 +139,9 @@ def masks(service, monkeypatch):
 def test_a_mask_is_painted_and_drawn_again(page, shown, masks):
     tab = opened(page, "Inpaint")
     tab.locator("input[type=file]").first.set_input_files(shown)
-    tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
+    settle(page)  # or the image replaces what was painted
+    tab.get_by_role("button", name="Inpaint", exact=True).click()
+    page.get_by_text("nothing is painted: paint over the image first").wait_for()
     tab.get_by_role("button", name="Brush", exact=True).click()
     canvas = tab.locator("canvas").first
     box = canvas.bounding_box()
@@ -139,7 +150,7 @@ def test_a_mask_is_painted_and_drawn_again(page, shown, masks):
     page.mouse.down()
     page.mouse.move(x + 20, y + 20, steps=5)
     page.mouse.up()
-    page.wait_for_timeout(1500)  # the layers are sent to the server after the stroke
+    settle(page)  # the layers are sent to the server after the stroke
     tab.get_by_label("What the whole image shows").fill("two blue squares")
     tab.get_by_role("button", name="Inpaint", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
