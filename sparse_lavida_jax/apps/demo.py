@@ -321,7 +321,8 @@ async def _run(
 ) -> AsyncIterator[tuple[Any, ...]]:
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
-    makes, painted, shown = TASKS[task].makes, None, None
+    shown: Any = None
+    makes, painted = TASKS[task].makes, None
     if task == "inpaint":
         painted = _painted(image)
     elif TASKS[task].image == "needed":
@@ -335,9 +336,8 @@ async def _run(
         task = "reason"
     if options["sampler"] == AS_TRAINED:
         options["sampler"] = None
-    options["seed"] = options["seed"] or 0
     whole = {"steps", "registers", "seed", "rounds"} & options.keys()
-    options |= {name: int(options[name]) for name in whole}  # sliders return 3.0 for 3
+    options |= {name: int(options[name] or 0) for name in whole}  # 3.0 for 3, None if emptied
     try:
         # What waits is kept no larger than the model needs it.
         if painted is not None:
@@ -400,7 +400,7 @@ def _needed(given: Any) -> Any:
 
 def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndarray]:
     """Returns the image, and where it was painted over."""
-    editor = editor or {"background": None}
+    editor = editor or {"background": None, "layers": []}
     background = _needed(editor["background"])
     layers = [layer[..., 3] > 0 for layer in editor["layers"]]
     if not np.any(layers):
