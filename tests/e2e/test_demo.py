@@ -218,6 +218,7 @@ def test_every_step_shows_what_it_passes(page):
     tab.get_by_label("number input for Steps").fill("3")
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
+    tab.locator(".passes figure").nth(3).wait_for()
     assert tab.locator(".passes figure").count() == 4  # the prompt, and every step
     this, dense = (
         int(said.replace(",", "")) for said in tab.locator(".counts b").all_inner_texts()
