@@ -321,8 +321,7 @@ async def _run(
 ) -> AsyncIterator[tuple[Any, ...]]:
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
-    shown: Any = None
-    makes, painted = TASKS[task].makes, None
+    makes, painted, shown = TASKS[task].makes, None, None
     if task == "inpaint":
         painted = _painted(image)
     elif TASKS[task].image == "needed":
@@ -364,8 +363,7 @@ async def _run(
     note = standing.done(ticket, result)
     if makes == "image":
         seen = passes.drawn(ticket, result.pixels[0], _layout(service, ticket))
-        drawn = gr.skip() if np.array_equal(result.pixels[0], shown) else result.pixels[0]
-        yield drawn, note, seen + passes.verdicts(result)
+        yield result.pixels[0], note, seen + passes.verdicts(result)
     elif makes == "text":
         yield result.text, note
     else:
