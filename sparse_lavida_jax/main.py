@@ -245,11 +245,11 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.training import own_images
 
     src, dst = pathlib.Path(asked.src), pathlib.Path(asked.dst)
-    mixture, codec = own_images.mixture_of(src, dst, say), settings.data.image_codec
     # With a mixture alone, the tokenizers stay where they are, with the model to be trained.
-    with_tokenizers, text = src.is_dir() or asked.image_tokenizer or asked.tokenizer, ""
+    with_tokenizers = src.is_dir() or asked.image_tokenizer or asked.tokenizer
+    text = own_images.text_tokenizer(asked.tokenizer) if with_tokenizers else ""
+    mixture, codec = own_images.mixture_of(src, dst, say), settings.data.image_codec
     if with_tokenizers:
-        text = own_images.text_tokenizer(asked.tokenizer)
         named = asked.image_tokenizer or ("" if src.is_dir() else codec)
         own_images.place_image_tokenizer(mixture, dst, settings, named, say)
         codec = asked.dst
@@ -259,7 +259,7 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     if with_tokenizers:
         own_images.place_text_tokenizer(dst, text, say)
     return (
-        f"{asked.dst}: {done.records} records in {done.shards} shards, of which {done.made} were"
+        f"{asked.dst}: {done.records} records, shards: {done.shards}, of which {done.made} were"
         f" made now; {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
     )
 

@@ -32,7 +32,7 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
     words = ("prepare", source, tmp_path / "out", CODEC, "--config.prepare.shard_rows=4",
              "--config.prepare.encode_batch=4")  # fmt: skip
     assert front(*words) == 0
-    told = f"{tmp_path / 'out'}: 10 records in 3 shards, of which %d were made now; 0 rows left out"
+    told = f"{tmp_path / 'out'}: 10 records, shards: 3, of which %d were made now; 0 rows left out"
     assert capsys.readouterr().out.startswith(told % 3)
     assert front(*words) == 0
     assert capsys.readouterr().out.startswith(told % 0)
@@ -54,7 +54,8 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
 
 
 def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path):
-    source = raw_data.captioned(tmp_path)
+    rows = [{"image": f"{i % 10}.png", "caption": f"image {i}"} for i in range(60)]
+    source = raw_data.captioned(tmp_path, rows)
     settings = [CODEC, "--config.prepare.shard_rows=1", "--config.prepare.encode_batch=1"]
     command = [sys.executable, "-m", "sparse_lavida_jax.main", "--mode=prepare", f"--src={source}",
                f"--dst={tmp_path / 'out'}", *settings]  # fmt: skip
@@ -63,7 +64,7 @@ def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path)
         command, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
     )  # fmt: skip
-    first = tmp_path / "out/captions/00000-of-00010.json"
+    first = tmp_path / "out/captions/00000-of-00060.json"
     deadline = time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -74,7 +75,7 @@ def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path)
     left = raw_data.contents(tmp_path / "out")
     assert not [name for name in left if name.endswith(".tmp")]
     finished = [name for name in left if name.endswith(".arrayrecord")]
-    assert 1 <= len(finished) < 10 and "mixture.json" not in left
+    assert 1 <= len(finished) < 60 and "mixture.json" not in left
     assert front("prepare", source, tmp_path / "out", *settings) == 0
     assert front("prepare", source, tmp_path / "whole", *settings) == 0
     assert raw_data.contents(tmp_path / "out") == raw_data.contents(tmp_path / "whole")
