@@ -259,8 +259,8 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     if with_tokenizers:
         own_images.place_text_tokenizer(dst, text, say)
     return (
-        f"{asked.dst}: {done.records} records, shards: {done.shards}, of which {done.made} were"
-        f" made now; {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
+        f"{asked.dst}: {done.records} records, {done.made} of {done.shards} shard(s) made now;"
+        f" {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
     )
 
 

@@ -126,7 +126,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     prepared, run, out = tmp_path / "prepared", tmp_path / "run", tmp_path / "out.png"
     assert front("prepare", images, prepared, *TOKENIZER) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"{prepared}: 29 records, shards: 1, of which")
+    assert printed.out.startswith(f"{prepared}: 29 records, 1 of 1 shard(s) made now")
     assert "29.png is no image" in (prepared / "report.md").read_text()
     assert "an image tokenizer of 32x32 pixels, 64 codes an image" in printed.err
     assert "step 6/6" in printed.err

@@ -32,7 +32,7 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
     words = ("prepare", source, tmp_path / "out", CODEC, "--config.prepare.shard_rows=4",
              "--config.prepare.encode_batch=4")  # fmt: skip
     assert front(*words) == 0
-    told = f"{tmp_path / 'out'}: 10 records, shards: 3, of which %d were made now; 0 rows left out"
+    told = f"{tmp_path / 'out'}: 10 records, %d of 3 shard(s) made now; 0 rows left out"
     assert capsys.readouterr().out.startswith(told % 3)
     assert front(*words) == 0
     assert capsys.readouterr().out.startswith(told % 0)
