@@ -136,7 +136,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     digest = vq.ImageEncoder(str(prepared)).digest
     assert front("prepare", images, prepared, *TOKENIZER) == 0
     printed = capsys.readouterr()
-    assert "of which 0 were made now" in printed.out and "is kept; delete it" in printed.err
+    assert "0 of 1 shard(s) made now" in printed.out and "is kept; delete it" in printed.err
     assert vq.ImageEncoder(str(prepared)).digest == digest
 
     assert front("train", f"--data={prepared}", f"--workdir={run}", *SHORT, *TINY) == 0
