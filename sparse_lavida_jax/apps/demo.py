@@ -46,6 +46,8 @@ QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 HOW_TO = "A masked diffusion model at work. Click an example or write your own, and watch."
 FONTS = ["system-ui", "sans-serif"]  # gradio's default fonts would be fetched from the internet
 BRUSH = "#ff40c0"
+# The editor takes an image as it is: nothing is sent, and no file is written again.
+TO_EDITOR = "image => image && {background: image, layers: [], composite: image}"
 AS_TRAINED = "as trained"
 EXPLAINED = {  # settings
     "steps": "More take longer, fewer give worse results.",
@@ -203,7 +205,7 @@ def _gallery(tabs: Sequence[_Tab]) -> None:
         )
     takers = [tab.shown for tab in tabs if tab.shown is not None]
 
-    def pick(images: list[tuple[str, str]], event: gr.SelectData) -> list[str]:
+    def pick(images: list[tuple[str, None]], event: gr.SelectData) -> list[str]:
         return [images[event.index][0]] * len(takers)
 
     if takers:
@@ -271,8 +273,7 @@ def _image(service: Service, first: image_files.Pixels | None, *, small: bool) -
 
     # Not a subclass: gradio writes a .pyi file next to the source of every component class.
     given.preprocess = lambda payload: _read(service, payload)
-    if not small:
-        given.upload(lambda _: None, given, None, api_visibility="private")
+    given.upload(lambda _: None, given, None, api_visibility="private")
     return given
 
 
@@ -289,7 +290,7 @@ def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
         buttons=BUTTONS,
         value=shown.value and examples.start(),
     )
-    shown.change(lambda image: image, shown, editor, api_visibility="private")
+    shown.change(None, shown, editor, js=TO_EDITOR, api_visibility="private")
     whole = editor.preprocess
 
     def read(payload: Any) -> Any:

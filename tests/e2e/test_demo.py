@@ -200,16 +200,27 @@ def test_the_image_just_drawn_goes_to_every_tab_and_to_the_gallery(page):
     names = ("Edit", "Inpaint", "Ask")
     before = {name: source(opened(page, name)) for name in names}
     tab = opened(page, "Draw")
+    tab.get_by_role("button", name="Draw", exact=True).click()
+    tab.get_by_text(PASSED).wait_for()
+    settle(page)
+    tab.get_by_role("button", name="Settings").click()
+    tab.get_by_label("Seed").fill("1")
     tab.get_by_text(EXAMPLE).click()
     page.wait_for_function(f"() => document.querySelector('textarea').value == '{EXAMPLE}'")
     tab.get_by_role("button", name="Draw", exact=True).click()
-    tab.get_by_text(PASSED).wait_for()
     page.get_by_text("Images of this session").wait_for()
-    page.wait_for_timeout(1000)
+    page.locator(".gallery img").nth(1).wait_for()
+    settle(page)
     after = {name: source(opened(page, name)) for name in names}
     assert all(after[name] != before[name] for name in names)
     tab = opened(page, "Inpaint")
     tab.get_by_text("select the draw tool to start").wait_for(state="hidden")
+    sent = []
+    page.on("request", lambda request: "queue/join" in request.url and sent.append(request))
+    page.locator(".gallery img").nth(1).click()
+    settle(page)
+    assert source(tab) != after["Inpaint"]
+    assert len(sent) == 1  # the click: the editor's copy is made in the browser
 
 
 def test_every_step_shows_what_it_passes(page):
