@@ -135,7 +135,7 @@ ARGUMENTS = {
     "prompt": _argument("prompt", "the prompt, instruction, question or text", str, nargs="?"),
     "image": _argument("image", "the image: PNG, JPEG or WebP", str, nargs="?"),
     "needed_image": _argument("image", "the image: PNG, JPEG or WebP"),
-    "shown": _argument("--image --picture", "the picture that the text is about", metavar="FILE"),
+    "shown": _argument("--image --picture", "the image that the text is about", metavar="FILE"),
     "phrases": _argument("phrases", "the things to find, one argument each", str, nargs="+"),
     "size": _argument(
         "--size", "pixels, height first, as 512x768; by default the largest", _size, metavar="HxW"
@@ -239,7 +239,7 @@ ARGUMENTS = {
     "replay": _argument("--replay", "draw the image of this PNG again", Path, metavar="PNG"),
     "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
     "source": _argument(
-        "--image --picture", "source file of the edit; by default, as recorded", metavar="FILE"
+        "--image --picture", "source image of the edit; by default the recorded one", metavar="FILE"
     ),
     "first_image": _argument("--image --picture", "image for the first line", metavar="FILE"),
     "host": _argument("--host", "address; the default is for this machine alone", _text, _LOCAL),

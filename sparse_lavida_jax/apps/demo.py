@@ -46,10 +46,10 @@ QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 HOW_TO = "A masked diffusion model at work. Click an example or write your own, and watch."
 FONTS = ["system-ui", "sans-serif"]  # gradio's default fonts would be fetched from the internet
 BRUSH = "#ff40c0"
-# The editor takes an image as it is: nothing is sent, and no file is written again.
+# Runs in the browser, so that gradio does not rewrite the file while it is fetched.
 TO_EDITOR = "image => image && {background: image, layers: [], composite: image}"
 AS_TRAINED = "as trained"
-EXPLAINED = {  # settings
+EXPLAINED = {  # by setting
     "steps": "More take longer, fewer give worse results.",
     "guidance": "How closely the words are followed; 0 is off.",
     "registers": "Tokens that stand in for masks. Fewer are faster but give worse results.",
@@ -249,7 +249,7 @@ def _outputs(task: str) -> list[Any]:
     if makes == "text":
         return [gr.Textbox(label=label, lines=3), gr.HTML()]
     looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}
-    # As a file, and the gallery does not write it again while a browser fetches it.
+    # Passed on as a file, so that gradio does not rewrite it while a browser fetches it.
     image = gr.Image(format="png", type="filepath", interactive=False, **looks)
     return [image, gr.HTML()]
 
