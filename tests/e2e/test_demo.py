@@ -112,10 +112,17 @@ def opened(page, name):
     return page.get_by_role("tabpanel").filter(visible=True)
 
 
+def set_steps(tab, steps):
+    tab.get_by_role("button", name="Settings").click()
+    field = tab.get_by_label("number input for Steps")
+    field.fill(str(steps))
+    field.press("Tab")
+    tab.page.wait_for_timeout(500)  # the page takes over what was typed a little later
+
+
 def test_an_image_is_drawn(page, service):
     tab = opened(page, "Draw")
-    tab.get_by_role("button", name="Settings").click()
-    tab.get_by_label("number input for Steps").fill("3")
+    set_steps(tab, 3)
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
     drawn = tab.locator(".shown-image img")
@@ -225,11 +232,9 @@ def test_the_image_just_drawn_goes_to_every_tab_and_to_the_gallery(page):
 
 def test_every_step_shows_what_it_passes(page):
     tab = opened(page, "Draw")
-    tab.get_by_role("button", name="Settings").click()
-    tab.get_by_label("number input for Steps").fill("3")
+    set_steps(tab, 3)
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(PASSED).wait_for()
-    tab.locator(".passes figure").nth(3).wait_for()
     assert tab.locator(".passes figure").count() == 4  # the prompt, and every step
     this, dense = (
         int(said.replace(",", "")) for said in tab.locator(".counts b").all_inner_texts()
@@ -246,8 +251,7 @@ def test_stop_is_quiet(page, service, caplog, monkeypatch):
 
     monkeypatch.setattr(batching.Ticket, "follow", slowly)
     tab = opened(page, "Draw")
-    tab.get_by_role("button", name="Settings").click()
-    tab.get_by_label("number input for Steps").fill("5")
+    set_steps(tab, 5)
     tab.get_by_role("button", name="Draw", exact=True).click()
     tab.get_by_text(re.compile(r"step \d+ of")).first.wait_for()
     tab.get_by_role("button", name="Stop").click()
