@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files and folders completely or not at all, and locks them."""
+"""Reads regular files of a bounded size; writes files and folders completely or not at all."""
 
 import contextlib
 import hashlib
@@ -8,17 +8,65 @@ import os
 import pathlib
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import filelock
 
 UNFINISHED = ".tmp"  # ends the names of unfinished files and folders
 DEEPEST = 100  # nesting of lists and objects in JSON
+MOST_BYTES = 2**26  # of a file that is read into memory, unless its reader says otherwise
 
 
 class LockedError(Exception):
     """Another process holds a lock; the message is its process id, or "unknown"."""
+
+
+class FileRefused(OSError):
+    """A file that is not read: not a regular file, or too large; the message says which."""
+
+
+def open_regular(path: pathlib.Path | str) -> BinaryIO:
+    """Opens a file for reading; never waits for a pipe or touches a device.
+
+    Raises:
+        FileRefused: it is not a regular file: a folder, a device, a pipe or a socket.
+        OSError: there is no such file, or it cannot be read.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may already have an effect
+        raise FileRefused(f"{path} is not a regular file")
+    # What is there may change between the two looks: O_NONBLOCK returns from a pipe at once.
+    file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise FileRefused(f"{path} is not a regular file")
+
+
+def read_bytes(path: pathlib.Path | str, most: int = MOST_BYTES) -> bytes:
+    """Reads a regular file of at most `most` bytes.
+
+    Raises:
+        FileRefused: as `open_regular`, or the file has more bytes.
+        OSError: there is no such file, or it cannot be read.
+    """
+    with open_regular(path) as file:
+        contents = file.read(most + 1)  # the size that /proc states is 0
+    if len(contents) > most:
+        raise FileRefused(f"{path} has more than {most} bytes, the most that is read")
+    return contents
+
+
+def read_text(path: pathlib.Path | str, most: int = MOST_BYTES, encoding: str = "utf-8") -> str:
+    """Reads a regular text file as `read_bytes` does; line ends become newlines.
+
+    Raises:
+        OSError: as `read_bytes`.
+        UnicodeDecodeError: it is not text in this encoding.
+    """
+    text = read_bytes(path, most).decode(encoding)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 @contextlib.contextmanager
@@ -99,15 +147,19 @@ def read_json(path: pathlib.Path) -> Any:
     """Reads a JSON file whose objects must have no duplicate keys.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: as `read_bytes`.
         ValueError: as `parse_json`, or the file is not text.
     """
-    return parse_json(path.read_text(encoding="utf-8"), unique=True)
+    return parse_json(read_text(path), unique=True)
 
 
 def sha256(path: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
+    """Returns the SHA-256 of a regular file of any size.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
