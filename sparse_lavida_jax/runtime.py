@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 MOST_BYTES = 5 * 2**30  # of compiled programs; beyond that the oldest are deleted
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # in the messages of XLA
 LOCK_SECONDS = 10  # to wait for the lock on their folder
 
 
@@ -208,6 +209,13 @@ def return_freed_memory() -> None:
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of the host or of a device is not enough."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return any(part in str(error) for part in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 # ---------------------------------------------------------------------------------------------
