@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the lines of code of each room of the package: without blank lines, comments, docstrings."""
+"""Prints the lines of code of each room of the package, without comments and docstrings."""
 
 import ast
 import collections

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only regular files of a bounded size are read: no device, pipe, folder, socket or endless file."""
+"""Only regular files of a bounded size are read: no device, pipe, folder or endless file."""
 
 import os
 import pathlib
