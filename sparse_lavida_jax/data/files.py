@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads regular files of a bounded size; writes files and folders completely or not at all."""
 
+import collections
 import contextlib
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -10,7 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import filelock
 
@@ -27,7 +29,7 @@ class FileRefused(OSError):
     """A file that is not read: not a regular file, or too large; the message says which."""
 
 
-def open_regular(path: pathlib.Path | str) -> BinaryIO:
+def open_regular(path: pathlib.Path | str) -> io.BufferedReader:
     """Opens a file for reading; never waits for a pipe or touches a device.
 
     Raises:
@@ -111,23 +113,28 @@ def write_json(path: pathlib.Path, values: Any, indent: int = 1) -> None:
     write_text(path, json.dumps(values, indent=indent) + "\n")
 
 
-def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+def parse_json(text: str | bytes, *, unique: bool = False, most_values: int | None = None) -> Any:
     """Parses JSON.
 
     Args:
         unique: refuses an object with a duplicate key, of which the last would count.
+        most_values: the most values in all lists and objects; None: any number.
 
     Raises:
-        ValueError: it is not JSON, or nested deeper than anything that is read here.
+        ValueError: it is not JSON, has more values, or is nested deeper than anything that is read
+            here.
     """
     too_deep = f"lists and objects are nested more than {DEEPEST} deep"
     try:
         value = json.loads(text, object_pairs_hook=_of_unique_keys if unique else None)
     except RecursionError:
         raise ValueError(too_deep) from None
-    level = [value] if isinstance(value, dict | list) else []
+    level, count = [value] if isinstance(value, dict | list) else [], 0
     for _ in range(DEEPEST):
         parts = [part.values() if isinstance(part, dict) else part for part in level]
+        count += sum(map(len, parts))
+        if most_values is not None and count > most_values:
+            raise ValueError(f"it has more than {most_values} values")
         level = [one for part in parts for one in part if isinstance(one, dict | list)]
         if not level:
             return value
@@ -135,12 +142,11 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        raise ValueError(f"the key {counts.most_common(1)[0][0]!r} is there twice")
+    return values
 
 
 def read_json(path: pathlib.Path) -> Any:

@@ -9,14 +9,16 @@ import io
 import json
 import math
 import pathlib
+import re
 import struct
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, UInt8
-from PIL import Image, ImageDraw, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageDraw, PngImagePlugin, UnidentifiedImageError
 
 from sparse_lavida_jax.data import files
 
@@ -27,6 +29,11 @@ Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y
 MOST_PIXELS = 2**26  # 8192 x 8192
 LONGEST_SIDE = 2**14  # pixels
 MOST_ASPECT = 64  # the longer side over the shorter: images are padded to squares
+MOST_SCANS = 64  # of a progressive JPEG, each of which is decoded over all pixels
+SCAN_COST = 8  # scans beyond the first that take as long as the image itself
+MOST_BYTES = 2**29  # of an image file
+MOST_SECONDS = 20.0  # of processor time to read one image
+BAND = 2**22  # pixels that are converted at once
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 RECORD = "sparse-lavida"  # the text chunk of a PNG that records how it was drawn
@@ -35,6 +42,18 @@ FRAME_MILLISECONDS = 350
 LAST_FRAME_MILLISECONDS = 2000
 BACKDROP = (255, 255, 255)  # colour of transparent pixels
 GAP = 4  # pixels between the images of a sheet
+JPEG = b"\xff\xd8"  # starts each
+# What starts the EXIF data of a JPEG, and the list of its images if it has several, as from phones:
+# the first one counts. Pillow shall read neither (`_orientation`).
+_EXIF = re.compile(rb"\xff\xe1..Exif\0\0", re.DOTALL)
+_METADATA = re.compile(rb"\xff\xe1..Exif\0\0|\xff\xe2..MPF\0", re.DOTALL)
+_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+ORIENTATION = 0x0112  # of EXIF's tags
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # 16-bit grey
 
 
@@ -63,18 +82,39 @@ def read(path: pathlib.Path | str, *, backdrop: bool = True) -> Pixels:
         ImageError: there is no such file, or it is not a PNG, JPEG or WebP, is damaged or animated,
             or has too many pixels.
     """
-    with _opened(pathlib.Path(path)) as image:
-        return _as_rgb(ImageOps.exif_transpose(image), backdrop)
+    return read_bytes(_contents(path), str(path), backdrop=backdrop)
 
 
-def read_bytes(contents: bytes, name: str = "the image", *, backdrop: bool = True) -> Pixels:
+def read_bytes(
+    contents: bytes,
+    name: str = "the image",
+    *,
+    backdrop: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> Pixels:
     """Does what `read` does with a file in memory; `name` is for error messages.
+
+    Args:
+        check: called now and then; may raise what ends the reading.
 
     Raises:
         ImageError: as `read`.
     """
-    with _opened(io.BytesIO(contents), name) as image:
-        return _as_rgb(ImageOps.exif_transpose(image), backdrop)
+    with _opened(contents, name, check) as image:
+        return _as_rgb(image, backdrop)
+
+
+def cost(contents: bytes, name: str = "the image") -> int:
+    """Returns what it costs to decode a file, in pixels, from its headers alone.
+
+    That is the number of its pixels, and an eighth of it for each further scan of a JPEG.
+
+    Raises:
+        ImageError: as `read`, for all that the headers say.
+    """
+    with _opened(contents, name, decode=False) as image:
+        scans = max(1, _scans(contents)) if image.format == "JPEG" else 1
+        return image.width * image.height * (SCAN_COST + scans - 1) // SCAN_COST
 
 
 def read_mask(path: pathlib.Path | str, like: Pixels) -> Bool[np.ndarray, "h w"]:
@@ -86,20 +126,26 @@ def read_mask(path: pathlib.Path | str, like: Pixels) -> Bool[np.ndarray, "h w"]
     return check_mask(Image.fromarray(read(path)), like, str(path))
 
 
-def read_transparent(contents: bytes, name: str = "the mask") -> Bool[np.ndarray, "_h _w"]:
+def read_transparent(
+    contents: bytes, name: str = "the mask", *, check: Callable[[], None] = lambda: None
+) -> Bool[np.ndarray, "_h _w"]:
     """Reads a mask in OpenAI's form from memory: transparent pixels are to be painted.
 
     A mask without transparency is read like ours: white pixels are to be painted.
 
+    Args:
+        check: see `read_bytes`.
+
     Raises:
         ImageError: as `read`, or there is nothing to paint.
     """
-    with _opened(io.BytesIO(contents), name) as image:
-        upright = ImageOps.exif_transpose(image)
-        if not upright.has_transparency_data:
-            found = _as_rgb(upright).mean(axis=-1) > 127
-        else:
-            found = np.asarray(upright.convert("RGBA").getchannel("A")) == 0
+    with _opened(contents, name, check) as image:
+        found = np.empty((image.height, image.width), bool)
+        for rows, band in _bands(image):
+            if image.has_transparency_data:
+                found[rows] = np.asarray(band.convert("RGBA").getchannel("A")) == 0
+            else:
+                found[rows] = _as_rgb(band).mean(axis=-1) > 127
     if not found.any():
         raise ImageError(
             f"{name} is transparent nowhere: make transparent, or white, what is to be drawn."
@@ -113,7 +159,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     Raises:
         ImageError: as `read`, or there is no such record.
     """
-    with _opened(pathlib.Path(path)) as image:
+    with _opened(_contents(path), str(path)) as image:
         text = image.info.get(RECORD)
     try:
         record = files.parse_json(text) if isinstance(text, str) else None
@@ -127,35 +173,117 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     return record
 
 
+def _contents(path: pathlib.Path | str) -> bytes:
+    """Returns an image file.
+
+    Raises:
+        ImageError: there is no such file, it is not a regular one, or it is too large.
+    """
+    try:
+        return files.read_bytes(path, MOST_BYTES)
+    except FileNotFoundError:
+        raise ImageError(f"there is no image {path}.") from None
+    except files.FileRefused as error:
+        raise ImageError(f"{error}: give a file in {', '.join(FORMATS)}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise ImageError(f"{path} is not an image that can be read: {error}.") from error
+
+
+class _Source(io.BytesIO):
+    """An image file in memory whose reading takes a bounded time.
+
+    Args:
+        name: for the error message.
+        check: called at every read; may raise what ends the reading.
+    """
+
+    def __init__(self, contents: bytes, name: str, check: Callable[[], None]):
+        super().__init__(contents)
+        self._name, self._check = name, check
+        self._end = time.thread_time() + MOST_SECONDS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._check()
+        if time.thread_time() > self._end:
+            raise ImageError(
+                f"{self._name} takes more than {MOST_SECONDS:g} s to read, the most that is"
+                " allowed: save it anew as PNG."
+            )
+        return super().read(size)
+
+
 @contextlib.contextmanager
-def _opened(file: pathlib.Path | io.BytesIO, name: str = "") -> Iterator[Image.Image]:
-    """Yields an image after checking its size and format, before its pixels are decoded."""
-    path = name or file
+def _opened(
+    contents: bytes, name: str, check: Callable[[], None] = lambda: None, *, decode: bool = True
+) -> Iterator[Image.Image]:
+    """Yields an image, upright, after checking its headers and before its pixels are decoded."""
+    plain = contents
+    if contents.startswith(JPEG):
+        plain = _METADATA.sub(lambda match: match[0][:4].ljust(len(match[0]), b"-"), contents)
+        if (scans := _scans(contents)) > MOST_SCANS:
+            raise ImageError(
+                f"{name} has {scans} scans: at most {MOST_SCANS} are read. Save it anew as PNG, or"
+                " as a JPEG that is not progressive."
+            )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(file, formats=FORMATS) as image:
-                _check_header(path, image)
+            with Image.open(_Source(plain, name, check), formats=FORMATS) as image:
+                _check_header(name, image)
+                if not decode:
+                    yield image
+                    return
                 image.load()
-                yield image
+                turn = _TURNS.get(_orientation(image, contents))
+                yield image if turn is None else image.transpose(turn)
     except Image.DecompressionBombError:
         raise ImageError(
-            f"{path} has more than {MOST_PIXELS} pixels, the most that is read: make it smaller."
+            f"{name} has more than {MOST_PIXELS} pixels, the most that is read: make it smaller."
         ) from None
     except UnidentifiedImageError:
         raise ImageError(
-            f"{path} is no image that can be read: neither {' nor '.join(FORMATS)}, or damaged."
+            f"{name} is not an image that can be read: neither {' nor '.join(FORMATS)}, or damaged."
         ) from None
-    except FileNotFoundError:
-        raise ImageError(f"there is no image {path}.") from None
     except ImageError:
         raise
-    # Pillow raises these for damaged files and impossible names.
+    # Pillow raises these for damaged files.
     except (OSError, SyntaxError, EOFError, ValueError, LookupError, struct.error) as error:
-        raise ImageError(f"{path} is no image that can be read: {error}") from error
+        raise ImageError(f"{name} is not an image that can be read: {error}") from error
 
 
-def _check_header(path: object, image: Image.Image) -> None:
+def _scans(contents: bytes) -> int:
+    """Returns the most scans that a JPEG can have; FF DA also occurs in the metadata by chance."""
+    return contents.count(b"\xff\xda")
+
+
+def _orientation(image: Image.Image, contents: bytes) -> int:
+    """Returns the orientation, 1 to 8, that the metadata of an image states; 1 if there is none.
+
+    Only that entry of the EXIF metadata is read. Pillow copies the values of all entries, each of
+    which may be as large as the file.
+    """
+    try:
+        exif = image.info.get("exif") or b""
+        if contents.startswith(JPEG) and (block := _EXIF.search(contents)):
+            exif = contents[block.end() : block.end() + 2**16]
+        elif "Raw profile type exif" in image.info:
+            exif = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))
+        exif = exif.removeprefix(b"Exif\0\0")
+        order = {b"II": "<", b"MM": ">"}.get(exif[:2], "<")
+        (start,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, start)
+        for i in range(count):
+            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", exif, start + 2 + 12 * i)
+            if (tag, kind) == (ORIENTATION, 3):  # 3: 16 bits
+                return value
+    except (struct.error, ValueError):
+        pass  # damaged, or none
+    xmp = image.info.get("XML:com.adobe.xmp") or image.info.get("xmp") or b""
+    stated = _XMP.search(xmp if isinstance(xmp, bytes) else xmp.encode())
+    return int(stated[1]) if stated else 1
+
+
+def _check_header(path: str, image: Image.Image) -> None:
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise ImageError(
@@ -170,12 +298,26 @@ def _check_header(path: object, image: Image.Image) -> None:
             f" {MOST_ASPECT} times those of the other. Cut it."
         )
     frames = getattr(image, "n_frames", 1)
-    # A JPEG of several images, as phones write, is not an animation: the first one counts.
-    if frames > 1 and image.format != "MPO":
+    if frames > 1:
         raise ImageError(f"{path} is animated, {frames} frames: give one of them as an image.")
 
 
+def _bands(image: Image.Image) -> Iterator[tuple[slice, Image.Image]]:
+    """Yields an image in bands of rows, so that converting it takes little memory."""
+    step = max(1, BAND // image.width)
+    for top in range(0, image.height, step):
+        bottom = min(top + step, image.height)
+        yield slice(top, bottom), image.crop((0, top, image.width, bottom))
+
+
 def _as_rgb(image: Image.Image, backdrop: bool = True) -> Pixels:
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for rows, band in _bands(image):
+        pixels[rows] = _band_as_rgb(band, backdrop)
+    return pixels
+
+
+def _band_as_rgb(image: Image.Image, backdrop: bool) -> Pixels:
     if image.mode in _DEEP:
         grey = (np.asarray(image).astype(np.int64).clip(0, 65535) / 257).round().astype(np.uint8)
         return np.repeat(grey[..., None], 3, axis=-1)

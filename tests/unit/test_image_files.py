@@ -3,11 +3,13 @@
 
 import io
 import struct
+import tracemalloc
 import zlib
 
+import hostile_inputs
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import ImageError
@@ -74,7 +76,7 @@ def test_a_photograph_on_its_side_is_put_upright(tmp_path):
     [
         ((40_000, 40_000), "more than 67108864 pixels"),
         ((10_000, 10_000), "is 10000x10000: more than 67108864 pixels"),
-        ((0, 0), "is no image that can be read"),
+        ((0, 0), "is not an image that can be read"),
         ((1, 67_000_000), "is 1x67000000: a side may have at most 16384 pixels"),
         ((1, 20_000), "is 1x20000: a side may have at most 16384 pixels"),
         ((6500, 100), "is 6500x100: .* and 64 times those of the other. Cut it"),
@@ -97,9 +99,11 @@ def test_what_is_no_image_is_named(tmp_path):
     text.write_text("a red circle")
     with pytest.raises(ImageError, match=r"^there is no image .*missing.png\.$"):
         image_files.read(tmp_path / "missing.png")
-    for path in (broken, text, tmp_path):
-        with pytest.raises(ImageError, match=f"{path} is no image that can be read: "):
+    for path in (broken, text):
+        with pytest.raises(ImageError, match=f"{path} is not an image that can be read: "):
             image_files.read(path)
+    with pytest.raises(ImageError, match=f"{tmp_path} is not a regular file: give a file in PNG"):
+        image_files.read(tmp_path)
 
 
 def test_what_pillow_stumbles_over_is_named():
@@ -108,7 +112,7 @@ def test_what_pillow_stumbles_over_is_named():
     notes.add_text("a", "b" * 2**21, zip=True)  # a decompression bomb, by Pillow's own limit
     Image.fromarray(NOISE).save(contents, "PNG", pnginfo=notes)
     for wrong in (contents.getvalue(), png_header(4, 4)[:20], png_header(4, 4)[:33]):
-        with pytest.raises(ImageError, match="the upload is no image that can be read"):
+        with pytest.raises(ImageError, match="the upload is not an image that can be read"):
             image_files.read_bytes(wrong, "the upload")
 
 
@@ -266,3 +270,105 @@ def test_boxes_are_drawn():
     assert (drawn[10, 10:41] == 0).all()
     assert (drawn[20, 20] == 200).all()
     assert (plain == 200).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# What an image may cost to read.
+
+
+def saved(image: Image.Image, format: str, **how) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **how)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_images_are_turned_as_pillow_turns_them(format, orientation):
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112], exif[0x9003] = "maker", orientation, "2026:11:26 00:00:00"
+    contents = saved(Image.fromarray(pixels), format, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(contents))).convert("RGB")
+    np.testing.assert_array_equal(image_files.read_bytes(contents), np.asarray(upright))
+
+
+def test_an_orientation_in_xmp_counts_where_exif_has_none():
+    image = Image.new("RGB", (24, 40))
+    contents = saved(image, "JPEG", xmp=b'<x tiff:Orientation="6"/>')
+    assert image_files.read_bytes(contents).shape == (24, 40, 3)
+
+
+def greedy_exif(entries: int, size: int) -> bytes:
+    """EXIF metadata of `size` bytes, each entry of which has all of them as its value."""
+    table = b"".join(struct.pack("<HHII", i + 1, 7, size - 8, 8) for i in range(entries))
+    block = b"II*\0" + struct.pack("<IH", 8, entries) + table
+    return b"Exif\0\0" + block.ljust(size, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("format", "entries", "size"),
+    [("PNG", 60_000, 2**22), ("WEBP", 2_000, 2**22), ("JPEG", 5_000, 65_000)],
+)
+def test_metadata_takes_no_more_memory_than_its_file(format, entries, size):
+    contents = saved(Image.new("RGB", (64, 64)), format, exif=greedy_exif(entries, size))
+    if format == "JPEG":  # Pillow joins further blocks to the first
+        end = contents.index(b"Exif") - 4 + 2 + int.from_bytes(contents[4:6], "big")
+        contents = contents[:2] + contents[2:end] * 20 + contents[end:]
+    tracemalloc.start()
+    try:
+        assert image_files.read_bytes(contents).shape == (64, 64, 3)
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded():
+    with pytest.raises(ImageError, match="has 601 scans: at most 64 are read"):
+        image_files.cost(hostile_inputs.jpeg_of_scans(64, 600))
+    with pytest.raises(ImageError, match="has 601 scans: at most 64 are read"):
+        image_files.read_bytes(hostile_inputs.jpeg_of_scans(64, 600))
+
+
+def test_the_cost_of_an_image_is_known_from_its_headers():
+    assert image_files.cost(hostile_inputs.png(8192, 8192)) == 2**26
+    jpeg = saved(Image.new("RGB", (80, 40)), "JPEG")
+    assert image_files.cost(jpeg) == 3200
+    progressive = saved(Image.new("RGB", (80, 40)), "JPEG", progressive=True)
+    scans = progressive.count(b"\xff\xda")
+    assert scans > 1
+    assert image_files.cost(progressive) == 3200 * (7 + scans) // 8
+
+
+def test_reading_ends_when_nobody_waits_for_it():
+    noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    contents, reads = saved(Image.fromarray(noise), "PNG"), []
+
+    def check():
+        reads.append(None)
+        if len(reads) > 12:  # headers are read in fewer, pixels in pieces of at most 64 kB
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        image_files.read_bytes(contents, check=check)
+
+
+def test_reading_an_image_takes_bounded_time(monkeypatch):
+    monkeypatch.setattr(image_files, "MOST_SECONDS", 0.2)
+    contents = hostile_inputs.jpeg_of_scans(64, 1)
+    padded = contents[:2] + b"\xff" * 2**22 + contents[2:]  # which Pillow skips one by one
+    with pytest.raises(ImageError, match=r"takes more than 0\.2 s to read"):
+        image_files.read_bytes(padded)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "LA", "P", "RGBA", "CMYK"])
+def test_bands_change_no_pixel(mode, monkeypatch):
+    values = np.random.default_rng(0).integers(0, 2**16, (37, 29, 4), dtype=np.uint16)
+    if mode == "I;16":
+        image = Image.fromarray(values[..., 0])
+    else:
+        image = Image.fromarray((values >> 8).astype(np.uint8), "RGBA").convert(mode)
+    contents = saved(image, "JPEG" if mode == "CMYK" else "PNG")
+    whole = image_files.read_bytes(contents)
+    monkeypatch.setattr(image_files, "BAND", 100)
+    np.testing.assert_array_equal(image_files.read_bytes(contents), whole)
