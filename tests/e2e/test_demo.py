@@ -193,7 +193,7 @@ def broken(tmp_path):
 def test_a_broken_upload_is_refused_with_a_sentence(page, broken, name):
     tab = opened(page, name)
     tab.locator("input[type=file]").first.set_input_files(broken)
-    page.get_by_text("broken.png is no image that can be read").first.wait_for()
+    page.get_by_text("broken.png is not an image that can be read").first.wait_for()
 
 
 def source(tab):
@@ -316,7 +316,7 @@ def test_programs_that_send_a_broken_image_are_told(address, shown, broken):
     good, bad = client.handle_file(str(shown)), client.handle_file(str(broken))
     for background, layers in ((bad, []), (good, [bad])):
         editor = {"background": background, "layers": layers, "composite": None}
-        with pytest.raises(Exception, match="is no image that can be read"):
+        with pytest.raises(Exception, match="is not an image that can be read"):
             page.predict(editor, *words, api_name="/inpaint")
 
 

@@ -160,7 +160,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(address, code, path, asked, t
 
 
 def test_broken_and_large_uploads_are_refused(client, address, service):
-    with pytest.raises(openai.BadRequestError, match="the image is no image that can be read"):
+    with pytest.raises(openai.BadRequestError, match="the image is not an image that can be read"):
         client.images.edit(image=("a.png", b"not an image"), prompt="a")
     with pytest.raises(openai.BadRequestError, match="at most one file named mask"):
         client.images.edit(image=("a.png", b"x"), prompt="a", extra_body={"mask": "iVBORw0KGgo="})

@@ -38,7 +38,7 @@ QUOTED = (
     "which will draw badly:",
     "has not written its model yet: that happens at its end.",
     "Give a model folder, a run directory, the name of a",
-    "is no image that can be read: neither",
+    "is not an image that can be read: neither",
     "it was drawn by another checkpoint:",
     "another program has it: choose another with --port, or 0 for any",
     "requests wait already and the queue is full",

@@ -155,7 +155,7 @@ def test_a_broken_image_is_named_and_left_out(tmp_path):
     found = records(tmp_path, max_bad_fraction=0.5)["text_to_image"]
     assert [one.asked[0] for one in found] == ["image 0", "image 1", "image 3"]
     told = (tmp_path / "prepared/report.md").read_text()
-    assert "- metadata.jsonl:3: its image 2.png is no image that can be read" in told
+    assert "- metadata.jsonl:3: its image 2.png is not an image that can be read" in told
 
 
 def test_what_is_not_understood_is_told(tmp_path):

@@ -166,7 +166,7 @@ def test_an_image_in_a_data_uri_is_read(service):
         ("/etc/passwd", "is not fetched"),
         ("data:text/html;base64,aGk=", "is not fetched"),
         ("data:image/png;base64,@@", "is no base64"),
-        ("data:image/png;base64,aGk=", "the image is no image that can be read"),
+        ("data:image/png;base64,aGk=", "the image is not an image that can be read"),
         (f"data:image/png;base64,{'A' * 800}", "has 600 bytes: at most 400"),
     ],
 )

@@ -142,7 +142,6 @@ def test_a_damaged_row_is_reported(tmp_path, name, contents, said):
     [
         ("a.json", "{}", "holds no list of rows"),
         ("a.csv", "", "no line of column names"),
-        ("a.csv", b"a\n\xff\n", "cannot be read"),
         ("a.tar", "nothing", "cannot be read"),
     ],
 )
