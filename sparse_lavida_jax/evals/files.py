@@ -9,13 +9,14 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sparse_lavida_jax.data.files import parse_json
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.mixture import tables
 from sparse_lavida_jax.mixture.records import RecordError
 
 Names = Sequence[str]
 Record = dict[str, Any]
 
+MOST_BYTES = 2**31  # of a file: some have images in their cells
 MOST_CELL = 2**27  # characters in a cell with an image
 
 
@@ -30,7 +31,7 @@ def read_text(path: pathlib.Path) -> str:
         EvaluationError: it is not text.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return files.read_text(path, MOST_BYTES, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{path} is no text in UTF-8: {error}. Get it again.") from error
 
@@ -49,7 +50,7 @@ def read(path: pathlib.Path) -> Any:
             case ".csv" | ".tsv":
                 return _rows(text, "\t" if path.suffix == ".tsv" else ",")
             case _:
-                return parse_json(text)
+                return files.parse_json(text)
     except (ValueError, csv.Error) as error:
         raise EvaluationError(
             f"{path} is no {path.suffix[1:].upper()}: {error}. Get it again."
@@ -61,7 +62,7 @@ def _json_lines(text: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield parse_json(line)
+                yield files.parse_json(line)
             except json.JSONDecodeError as error:
                 where = f"line {number}, column {error.colno}"
                 raise ValueError(f"{error.msg} in {where}") from error

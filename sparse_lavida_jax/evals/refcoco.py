@@ -9,6 +9,7 @@ import pathlib
 import pickle
 from typing import Any, ClassVar
 
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.images import overlap
 from sparse_lavida_jax.evals.benchmark import Benchmark, Item
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read, records
@@ -116,7 +117,7 @@ def read_plain_pickle(path: pathlib.Path) -> Any:
         EvaluationError: it is damaged, or contains anything else.
     """
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             return _PlainUnpickler(file, encoding="latin-1").load()
     except (pickle.UnpicklingError, ArithmeticError, LookupError, MemoryError, TypeError,
             ValueError, AttributeError, EOFError) as error:  # fmt: skip

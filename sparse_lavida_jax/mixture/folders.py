@@ -22,10 +22,11 @@ import pathlib
 from typing import NamedTuple
 
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.mixture import tables
+from sparse_lavida_jax.mixture import ingest, tables
 from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 from sparse_lavida_jax.mixture.records import RecordError
 
+MOST_TEXT = 2**20  # bytes of the captions of one image
 TABLES = (".jsonl", ".csv", ".parquet", ".tar")
 WRITTEN = "tables/captions.jsonl"  # in the prepared folder, from text files next to images
 PEEKED = 8  # rows of a table that are read to find its columns: a row lacks its empty cells
@@ -75,6 +76,13 @@ def read(folder: pathlib.Path, prepared: pathlib.Path) -> PlainFolder:
     inside = [path for path in sorted(folder.rglob("*")) if prepared not in path.parents]
     datasets: list[Dataset] = []
     of_tables = [path for path in inside if path.suffix in TABLES and path.is_file()]
+    for path in of_tables:
+        try:
+            tables.inside(folder, str(path.relative_to(folder)))
+        except ValueError:
+            raise PrepareError(
+                f"{path} is a link to a file outside of {folder}: copy it, or leave it out."
+            ) from None
     # By folder and format.
     for (parent, _), alike in itertools.groupby(sorted(of_tables, key=_place), key=_place):
         datasets += _datasets(parent, [path for path in alike if tables.num_rows(path)])
@@ -156,8 +164,9 @@ def _understood(path: pathlib.Path) -> tuple[str, dict[str, str]]:
         if fields.keys() <= found.keys():
             return kind, found
     raise PrepareError(
-        f"{path} has the columns {', '.join(sorted(seen)) or 'of no row that can be read'}, which"
-        f" do not say what it is for. It needs {_ALLOWED}."
+        f"{path} has the columns"
+        f" {', '.join(sorted(seen))[: tables.SHOWN] or 'of no row that can be read'}, which do not"
+        f" say what it is for. It needs {_ALLOWED}."
     )
 
 
@@ -174,7 +183,16 @@ def _captions(
     for path in inside:
         if path.suffix.lower() in image_files.SUFFIXES:
             name = path.relative_to(folder).as_posix()
-            if captions := _lines(path.with_suffix(".txt")):
+            text = path.with_suffix(".txt")
+            try:
+                captions = _lines(tables.inside(folder, str(text.relative_to(folder))))
+            except FileNotFoundError:
+                captions = []
+            except (OSError, ValueError, RuntimeError) as error:
+                why = f"its captions {text.name} cannot be read: {error}"
+                said.append({"image": name, ingest.UNUSABLE: why})
+                continue
+            if captions:
                 said.append({"image": name, "caption": captions})
             else:
                 silent.append(name)
@@ -183,9 +201,7 @@ def _captions(
 
 def _lines(path: pathlib.Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError:
-        return []
+        lines = files.read_text(path, MOST_TEXT, "utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise PrepareError(f"{path} is no text in UTF-8: save it in that encoding.") from error
     return [line.strip() for line in lines if line.strip()]
@@ -194,6 +210,10 @@ def _lines(path: pathlib.Path) -> list[str]:
 def _write(path: pathlib.Path, rows: list[tables.Row]) -> None:
     """Writes a table, unless it is unchanged: a new file time would mean that rows changed."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(path, text)
+    contents = text.encode(errors="backslashreplace")  # of half characters, as JSON writes them
+    try:
+        is_there = files.read_bytes(path, len(contents)) == contents
+    except OSError:
+        is_there = False
+    if not is_there:
+        files.write_text(path, contents.decode())

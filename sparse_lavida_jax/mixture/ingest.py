@@ -9,6 +9,7 @@ the seed, the dataset and the number of the row.
 import contextlib
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax.data import files, image_files, images
+from sparse_lavida_jax.data.templates import check_characters
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.recipe import Dataset
 from sparse_lavida_jax.mixture.records import Record, RecordError
@@ -30,6 +32,12 @@ OPERATIONS = {
     "add": "adding", "remove": "removing", "replace": "replacing", "adjust": "adjusting",
     "edit": "edit",
 }  # fmt: skip
+MOST_CHARACTERS = 20_000  # of one text
+LONGEST_WORD = 1_000  # characters without a space, or of space: tokenizers are slow on longer ones
+MOST_IMAGES = 64  # of one row
+UNUSABLE = "unusable"  # field with the reason why a row of `folders` is bad
+_LOCATION = re.compile(r"<LOC_\d{1,6}>")
+_LONG = re.compile(rf"\S{{{LONGEST_WORD + 1}}}|\s{{{LONGEST_WORD + 1}}}")
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
@@ -101,6 +109,8 @@ class _RowReader:
     rng: np.random.Generator
 
     def draft(self) -> Draft:
+        if reason := self.row.get(UNUSABLE):
+            raise RecordError(str(reason))
         score = self._number("score")
         if score is not None and score < self.dataset.aes_cutoff:
             raise LeftOut("aes_cutoff")
@@ -309,7 +319,9 @@ class _RowReader:
 
     def _encoded(self, field: str) -> tuple[bytes, ...]:
         """Returns the encoded image or images of a field."""
-        return tuple(map(self.reader.image, self._list(field)))
+        if len(named := self._list(field)) > MOST_IMAGES:
+            raise RecordError(f"it has {len(named)} images as {field}, more than {MOST_IMAGES}")
+        return tuple(map(self.reader.image, named))
 
     def _list(self, field: str) -> list[Any]:
         """Returns the values of a field, which may be a single value or empty."""
@@ -327,9 +339,16 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
-    """Returns a text after checking that it is not empty and has no chat template tokens."""
+    """Returns a text after checking that a tokenizer and a prompt can have it."""
     if not isinstance(value, str) or not value.strip():
         raise RecordError(f"it has no {field}" if value in (None, "") else f"{field} is {value!r}")
+    if len(value) > MOST_CHARACTERS:
+        raise RecordError(f"{field} has {len(value)} characters, more than {MOST_CHARACTERS}")
+    if _LONG.search(_LOCATION.sub(" ", value)):
+        raise RecordError(f"{field} has a word of more than {LONGEST_WORD} characters")
+    if "\0" in value:
+        raise RecordError(f"{field} holds the character NUL")
+    check_characters(value, field)
     for token in (*chat.CONTROL, *(() if with_images else (chat.IMAGE,))):
         if token in value:
             raise RecordError(f"{field} holds the control token {token}")

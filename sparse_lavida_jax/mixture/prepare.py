@@ -30,7 +30,6 @@ from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files, markdown
-from sparse_lavida_jax.data.image_files import ImageError
 from sparse_lavida_jax.mixture import ingest, recipe, records, tables, workers
 from sparse_lavida_jax.mixture.ingest import Draft, LeftOut
 from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
@@ -38,6 +37,7 @@ from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
 READABLE = "report.md"
+LONGEST_REASON = 300  # characters of what is wrong with a row
 NAMED = 3  # rows or images that are listed in a message
 MANY_ROWS = 2**16  # of a table, checked at a time
 TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # also written for a plain folder
@@ -278,11 +278,21 @@ def _drafts(to: ingest.Settings, shard: Shard, left_out, bad) -> Iterator[Draft]
             name = f"{path.name}:{number + 1}"
             try:
                 row = reader.row(path, number)
-                yield ingest.draft(row, name, number, copy, dataset, reader, to)
+                made = ingest.draft(row, name, number, copy, dataset, reader, to)
             except LeftOut as rule:
                 left_out[str(rule)] += 1
-            except (records.RecordError, ImageError) as error:
-                bad.append([name, str(error)])
+            # Besides `RecordError` and `ImageError`, whatever hostile values make Python raise.
+            except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+                bad.append([name, _printable(error)])
+            else:
+                yield made
+
+
+def _printable(error: Exception) -> str:
+    """Returns the start of a message, without half characters, which no file can hold."""
+    told = str(error)
+    told = told if len(told) <= LONGEST_REASON else f"{told[:LONGEST_REASON]}..."
+    return told.encode(errors="backslashreplace").decode()
 
 
 def _encoded(

@@ -202,7 +202,7 @@ def read(path: pathlib.Path) -> Recipe:
 
 def _contents(path: pathlib.Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except FileNotFoundError:
         raise RecipeError(f"there is no mixture file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -216,7 +216,7 @@ def _contents(path: pathlib.Path) -> Any:
             raise RecipeError(
                 f"{path} is YAML: `pip install 'sparse-lavida-jax[data]'`, or write it in JSON."
             ) from error
-        kind, load, mistake = "YAML", yaml.safe_load, (yaml.YAMLError, RecursionError)
+        kind, load, mistake = "YAML", yaml.safe_load, (yaml.YAMLError, ValueError, RecursionError)
     else:
         raise RecipeError(f"{path} is no mixture file: its name ends with .yaml or .json.")
     try:

@@ -11,17 +11,17 @@ import contextlib
 import csv
 import functools
 import glob
+import io
 import itertools
-import os
 import pathlib
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax.data.files import parse_json
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 
@@ -30,6 +30,10 @@ Places = Any  # how to find each row of a table by its number
 Span = tuple[int, int] | Int[np.ndarray, "2"]  # of bytes of a file: offset and length
 
 MOST_BYTES = 2**27  # of one row or image; more counts as damage
+MOST_JSON = 2**31  # bytes of a table in JSON, which is read as a whole
+MOST_GROUP = 2**32  # bytes of a row group of Parquet, unpacked
+SHOWN = 300  # characters of names of columns in a message
+MOST_HEADER = 2**20  # bytes of the description of one file in a tar file
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp")
 FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".tar")
 LOOKED_THROUGH = 16  # how many files' row positions a process keeps
@@ -39,6 +43,13 @@ class TableError(PrepareError):
     """A table cannot be read at all; the message says which and why."""
 
 
+# What Python, tarfile and pyarrow raise for a damaged table, or a damaged part of one.
+UNREADABLE = (
+    OSError, ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError,
+    RecursionError, csv.Error, tarfile.TarError,
+)  # fmt: skip
+
+
 def find(pattern: str) -> list[pathlib.Path]:
     """Returns the files that match a path or a pattern, sorted.
 
@@ -46,13 +57,15 @@ def find(pattern: str) -> list[pathlib.Path]:
         TableError: there are none, or one has an unsupported format.
     """
     found = [pathlib.Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-    files = [path for path in found if path.is_file()]
-    if not files:
-        raise TableError(f"there is no table {pattern}.")
-    for path in files:
+    regular = [path for path in found if path.is_file()]
+    if not regular:
+        raise TableError(f"there is no table {pattern}: no regular file has that name.")
+    for path in regular:
+        if path.name != path.name.encode(errors="replace").decode():
+            raise TableError(f"{path} has a name that is not text in UTF-8: rename it.")
         if path.suffix not in FORMATS:
             raise TableError(f"{path} is no table that is read: {', '.join(FORMATS)} are.")
-    return files
+    return regular
 
 
 def num_rows(path: pathlib.Path) -> int:
@@ -80,7 +93,7 @@ def check_columns(paths: Iterable[pathlib.Path], wanted: Iterable[str]) -> None:
     if missing := sorted(missing - seen):
         raise TableError(
             f"`columns` of the mixture file names {', '.join(missing)}, and the columns of"
-            f" {', '.join(map(str, paths))} are {', '.join(sorted(seen))}."
+            f" {', '.join(map(str, paths))} are {', '.join(sorted(seen)):.{SHOWN}}."
         )
 
 
@@ -96,8 +109,7 @@ def _places(path: pathlib.Path) -> Places:
     try:
         about = path.stat()
         return _looked_through(path, about.st_size, about.st_mtime_ns)
-    # The errors of `pyarrow` derive from the first two.
-    except (OSError, ValueError, csv.Error, tarfile.TarError) as error:
+    except UNREADABLE as error:
         raise TableError(f"the table {path} cannot be read: {error}") from error
 
 
@@ -108,7 +120,9 @@ def _looked_through(path: pathlib.Path, *_version: int) -> Places:
             with _parquet(path) as file:
                 return range(file.metadata.num_rows)
         case ".json":
-            rows = parse_json(path.read_text(encoding="utf-8-sig"))
+            if path.stat().st_size > MOST_JSON:
+                raise ValueError(f"it has more than {MOST_JSON} bytes: write it as JSON lines")
+            rows = files.parse_json(files.read_text(path, MOST_JSON, "utf-8-sig"))
             if not isinstance(rows, list):
                 raise ValueError("it holds no list of rows; is it one row a line? Name it .jsonl")
             return rows
@@ -133,11 +147,20 @@ def _parquet(path: pathlib.Path):
 
 def _lines(path: pathlib.Path) -> Iterator[Span]:
     at = 0
-    with path.open("rb") as file:
-        for line in file:
+    with files.open_regular(path) as file:
+        for line, size in _bounded(file):
             if line.strip():
-                yield at, len(line)
-            at += len(line)
+                yield at, size
+            at += size
+
+
+def _bounded(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yields the lines of a file, each with its size; too long ones without their end."""
+    while line := file.readline(MOST_BYTES):
+        size, end = len(line), line
+        while not end.endswith(b"\n") and (end := file.readline(MOST_BYTES)):
+            size += len(end)
+        yield line, size
 
 
 def _csv_spans(path: pathlib.Path) -> Iterator[Span]:
@@ -146,22 +169,40 @@ def _csv_spans(path: pathlib.Path) -> Iterator[Span]:
 
     def lines() -> Iterator[str]:
         nonlocal at
-        for line in file:
-            at += len(line)
-            yield line.decode("utf-8")
+        for line, size in _bounded(file):
+            at += size
+            yield line.decode("utf-8", "replace")
 
-    with path.open("rb") as file:
-        for row in csv.reader(lines()):
+    with files.open_regular(path) as file:
+        rows = csv.reader(lines())
+        while True:
+            try:
+                row: Any = next(rows, None)
+            except csv.Error as error:  # reported when the row is read
+                row = error
+            if row is None:
+                return
             if row:
                 yield before, at - before
             before = at
 
 
 def _tar_members(path: pathlib.Path) -> Iterator[tuple[str, Span]]:
-    with tarfile.open(path, "r:") as archive:
-        for member in archive:
+    with _Headers(files.open_regular(path).detach()) as file:  # pyright: ignore
+        for member in tarfile.open(fileobj=file, mode="r:"):
+            if member.size < 0:  # it would lead back
+                raise ValueError(f"{member.name} has {member.size} bytes")
             if member.isfile():
                 yield member.name, (member.offset_data, member.size)
+
+
+class _Headers(io.BufferedReader):
+    """A tar file of which only descriptions of the files in it are read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= MOST_HEADER:
+            raise ValueError(f"a description in it has {size} bytes, more than {MOST_HEADER}")
+        return super().read(size)
 
 
 def _tar_samples(path: pathlib.Path) -> list[dict[str, Span]]:
@@ -177,18 +218,19 @@ class Reader(contextlib.ExitStack):
     """Reads rows and images, and keeps their files open.
 
     Args:
-        image_root: folder, or tar file, of the images that rows name; "": paths are used as given.
+        image_root: folder, or tar file, of the images that rows name; "": the folder of the table.
         columns: of a Parquet file to read; empty: all.
     """
 
     def __init__(self, image_root: str = "", columns: Iterable[str] = ()):
         super().__init__()
         self._root = image_root
+        self._beside: pathlib.Path | None = None  # the folder of the table that was read last
         self._columns = list(columns)
         self._opened: dict[pathlib.Path, Any] = {}
         self._rows: dict[pathlib.Path, Places] = {}
         self._headers: dict[pathlib.Path, list[str]] = {}
-        self._group: tuple[Any, int, list[Row]] | None = None
+        self._group: tuple[Any, int, Any] | None = None
 
     def row(self, path: pathlib.Path, number: int) -> Row:
         """Returns a row of a table by its number.
@@ -197,6 +239,7 @@ class Reader(contextlib.ExitStack):
             RecordError: it is damaged.
             TableError: the table cannot be read.
         """
+        self._beside = path.parent
         if path not in self._rows:
             self._rows[path] = _places(path)
         places = self._rows[path]
@@ -233,12 +276,12 @@ class Reader(contextlib.ExitStack):
             RecordError: there is none.
         """
         if isinstance(value, dict):  # the form in Parquet files of Hugging Face
-            inside = (value.get("bytes"), value.get("path"))
-            value = next((one for one in inside if isinstance(one, bytes | str)), value)
-        if isinstance(value, bytes):
+            either = (value.get("bytes"), value.get("path"))
+            value = next((one for one in either if isinstance(one, bytes | str)), value)
+        if isinstance(value, bytes) and len(value) <= MOST_BYTES:
             return value
         if not isinstance(value, str) or not value:
-            raise RecordError(f"{value!r} is neither an image nor the name of one")
+            raise RecordError(f"{value!r:.99} is neither an image nor the name of one")
         if "://" in value:
             raise RecordError(f"the image {value} is not on this machine: download it first")
         if self._root.endswith(".tar"):
@@ -246,35 +289,43 @@ class Reader(contextlib.ExitStack):
             if span is None:
                 raise RecordError(f"there is no image {value} in {self._root}")
             return self._read(pathlib.Path(self._root), span)
-        inside = os.path.normpath(value)
-        if self._root and (os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir):
-            raise RecordError(f"the image {value} lies outside image_root")
-        path = pathlib.Path(self._root, inside)
+        folder = pathlib.Path(self._root) if self._root else self._beside
+        if folder is None:
+            raise RecordError(f"the image {value} is only named, and no folder of images is given")
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise RecordError(f"the image {value} is larger than {MOST_BYTES} bytes")
-            return path.read_bytes()
-        except OSError as error:
-            raise RecordError(f"the image {value} cannot be read: {error.strerror}") from error
+            return files.read_bytes(inside(folder, value), MOST_BYTES)
+        except (OSError, ValueError, RuntimeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise RecordError(f"the image {value} cannot be read: {why}") from error
 
     @functools.cached_property
     def _members(self) -> dict[str, Span]:
-        found = _tar_members(pathlib.Path(self._root))
-        return {name.removeprefix("./"): span for name, span in found}
+        try:
+            found = _tar_members(pathlib.Path(self._root))
+            return {name.removeprefix("./"): span for name, span in found}
+        except UNREADABLE as error:
+            raise TableError(f"the images {self._root} cannot be read: {error}") from error
 
     def _parquet_row(self, path: pathlib.Path, number: int) -> Row:
         file = self._held(path, lambda: _parquet(path))
-        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        about = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        sizes = [one.num_rows for one in about]
         ends = list(itertools.accumulate(sizes))
         group = int(np.searchsorted(ends, number, side="right"))
         if self._group is None or self._group[:2] != (path, group):
             columns = [name for name in self._columns if name in file.schema_arrow.names]
             try:
+                if not 0 <= about[group].total_byte_size <= MOST_GROUP:
+                    raise ValueError(f"a row group of it has more than {MOST_GROUP} bytes")
                 rows = file.read_row_group(group, columns=columns if self._columns else None)
-                self._group = path, group, rows.to_pylist()
-            except (OSError, ValueError) as error:
+                self._group = path, group, rows
+            except UNREADABLE as error:
                 raise TableError(f"the table {path} cannot be read: {error}") from error
-        return _without_none(self._group[2][number - (ends[group] - sizes[group])])
+        try:
+            (row,) = self._group[2].slice(number - (ends[group] - sizes[group]), 1).to_pylist()
+        except UNREADABLE as error:
+            raise RecordError(f"its fields cannot be read: {error}") from error
+        return _without_none(row)
 
     def _sample(self, path: pathlib.Path, spans: dict[str, Span]) -> Row:
         row: Row = {}
@@ -303,7 +354,7 @@ class Reader(contextlib.ExitStack):
         start, size = map(int, span)
         if size > MOST_BYTES:
             raise RecordError(f"{size} bytes in one piece are taken for damage")
-        file = self._held(path, lambda: path.open("rb"))
+        file = self._held(path, lambda: files.open_regular(path))
         file.seek(start)
         data = file.read(size)
         if len(data) != size:
@@ -311,14 +362,30 @@ class Reader(contextlib.ExitStack):
         return data
 
 
+def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the path of a file that lies in a folder, wherever its name and links lead.
+
+    Raises:
+        ValueError: it lies elsewhere, or that is no name of a file.
+        OSError, RuntimeError: links lead around in a circle.
+    """
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError("it lies outside image_root, the folder that images are read from")
+    return path
+
+
 def _cells(text: str) -> list[str]:
-    (cells,) = csv.reader(text.splitlines(keepends=True))
+    try:
+        (cells,) = csv.reader(io.StringIO(text, newline=""))
+    except (csv.Error, ValueError) as error:
+        raise RecordError(f"it is no row of CSV ({error})") from error
     return cells
 
 
 def _parsed(text: str) -> Row:
     try:
-        row = parse_json(text)
+        row = files.parse_json(text)
     except ValueError as error:
         raise RecordError(f"it is no JSON ({error})") from error
     return _checked(row)

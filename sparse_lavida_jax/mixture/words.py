@@ -5,11 +5,11 @@ A model trained from scratch has the prompts of LaViDa-O, so that records, tasks
 the same for both. Its tokenizer is trained on the texts of the records and of the prompts.
 """
 
+import itertools
 import pathlib
 from collections.abc import Iterable, Iterator
 
-from sparse_lavida_jax.data import files
-from sparse_lavida_jax.data.tokenizer import train_byte_level
+from sparse_lavida_jax.data import byte_pairs, files
 from sparse_lavida_jax.data.vocabulary import words_of
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.records import Record
@@ -31,10 +31,11 @@ def train(path: pathlib.Path, records: Iterable[Record]) -> None:
     """Trains a tokenizer on the texts of records and writes its `tokenizer.json`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be trained or written (`byte_pairs.train`).
     """
     texts = (text for record in records for text in texts_of(record))
-    spoken = train_byte_level((*TEMPLATES, *texts), chat.CONTROL, TEXTUAL, LARGEST_VOCABULARY)
+    texts = itertools.chain(TEMPLATES, texts)
+    spoken = byte_pairs.train(texts, chat.CONTROL, TEXTUAL, LARGEST_VOCABULARY)
     files.write_text(path, spoken)
 
 

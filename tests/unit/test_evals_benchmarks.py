@@ -198,8 +198,8 @@ def test_an_image_that_is_not_there_is_missed_when_it_is_asked_for(tmp_path):
     with pytest.raises(EvaluationError) as error:
         second.load()
     assert str(error.value) == (
-        f"{path}, row 1, image_2 holds no image: the image gone.png cannot be read: No such file or"
-        " directory. Get the file again."
+        f"{path}, row 1, image_2 holds no image: the image gone.png is only named, and no folder of"
+        " images is given. Get the file again."
     )
 
 
