@@ -53,6 +53,8 @@ class Limits:
         waiting: requests that may wait while others run.
         words: characters in a prompt.
         upload: bytes in an image file.
+        pixels: in all images of a request (`image_files.cost`).
+        rows: texts of a request, such as things to find.
         images: images per request, and attempts at an image.
         new_tokens: tokens in an answer.
         longest_wait: the longest, in seconds, to wait for more requests while the device is free.
@@ -65,6 +67,8 @@ class Limits:
     waiting: int = 64
     words: int = 4000
     upload: int = 16 * 2**20
+    pixels: int = 2**28
+    rows: int = 64
     images: int = 10
     new_tokens: int = 1024
     longest_wait: float = 0.5
@@ -93,6 +97,7 @@ class Ticket:
         device, first: how many of these seconds its batch held the device, and how many it ran
             programs that had to be compiled first.
         cancelled: whether the client no longer waits for the result.
+        client: its address; "": not known.
     """
 
     requests: Sequence[Request] = dataclasses.field(repr=False)
@@ -113,6 +118,7 @@ class Ticket:
     device: float = dataclasses.field(default=0.0, repr=False)
     first: float = dataclasses.field(default=0.0, repr=False)
     cancelled: bool = False
+    client: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self):
         kinds = {kind_of(request) for request in self.requests}
@@ -341,7 +347,7 @@ class Batcher:
         self.stops = False
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # those under way
-        self._places = 0  # taken by requests whose images are still being read
+        self._places: collections.Counter[str] = collections.Counter()  # being read, by client
         # For each kind, the rows expected in its next batch, and how many seconds to wait for them.
         self._expected: dict[Hashable, tuple[int, float]] = {}
         self._rehearsed: set[Ticket] = set()
@@ -360,27 +366,37 @@ class Batcher:
         """Whether any request is running."""
         return any(ticket.began is not None for ticket in [*self.open])
 
-    def take_place(self) -> None:
+    def take_place(self, client: str = "") -> None:
         """Reserves a place in the queue for a request being read; `leave_place` gives it back.
 
+        Args:
+            client: its address, which may have half of all places; "": may have all.
+
         Raises:
-            QueueFull: too many requests wait already.
+            QueueFull: too many requests wait already, in all or of this client.
             Stopped: no more requests are taken.
         """
         with self._changed:
             self._check_goes_on()
             # If nothing runs, the first request is about to start, and does not count as waiting.
-            wait = len(self.waiting) + self._places - (not self.running)
+            wait = len(self.waiting) + self._places.total() - (not self.running)
             if wait >= self.limits.waiting:
                 raise QueueFull(
                     f"{wait} requests wait already and the queue is full: try again in a moment."
                 )
-            self._places += 1
+            own = sum(ticket.client == client for ticket in self.waiting) + self._places[client]
+            own -= not self.running
+            if client and own >= max(1, self.limits.waiting // 2):
+                raise QueueFull(
+                    f"{own} requests of {client} wait already, half of the queue: try again in a"
+                    " moment."
+                )
+            self._places[client] += 1
 
-    def leave_place(self) -> None:
+    def leave_place(self, client: str = "") -> None:
         """Gives a place back: its request is in the queue, or was refused."""
         with self._changed:
-            self._places -= 1
+            self._places -= collections.Counter([client])  # subtraction drops counts of 0
 
     def _check_goes_on(self) -> None:
         if self.stops:

@@ -10,10 +10,10 @@ packages.
 """
 
 import base64
-import binascii
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,8 @@ from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 log = logging.getLogger(__name__)
 
 WARM_UP = "a red circle above a blue square"  # as long as most prompts
-READERS = 2  # requests whose images are read at the same time
+LANES = {"text": 2, "small": 2, "large": 1}  # threads; only one large image is in memory at once
+SMALL = 2**22  # pixels, or bytes, up to which reading is a matter of a moment
 
 
 class Service:
@@ -55,7 +56,10 @@ class Service:
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.watchers: list[Callable[[Ticket, str], None]] = []
         self._warm = True
-        self._readers = concurrent.futures.ThreadPoolExecutor(READERS, "reader")
+        self._lanes = {
+            name: concurrent.futures.ThreadPoolExecutor(threads, name)
+            for name, threads in LANES.items()
+        }
         self._lock = threading.Lock()
         self._batcher = Batcher(pipe, self.limits, self._count)
 
@@ -79,52 +83,56 @@ class Service:
             QueueFull: too many requests wait already.
             Stopped: the service takes no more requests.
         """
-        self._batcher.take_place()
-        try:
-            return self._submit(task, words, shown, previews, **options)
-        finally:
-            self._batcher.leave_place()
+        with self.place():
+            return self.add(task, words, shown, previews=previews, **options)
 
-    def read(
-        self,
-        task: str,
-        words: str | Sequence[str] | None,
-        shown: Callable[[], tuple[Shown | Sequence[Shown] | None, dict[str, Any]]],
-        *,
-        previews: int = 0,
-        **options: Any,
-    ) -> concurrent.futures.Future[Ticket]:
-        """Does what `submit` does in another thread, once there is a place in the queue.
+    @contextlib.contextmanager
+    def place(self, client: str = "") -> Iterator[None]:
+        """Keeps a place in the queue for a request while it is read, and until it is added.
 
         Args:
-            shown: returns the images, and the options that are read along with them.
+            client: its address; "": one that may take all places.
 
         Raises:
-            QueueFull, Stopped: see `submit`; other exceptions are in the future.
+            QueueFull, Stopped: see `submit`; or half of all places are this client's.
         """
-        self._batcher.take_place()
+        self._batcher.take_place(client)
+        try:
+            yield
+        finally:
+            self._batcher.leave_place(client)
 
-        def submit() -> Ticket:
-            with self._counting_refusals(task):
-                images, more = shown()
-            return self._submit(task, words, images, previews, **options | more)
+    def lane(self, cost: int | None = None) -> concurrent.futures.Executor:
+        """Returns the threads in which a request is read; those of other lanes never wait for it.
 
-        reading = self._readers.submit(submit)
-        reading.add_done_callback(lambda _: self._batcher.leave_place())
-        return reading
+        Args:
+            cost: of its images (`cost_of`), or its bytes; None: it has no images.
+        """
+        return self._lanes["text" if cost is None else "small" if cost <= SMALL else "large"]
 
-    def _submit(self, task: str, words, shown, previews: int, **options: Any) -> Ticket:
-        with self._counting_refusals(task):
+    def add(
+        self,
+        task: str,
+        words: str | Sequence[str] | None = None,
+        shown: Shown | Sequence[Shown] | None = None,
+        *,
+        previews: int = 0,
+        client: str = "",
+        **options: Any,
+    ) -> Ticket:
+        """Adds a request that has a `place` to the end of the queue; see `submit`."""
+        with self.counting_refusals(task):
             self._check(words, options)
             rows = 1 if words is None or isinstance(words, str) else len(words)
             requests = self.pipe.requests(task, words, shown, **_by_row(options, rows))
             self._check_settings(requests)
-        ticket = Ticket(requests, self._batcher.open, looks=previews)
+        ticket = Ticket(requests, self._batcher.open, looks=previews, client=client)
         self._batcher.add(ticket)
         return ticket
 
     @contextlib.contextmanager
-    def _counting_refusals(self, task: str) -> Iterator[None]:
+    def counting_refusals(self, task: str) -> Iterator[None]:
+        """Counts a refusal that is raised inside."""
         try:
             yield
         except REFUSED:
@@ -181,7 +189,8 @@ class Service:
     def close(self) -> None:
         """Cancels all requests and stops all work."""
         self._batcher.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
 
     @property
     def drawn_side(self) -> int:
@@ -214,24 +223,48 @@ class Service:
         cells = self.pipe.settings.model.grid_size
         return self.small(image), {"known": regions.untouched(hole, cells)}
 
-    def image(self, contents: bytes, name: str = "the image") -> image_files.Pixels:
+    def cost_of(self, images: Sequence[bytes]) -> int:
+        """Returns what it costs to decode the image files of a request, from their headers.
+
+        Raises:
+            ImageError: one is too large or not an image, or all of them cost too much.
+        """
+        for contents in images:
+            if len(contents) > self.limits.upload:
+                raise image_files.ImageError(
+                    f"the image has {len(contents)} bytes: at most {self.limits.upload} are taken."
+                    " Make it smaller."
+                )
+        cost = sum(map(image_files.cost, images))
+        if cost > self.limits.pixels:
+            raise image_files.ImageError(
+                f"the images have {cost} pixels in all, where each further scan of a JPEG counts an"
+                f" eighth: at most {self.limits.pixels} are taken. Make them smaller."
+            )
+        return cost
+
+    def image(
+        self,
+        contents: bytes,
+        name: str = "the image",
+        check: Callable[[], None] = lambda: None,
+    ) -> image_files.Pixels:
         """Returns the pixels of an uploaded file.
 
+        Args:
+            check: see `image_files.read_bytes`.
+
         Raises:
-            ImageError: it is too large, or not an image (`image_files.read`).
+            ImageError: it is too large, or not an image.
         """
-        if len(contents) > self.limits.upload:
-            raise image_files.ImageError(
-                f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken. Make it"
-                " smaller."
-            )
-        return image_files.read_bytes(contents, name)
+        self.cost_of([contents])
+        return image_files.read_bytes(contents, name, check=check)
 
-    def image_of_uri(self, uri: str) -> image_files.Pixels:
-        """Returns the pixels of an image in a data URI; nothing is ever fetched.
+    def contents_of_uri(self, uri: str) -> bytes:
+        """Returns the image file in a data URI; nothing is ever fetched.
 
         Raises:
-            ImageError: a remote address, another URI, or an image that is too large or invalid.
+            ImageError: a remote address, or another URI.
         """
         kind, comma, payload = uri.partition(",")
         if not (kind.startswith("data:image/") and kind.endswith(";base64") and comma):
@@ -240,14 +273,17 @@ class Service:
                 " data:image/png;base64,..."
             )
         try:
-            return self.image(base64.b64decode(payload, validate=True))
-        except binascii.Error as error:
-            raise image_files.ImageError(f"the data URI is no base64: {error}.") from error
+            return base64.b64decode(payload, validate=True)
+        except ValueError as error:
+            raise image_files.ImageError(f"the data URI is not base64: {error}.") from error
 
     def _check(self, words: str | Sequence[str] | None, options: dict[str, Any]) -> None:
         texts = [] if words is None else [words] if isinstance(words, str) else list(words)
+        if len(texts) > self.limits.rows:
+            raise RequestError(f"{len(texts)} phrases were sent: at most {self.limits.rows}.")
         if options.get("template") is not None:
             texts.append(options["template"])
+        texts += itertools.chain.from_iterable(options.get("earlier", ()))
         for text in texts:
             if len(check_words(text)) > self.limits.words:
                 raise RequestError(

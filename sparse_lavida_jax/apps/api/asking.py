@@ -2,10 +2,12 @@
 """From a request to its place in the queue, and on to its result or a stream of events."""
 
 import asyncio
+import concurrent.futures
+import functools
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi import HTTPException, responses
@@ -19,6 +21,7 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
 
 POLL_SECONDS = 0.05  # between looks at the progress, for streams
+P = TypeVar("P")
 OPTIONS = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}  # that bodies may set
 
 
@@ -27,20 +30,68 @@ def service_of(request: fastapi.Request) -> Service:
     return request.app.state.service
 
 
-class Asked:
-    """A request in the queue, and the client that waits for it."""
+class Client:
+    """The client of a request: its body, work that is done for it, and whether it has left."""
 
-    def __init__(self, request: fastapi.Request, ticket: Ticket):
-        self.request, self.ticket = request, ticket
-        self._ended = asyncio.wrap_future(ticket.future)
-        # If the client has left, asyncio should not log the error as never retrieved.
-        self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        self._left = asyncio.ensure_future(self._leaves())
-        self._ended.add_done_callback(lambda _: self._left.cancel())
+    def __init__(self, request: fastapi.Request):
+        self.request, self.service = request, service_of(request)
+        self.address = request.client.host if request.client else ""
+        self.left: asyncio.Future[None] | None = None
+
+    async def body(self, parse: Callable[[bytes], P], *, has_images: bool = False) -> P:
+        """Receives the body and parses it in another thread.
+
+        Args:
+            has_images: whether requests without images shall not wait for it.
+
+        Raises:
+            Exception: what `parse` raises; Cancelled: the client left.
+        """
+        contents = await self.request.body()
+        # From here on the only message is that the client has left.
+        self.left = asyncio.ensure_future(self._leaves())
+        lane = self.service.lane(len(contents) if has_images else None)
+        return await self.call(lane, parse, contents)
+
+    async def call(self, lane: concurrent.futures.Executor, work: Callable[..., P], *given) -> P:
+        """Works in the threads of a lane, until the client leaves.
+
+        Raises:
+            Exception: what `work` raises; Cancelled: the client left.
+        """
+        assert self.left is not None
+        done = asyncio.wrap_future(lane.submit(work, *given))
+        await asyncio.wait([done, self.left], return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            done.cancel()
+            done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self.check()
+        return done.result()
+
+    def check(self) -> None:
+        """Raises `Cancelled` if the client has left; called in other threads as well."""
+        if self.left is not None and self.left.done():
+            raise Cancelled("the client left.")
+
+    def close(self) -> None:
+        """Waits for the client's leaving no longer."""
+        if self.left is not None:
+            self.left.cancel()
 
     async def _leaves(self) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
+
+
+class Asked:
+    """A request in the queue, and the client that waits for it."""
+
+    def __init__(self, client: Client, ticket: Ticket):
+        self.request, self.ticket, self._client = client.request, ticket, client
+        self._ended = asyncio.wrap_future(ticket.future)
+        # If the client has left, asyncio should not log the error as never retrieved.
+        self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._ended.add_done_callback(lambda _: client.close())
 
     async def goes_on(self, seconds: float | None = POLL_SECONDS) -> bool:
         """Waits a moment, and returns whether the request is still waiting or running.
@@ -51,9 +102,10 @@ class Asked:
         Raises:
             Cancelled: the client disconnected; the request is cancelled.
         """
-        first = asyncio.FIRST_COMPLETED
-        await asyncio.wait([self._ended, self._left], timeout=seconds, return_when=first)
-        if not self._ended.done() and self._left.done():
+        first, left = asyncio.FIRST_COMPLETED, self._client.left
+        assert left is not None
+        await asyncio.wait([self._ended, left], timeout=seconds, return_when=first)
+        if not self._ended.done() and left.done():
             self.ticket.cancel()
             raise Cancelled("the client left.")
         return not self._ended.done()
@@ -80,11 +132,12 @@ class Asked:
 
 
 async def queued(
-    request: fastapi.Request,
+    client: Client,
     task: str,
     asked: Body,
     words: str | Sequence[str],
-    shown: Callable[[], tuple[Any, dict[str, Any]]],
+    images: Sequence[bytes] = (),
+    decode: Callable[[], tuple[Any, dict[str, Any]]] = lambda: (None, {}),
     *,
     previews: int = 0,
     **more: Any,
@@ -92,22 +145,32 @@ async def queued(
     """Puts a request into the queue.
 
     Args:
-        shown: reads the images, in another thread (`Service.read`).
+        images: the files that the request is about.
+        decode: returns their pixels, and the options that are read along with them; called in
+            another thread if they do not cost too much (`Service.cost_of`).
         more: options of the task; those in `asked` take precedence.
 
     Raises:
         HTTPException: the request is refused.
     """
-    check_model(request, asked.model)
+    check_model(client.request, asked.model)
     # Without a seed, OpenAI's clients expect a different image each time; the response states it.
     more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
     given = asked.model_dump(include=OPTIONS, exclude_none=True)
     if "num_inference_steps" in given:
         more.pop("steps", None)
-    with errors.refusing():
-        service = service_of(request)
-        reading = service.read(task, words, shown, previews=previews, **more | given)
-        return Asked(request, await asyncio.wrap_future(reading))
+    service = client.service
+    with errors.refusing(), service.place(client.address):
+        shown = None
+        if images:
+            with service.counting_refusals(task):
+                cost = await client.call(service.lane(0), service.cost_of, images)
+                shown, read = await client.call(service.lane(cost), decode)
+            given |= read
+        options = {"previews": previews, "client": client.address, **more, **given}
+        add = functools.partial(service.add, task, words, shown, **options)
+        # It is short, and what it adds is cancelled once it is known that the client has left.
+        return Asked(client, await asyncio.wrap_future(service.lane().submit(add)))
 
 
 def check_model(request: fastapi.Request, name: str | None) -> None:

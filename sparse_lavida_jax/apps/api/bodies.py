@@ -6,13 +6,16 @@ with the value that changes nothing; fields that cannot change a result here (`P
 ignored.
 """
 
+import dataclasses
 import json
+import logging
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import fastapi
 import fastapi.exceptions
 import pydantic
 from fastapi import HTTPException
+from python_multipart import multipart
 
 from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
@@ -20,6 +23,11 @@ from sparse_lavida_jax.schema import LARGEST_SCALE
 
 MOST_STEPS = 2**20  # the model's own limit is checked later, when the request is laid out
 MOST_REGISTERS = 1024
+MOST_JSON = 2**20  # bytes of JSON besides images
+MOST_VALUES = 2**14  # in the lists and objects of JSON
+MOST_FIELDS = 64  # of a form, besides files
+NAMED = 10  # unknown fields in a message
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs what strangers send
 B = TypeVar("B", bound="Body")
 
 Count = Annotated[int, pydantic.Field(ge=1, le=10)]
@@ -38,10 +46,12 @@ class Body(pydantic.BaseModel):
 
     Attributes:
         neutral: unsupported fields, with the values that change nothing.
+        images: the most images in the JSON of a request, as data URIs.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    images: ClassVar[int] = 0
 
     model: str | None = None
     n: Count = 1
@@ -64,7 +74,15 @@ class Body(pydantic.BaseModel):
             if name in found and found.pop(name) not in values:
                 allowed = "".join(f", or say {json.dumps(value)}" for value in values)
                 raise ValueError(f"{name} is not supported: leave it out{allowed}")
-        return {name: value for name, value in found.items() if name not in PASSED_OVER}
+        found = {name: value for name, value in found.items() if name not in PASSED_OVER}
+        if unknown := [name for name in found if name not in cls.model_fields]:
+            more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
+            names = (str(name)[:40].encode("utf-8", "replace").decode() for name in unknown[:NAMED])
+            raise ValueError(
+                f"{', '.join(names)}{more}: there is no such field here, and it might"
+                " change the result: leave it out"
+            )
+        return found
 
 
 class ImageBody(Body):
@@ -128,6 +146,7 @@ class ChatBody(Body):
         "verbosity": ("medium",),
     }
 
+    images = 16  # the model may take fewer
     messages: Annotated[list[dict[str, Any]], pydantic.Field(min_length=1, max_length=256)]
     task: Literal["ask", "ground"] = "ask"
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
@@ -144,18 +163,94 @@ class ChatBody(Body):
         return self
 
 
-async def read(request: fastapi.Request, kind: type[B]) -> B:
-    """Returns the JSON body of a request.
+def of_json(contents: bytes, kind: type[B]) -> B:
+    """Returns the checked fields of a request in JSON.
 
     Raises:
-        HTTPException: 400: it is not JSON, or is nested too deeply.
+        HTTPException: 400: it is not JSON, is nested too deeply, or has too many values; 413: it is
+            too large besides the images in it.
         RequestValidationError: a field is not allowed.
     """
+    if _bytes_besides_images(contents, kind.images) > MOST_JSON:
+        raise HTTPException(
+            413, f"the body has more than {MOST_JSON} bytes besides images, the most that is taken."
+        )
     try:
-        given = parse_json(await request.body())
+        given = parse_json(contents, most_values=MOST_VALUES)
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the body is no JSON that is read: {error}.") from error
+        raise HTTPException(400, f"the body is not JSON that is read: {error}.") from error
     return checked(given, kind)
+
+
+def _bytes_besides_images(contents: bytes, images: int) -> int:
+    """Returns the bytes of JSON without those of its first data URIs."""
+    rest, start = len(contents), 0
+    for _ in range(images):
+        start = contents.find(b'"data:', start)
+        end = contents.find(b'"', start + 1)
+        if start < 0 or end < 0:
+            break
+        rest, start = rest - (end - start), end + 1
+    return rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A form's fields by name, and the contents of its files by the name of their field."""
+
+    fields: dict[str, str]
+    files: dict[str, list[bytes]]
+
+
+def of_form(contents: bytes, content_type: str, most_files: int) -> Form:
+    """Returns the contents of a form.
+
+    Raises:
+        HTTPException: 400: it is not a whole form of `multipart/form-data` in UTF-8, a field is
+            there twice, or there are too many fields or files.
+    """
+    kind, options = multipart.parse_options_header(content_type)
+    charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
+    if kind != b"multipart/form-data" or charset not in ("utf-8", "utf8"):
+        raise HTTPException(
+            400, f"the form is {content_type[:60]!r}: send multipart/form-data, in UTF-8."
+        )
+    form, ends = Form({}, {}), []
+
+    def on_field(field: Any) -> None:
+        name, value = field.field_name.decode(), (field.value or b"").decode()
+        if name in form.fields or len(form.fields) == MOST_FIELDS:
+            raise ValueError(
+                f"the field {name[:40]!r} is there twice"
+                if name in form.fields
+                else f"it has more than {MOST_FIELDS} fields"
+            )
+        form.fields[name] = value
+
+    def on_file(file: Any) -> None:
+        if sum(map(len, form.files.values())) == most_files:
+            raise ValueError(f"it has more than {most_files} files")
+        file.file_object.seek(0)
+        form.files.setdefault(file.field_name.decode(), []).append(file.file_object.read())
+
+    try:
+        parser = multipart.FormParser(
+            "multipart/form-data",
+            on_field,
+            on_file,
+            lambda: ends.append(True),
+            options.get(b"boundary"),
+            config={"MAX_MEMORY_FILE_SIZE": len(contents) + 1},  # never a file on the disk
+        )
+        parser.write(contents)
+        parser.finalize()
+        if not ends:
+            raise ValueError("it has no end")
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, "a field of the form is not in UTF-8.") from error
+    except ValueError as error:
+        raise HTTPException(400, f"the form cannot be read: {str(error)[:200]}.") from error
+    return form
 
 
 def checked(given: Any, kind: type[B]) -> B:
@@ -167,4 +262,5 @@ def checked(given: Any, kind: type[B]) -> B:
     try:
         return kind.model_validate(given)
     except pydantic.ValidationError as error:
-        raise fastapi.exceptions.RequestValidationError(error.errors()) from error
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        raise fastapi.exceptions.RequestValidationError(found[:1]) from error

@@ -18,10 +18,10 @@ import fastapi
 from sparse_lavida_jax.apps.api import asking, bodies, errors
 from sparse_lavida_jax.apps.api.bodies import ChatBody
 from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
 
-MOST_IMAGES = 16  # in a conversation; the model may take fewer
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 router = fastapi.APIRouter()
@@ -45,16 +45,19 @@ class Talk:
 @router.post("/v1/chat/completions")
 async def chat(request: fastapi.Request):
     """Answers the last message of a conversation."""
-    asked = await bodies.read(request, ChatBody)
-    service = asking.service_of(request)
+    client = asking.Client(request)
+    service = client.service
     with errors.refusing():
-        talk = talk_of(asked.messages)
+        asked, talk = await client.body(_read)
+        images = await client.call(service.lane(), _contents, service, talk)
     if asked.task == "ground":
-        return await _boxes(request, asked, talk)
+        return await _boxes(client, asked, talk, images)
 
-    def read() -> tuple[Any, dict[str, Any]]:
-        shown = [service.small(service.image_of_uri(uri)) for uri in talk.images]
-        return shown or None, {"together": len(shown) > 1 or None}
+    def decode() -> tuple[Any, dict[str, Any]]:
+        shown = [
+            service.small(image_files.read_bytes(image, check=client.check)) for image in images
+        ]
+        return shown, {"together": len(shown) > 1 or None}
 
     most = most_tokens(asked)
     more: dict[str, Any] = {"max_new_tokens": most}
@@ -63,7 +66,8 @@ async def chat(request: fastapi.Request):
     if asked.top_p < 1:
         sampling = service.pipe.settings.sampling
         more["sampling"] = dataclasses.replace(sampling, text_top_p=asked.top_p)
-    waiting = await asking.queued(request, "ask", asked, [talk.question] * asked.n, read, **more)
+    words = [talk.question] * asked.n
+    waiting = await asking.queued(client, "ask", asked, words, images, decode, **more)
     if asked.stream:
         return await asking.streamed(waiting, _chunks(waiting, asked))
     result = await waiting.ended()
@@ -106,21 +110,25 @@ async def _chunks(
         yield "", _reply(waiting, name, "chat.completion.chunk", []) | counted
 
 
-async def _boxes(request: fastapi.Request, asked: ChatBody, talk: Talk) -> dict[str, Any]:
+async def _boxes(
+    client: asking.Client, asked: ChatBody, talk: Talk, images: list[bytes]
+) -> dict[str, Any]:
     """Answers with the list of things to find: a label and a box in pixels, or null, for each."""
     if talk.earlier or len(talk.images) != 1:
         raise fastapi.HTTPException(400, "things are found in one image, asked in one message.")
-    service, scale = asking.service_of(request), [1.0, 1.0]
+    service, scale = client.service, [1.0, 1.0]
     phrases = [line.strip() for line in talk.question.splitlines() if line.strip()]
 
-    def read() -> tuple[Any, dict[str, Any]]:
-        image = service.image_of_uri(talk.images[0])
+    def decode() -> tuple[Any, dict[str, Any]]:
+        image = image_files.read_bytes(images[0], check=client.check)
         small = service.small(image)
         scale[:] = image.shape[1] / small.shape[1], image.shape[0] / small.shape[0]
         return small, {}
 
     most = most_tokens(asked)
-    waiting = await asking.queued(request, "ground", asked, phrases, read, max_new_tokens=most)
+    waiting = await asking.queued(
+        client, "ground", asked, phrases, images, decode, max_new_tokens=most
+    )
     result = await waiting.ended()
     boxes = [
         {"label": label, "bbox_2d": box and [round(x * scale[i % 2], 1) for i, x in enumerate(box)]}
@@ -133,6 +141,15 @@ async def _boxes(request: fastapi.Request, asked: ChatBody, talk: Talk) -> dict[
 
 # ---------------------------------------------------------------------------------------------
 # Messages.
+
+
+def _read(contents: bytes) -> tuple[ChatBody, Talk]:
+    asked = bodies.of_json(contents, ChatBody)
+    return asked, talk_of(asked.messages)
+
+
+def _contents(service: Service, talk: Talk) -> list[bytes]:
+    return [service.contents_of_uri(uri) for uri in talk.images]
 
 
 def talk_of(messages: list[dict[str, Any]]) -> Talk:
@@ -162,8 +179,8 @@ def talk_of(messages: list[dict[str, Any]]) -> Talk:
     roles = [role for role, _ in turns]
     if not turns or roles[0] != "user" or roles[-1] != "user":
         raise RequestError("a conversation begins and ends with a message of the user: ask one.")
-    if len(images) > MOST_IMAGES:
-        raise RequestError(f"{len(images)} images were sent: at most {MOST_IMAGES} are taken.")
+    if len(images) > ChatBody.images:
+        raise RequestError(f"{len(images)} images were sent: at most {ChatBody.images} are taken.")
     said = ["\n".join(words) for _, words in turns]
     said[0] = "\n".join([*system, said[0]])
     earlier = tuple(zip(said[0:-1:2], said[1:-1:2], strict=True))

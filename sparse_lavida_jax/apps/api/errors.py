@@ -11,13 +11,14 @@ import fastapi.exceptions
 from fastapi import HTTPException, responses
 from starlette.exceptions import HTTPException as AnyHTTPException
 
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.apps.errors import REFUSED, SECTION
 
 RETRY_SECONDS = 2  # Retry-After when the queue is full
 STOPPED_SECONDS = 60  # Retry-After while the server is stopping
 CLIENT_LEFT = 499  # nginx's code for a client that has disconnected; no client receives it
-SHOWN = 300  # characters of pydantic's messages that are repeated
+HEAD, TAIL = 200, 100  # characters of a longer message that are sent
 
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
@@ -36,6 +37,7 @@ def handle(app: fastapi.FastAPI) -> None:
 def body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Returns the JSON object of an error."""
     kind = _KINDS.get(code, "invalid_request_error")
+    message, param = _shown(message), None if param is None else _shown(param)
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
@@ -43,12 +45,16 @@ def reply(
     code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> responses.JSONResponse:
     """Returns an error as a response."""
-    # Parts of the request that are repeated here may contain lone surrogates.
-    message, param = _whole(message), None if param is None else _whole(param)
     return responses.JSONResponse(body(code, message, param), code, headers)
 
 
-def _whole(text: str) -> str:
+def _shown(text: str) -> str:
+    """Returns a text that can be sent, cut in the middle if it is long.
+
+    It may repeat parts of the request, with lone surrogates.
+    """
+    if len(text) > HEAD + TAIL:
+        text = f"{text[:HEAD]}...{text[-TAIL:]}"
     return text.encode("utf-8", "replace").decode()
 
 
@@ -68,7 +74,7 @@ def refusing() -> Iterator[None]:
     except Cancelled as error:
         raise HTTPException(CLIENT_LEFT, "the request was cancelled.") from error
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if runtime.out_of_memory(error):
             raise HTTPException(503, "the device has not enough memory: ask for less.") from error
         raise HTTPException(500, f"an error of the program: {type(error).__name__}.") from error
 
@@ -87,11 +93,9 @@ async def _misread(_: fastapi.Request, error: Exception) -> responses.Response:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     said = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        said = "there is no such field here, and it might change the result: leave it out"
-    said = said if len(said) <= SHOWN else f"{said[:SHOWN]}..."
     sentence = f"{where}: {said}." if where else f"{said}."
-    return reply(400, sentence, where or None)
+    field = re.match(r"(\w+): ", sentence)
+    return reply(400, sentence, where or (field and field[1]))
 
 
 async def _failed(_: fastapi.Request, error: Exception) -> responses.Response:

@@ -3,10 +3,11 @@
 
 import asyncio
 import base64
+import functools
 import itertools
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import fastapi
@@ -19,7 +20,6 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
 
 FILES = 2  # the most files in a request: an image and a mask
-FIELDS = 64  # other fields in a form
 
 router = fastapi.APIRouter()
 
@@ -27,54 +27,61 @@ router = fastapi.APIRouter()
 @router.post("/v1/images/generations")
 async def generate(request: fastapi.Request):
     """Draws images from a prompt."""
-    asked = await bodies.read(request, ImageBody)
-    return await _images(request, "generate", asked, lambda: (None, {}), size=_size(asked.size))
+    client = asking.Client(request)
+    with errors.refusing():
+        asked = await client.body(functools.partial(bodies.of_json, kind=ImageBody))
+    return await _images(client, "generate", asked, size=_size(asked.size))
 
 
 @router.post("/v1/images/edits")
 async def edit(request: fastapi.Request):
     """Edits an image as instructed; with a mask, redraws its transparent part."""
-    async with request.form(max_files=2 * FILES, max_fields=FIELDS) as form:
-        files = {
-            key: [value for value in form.getlist(key) if not isinstance(value, str)]
-            for key in ("image", "image[]", "mask")
-        }
-        words = {key: value for key, value in form.items() if isinstance(value, str)}
-        shown, masks = files["image"] + files["image[]"], files["mask"]
-        if len(shown) != 1 or len(masks) > 1 or "mask" in words:
-            raise HTTPException(400, "send one file named image, and at most one file named mask.")
-        asked = bodies.checked(words, ImageBody)
-        service = asking.service_of(request)
-        side = service.drawn_side
-        if _size(asked.size) not in (None, (side, side)):
-            raise HTTPException(
-                400, f"an edited image has {side}x{side} pixels: leave size out, or say that."
-            )
+    client, content_type = asking.Client(request), request.headers.get("content-type", "")
+    parse = functools.partial(bodies.of_form, content_type=content_type, most_files=FILES)
+    with errors.refusing():
+        form = await client.body(parse, has_images=True)
+    images = form.files.get("image", []) + form.files.get("image[]", [])
+    masks = form.files.get("mask", [])
+    if (
+        len(images) != 1
+        or len(masks) > 1
+        or len(images) + len(masks) < sum(map(len, form.files.values()))
+    ):
+        raise HTTPException(400, "send one file named image, and at most one file named mask.")
+    asked = bodies.checked(form.fields, ImageBody)
+    service, side = client.service, client.service.drawn_side
+    if _size(asked.size) not in (None, (side, side)):
+        raise HTTPException(
+            400, f"an edited image has {side}x{side} pixels: leave size out, or say that."
+        )
 
-        def read() -> tuple[Any, dict[str, Any]]:
-            image = service.image(shown[0].file.read())
-            if not masks:
-                return service.small(image), {}
-            mask = image_files.read_transparent(masks[0].file.read(), "the mask")
-            return service.with_hole(image, mask)
+    def decode() -> tuple[Any, dict[str, Any]]:
+        image = image_files.read_bytes(images[0], check=client.check)
+        if not masks:
+            return service.small(image), {}
+        mask = image_files.read_transparent(masks[0], "the mask", check=client.check)
+        return service.with_hole(image, mask)
 
-        return await _images(request, "inpaint" if masks else "edit", asked, read)
+    task = "inpaint" if masks else "edit"
+    return await _images(client, task, asked, images + masks, decode)
 
 
 async def _images(
-    request: fastapi.Request,
+    client: asking.Client,
     task: str,
     asked: ImageBody,
-    read: Callable[[], tuple[Any, dict[str, Any]]],
+    images: Sequence[bytes] = (),
+    decode: Callable[[], tuple[Any, dict[str, Any]]] = lambda: (None, {}),
     **more: Any,
 ):
-    settings = asking.service_of(request).pipe.settings
+    settings = client.service.pipe.settings
     waiting = await asking.queued(
-        request,
+        client,
         task,
         asked,
         asked.prompt,
-        read,
+        images,
+        decode,
         previews=asked.partial_images,
         num_images=asked.n,
         **more,
@@ -83,7 +90,7 @@ async def _images(
     if asked.stream:
         return await asking.streamed(waiting, _events(waiting, asked))
     result = await waiting.ended()
-    contents = await asyncio.to_thread(_encoded, result, asked, request.app.state.model)
+    contents = await asyncio.to_thread(_encoded, result, asked, client.request.app.state.model)
     return {
         "created": int(time.time()),
         "background": "opaque",
