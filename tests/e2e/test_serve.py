@@ -139,7 +139,7 @@ REFUSED = [
     (400, "images/generations", {"prompt": "a", "seed": -1}, "seed: Input should be"),
     (400, "images/generations", {"prompt": "a", "response_format": "url"}, "come as b64_json"),
     (404, "images/generations", {"prompt": "a", "model": "dall-e-3"}, "there is no model"),
-    (400, "images/edits", {"prompt": "a"}, "send one file named image"),
+    (400, "images/edits", {"prompt": "a"}, "send multipart/form-data"),
     (400, "chat/completions", user(IMAGE_THERE), "is not fetched: send the image itself"),
     (400, "chat/completions", user({"type": "audio"}), "a part of type 'audio' is not known"),
     (400, "chat/completions", user("a"), "must be a text, or a list of parts"),

@@ -219,13 +219,11 @@ def of_form(contents: bytes, content_type: str, most_files: int) -> Form:
 
     def on_field(field: Any) -> None:
         name, value = field.field_name.decode(), (field.value or b"").decode()
-        if name in form.fields or len(form.fields) == MOST_FIELDS:
-            raise ValueError(
-                f"the field {name[:40]!r} is there twice"
-                if name in form.fields
-                else f"it has more than {MOST_FIELDS} fields"
-            )
+        if name in form.fields:
+            raise ValueError(f"the field {name[:40]!r} is there twice")
         form.fields[name] = value
+        if len(form.fields) > MOST_FIELDS or sum(map(len, form.fields.values())) > MOST_JSON:
+            raise ValueError(f"its fields are more than {MOST_FIELDS}, or {MOST_JSON} characters")
 
     def on_file(file: Any) -> None:
         if sum(map(len, form.files.values())) == most_files:

@@ -42,11 +42,8 @@ async def edit(request: fastapi.Request):
         form = await client.body(parse, has_images=True)
     images = form.files.get("image", []) + form.files.get("image[]", [])
     masks = form.files.get("mask", [])
-    if (
-        len(images) != 1
-        or len(masks) > 1
-        or len(images) + len(masks) < sum(map(len, form.files.values()))
-    ):
+    others = form.files.keys() - {"image", "image[]", "mask"}
+    if len(images) != 1 or len(masks) > 1 or "mask" in form.fields or others:
         raise HTTPException(400, "send one file named image, and at most one file named mask.")
     asked = bodies.checked(form.fields, ImageBody)
     service, side = client.service, client.service.drawn_side
