@@ -162,13 +162,14 @@ def foreign_digits() -> bytes:
     return request(CHAT, chat("data:image/png;base64,\u0661"))
 
 
-_LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+_CLOSE = b"Connection: close\r\n\r\n"
+LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + _CLOSE
 
 
 def smuggled(*lines: str, body: bytes = b"0\r\n\r\n", version: str = "1.1") -> bytes:
     """Returns a request with header lines that proxies may read otherwise, and a second one."""
     head = [f"POST {GENERATIONS} HTTP/{version}", "Host: localhost", *lines]
-    return "\r\n".join(head).encode() + b"\r\n\r\n" + body + _LAST
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body + LAST
 
 
 # Of each, only the first may be answered: the end of its body is a matter of opinion.
@@ -195,7 +196,7 @@ SMUGGLED = {
     "fold": smuggled("X: y", "Transfer-Encoding:\r\n chunked"),
     "folded length": smuggled("X: y\r\n Content-Length: 5"),
     "bare LF": smuggled("X: y\nContent-Length: 5"),
-    "bare LF at the end": b"POST /v1/images/generations HTTP/1.1\nHost: localhost\n\n" + _LAST,
+    "bare LF at the end": b"POST /v1/images/generations HTTP/1.1\nHost: localhost\n\n" + LAST,
     "bare CR": smuggled("X: y\rContent-Length: 5"),
     "NUL": smuggled("X: y\0z", "Content-Length: 5"),
     "space before the colon": smuggled("Content-Length : 5"),
@@ -212,7 +213,7 @@ STRANGE = {
     "HTTP/0.9": b"GET /health\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/1.0": b"GET /health HTTP/1.0\r\n\r\n",
-    "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: localhost\r\n" + _CLOSE,
     "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),
     "zeros": bytes(1000),
     "a long line": b"a" * 100_000,
@@ -223,20 +224,20 @@ STRANGE = {
     "a path of bytes": request("/v1/models/%ff%fe%ed%a0%80"),
     "dots": request("/v1/models/../../../etc/passwd"),
     "another address": request("http://other.example/health"),
-    "a long method": b"M" * 10_000 + b" /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "CONNECT": b"CONNECT other.example:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "TRACE": b"TRACE /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "OPTIONS": b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "HEAD": b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a long method": b"M" * 10_000 + b" /health HTTP/1.1\r\nHost: localhost\r\n" + _CLOSE,
+    "CONNECT": b"CONNECT other.example:443 HTTP/1.1\r\nHost: localhost\r\n" + _CLOSE,
+    "TRACE": b"TRACE /health HTTP/1.1\r\nHost: localhost\r\n" + _CLOSE,
+    "OPTIONS": b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n" + _CLOSE,
+    "HEAD": b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n" + _CLOSE,
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "a host of bytes": b"GET /health HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n",
-    "IPv6": b"GET /health HTTP/1.1\r\nHost: [::1]:8000\r\n\r\n",
+    "a host of bytes": b"GET /health HTTP/1.1\r\nHost: \xff\xfe\r\n" + _CLOSE,
+    "IPv6": b"GET /health HTTP/1.1\r\nHost: [::1]:8000\r\n" + _CLOSE,
     "a key of bytes": request("/v1/models", b"", "text/plain", "Authorization: Bearer \u0661"),
     "a forwarded address": request("/health", b"", "text/plain", "X-Forwarded-For: [, ,\x7f, a:b"),
     "a length and nothing": request("/health", b"", "a", "Expect: 100-continue"),
     "a web socket": request("/", b"", "a", "Upgrade: websocket", "Sec-WebSocket-Version: 13"),
     "h2c": request("/health", b"", "a", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQA"),
-    "many at once": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200 + _LAST,
+    "many at once": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200 + LAST,
 }
 
 
@@ -280,7 +281,7 @@ def leaving(host: str, port: int) -> list[int]:
     """Leaves while a header or a body is sent, in the middle of a chunk, and without a farewell."""
     length = request(GENERATIONS, b"{" * 1000)
     chunked = smuggled("Transfer-Encoding: chunked", body=b"40\r\n{")
-    for sent in (length[:60], length[:-1], chunked.removesuffix(_LAST), request("/health")):
+    for sent in (length[:60], length[:-1], chunked.removesuffix(LAST), request("/health")):
         for reset in (False, True):
             with socket.create_connection((host, port), timeout=PATIENCE) as door:
                 if reset:
@@ -342,7 +343,7 @@ def small_chunks(host: str, port: int) -> list[int]:
     """Sends a megabyte in chunks of one byte."""
     body = b"1\r\n \r\n" * 1_000_000 + b"0\r\n\r\n"
     sent = smuggled("Transfer-Encoding: chunked", "Connection: close", body=body)
-    return answers(host, port, sent.removesuffix(_LAST))
+    return answers(host, port, sent.removesuffix(LAST))
 
 
 def _whole(make: Callable[[], bytes]) -> Callable[[str, int], list[int]]:

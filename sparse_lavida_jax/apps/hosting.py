@@ -10,6 +10,7 @@ import os
 import socket
 from typing import Any
 
+from sparse_lavida_jax.apps import log_lines
 from sparse_lavida_jax.apps.commands import load
 from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
@@ -17,6 +18,8 @@ from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.inference import requests
 
 KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
+MOST_KEY = 1000  # characters of a key; all headers of a request have at most 16 kB
+BACKLOG = 128  # connections that wait to be accepted
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
 # The smallest and largest values of the options of the queue.
@@ -47,9 +50,11 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
         host, port = door.getsockname()[:2]
         key = asked.api_key or os.environ.get(KEY, "")
+        _check_key(key)
         _check_guarded(name, host, key, insecure=asked.insecure)
         # Clients are told; what strangers ask for stays out of the log.
         logging.getLogger(requests.__name__).setLevel(logging.ERROR)
+        log_lines.shorten()
         pipe = load(asked)
         limits = Limits(
             waiting=asked.max_waiting,
@@ -78,17 +83,30 @@ def server_of(app: Any, service: Service, grace: int) -> Any:
     """
     import uvicorn
 
-    from sparse_lavida_jax.apps.api.guards import Patient
-
     class Stopping(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             service.stop()
             await super().shutdown(sockets)
 
-    settings = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=grace, ws="none", http=Patient
+    return Stopping(settings_of(app, grace))
+
+
+def settings_of(app: Any, grace: int) -> Any:
+    """Returns the `uvicorn.Config` of an app; see `server_of`."""
+    import uvicorn
+
+    from sparse_lavida_jax.apps.api.guards import Patient
+
+    return uvicorn.Config(
+        app,
+        http=Patient,
+        ws="none",
+        log_config=None,  # see `log_lines`
+        log_level="error",  # uvicorn's warnings are of malformed requests
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=grace,
     )
-    return Stopping(settings)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -132,6 +150,15 @@ def _check_guarded(name: str, host: str, key: str, *, insecure: bool) -> None:
         f"other machines reach {host}: that needs {wanted if name == 'serve' else 'a proxy'}, or"
         " --insecure to let everybody in."
     )
+
+
+def _check_key(key: str) -> None:
+    """Refuses a key that no client could send; "" is none."""
+    if not (key.isascii() and key.isprintable() and key == key.strip() and len(key) <= MOST_KEY):
+        raise UsageError(
+            f"the key cannot match what clients send: choose one of at most {MOST_KEY} printable"
+            " ASCII characters, without spaces at its ends."
+        )
 
 
 def _is_loopback(host: str) -> bool:

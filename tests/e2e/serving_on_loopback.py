@@ -18,10 +18,7 @@ def served(make_app) -> Iterator[str]:
     """Yields the address of what `make_app(host, port)` returns."""
     with hosting.listen("127.0.0.1", 0) as door:
         host, port = door.getsockname()
-        settings = uvicorn.Config(
-            make_app(host, port), log_level="error", timeout_graceful_shutdown=1, ws="none"
-        )
-        server = uvicorn.Server(settings)
+        server = uvicorn.Server(hosting.settings_of(make_app(host, port), 1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [door]})
         thread.start()
         try:
