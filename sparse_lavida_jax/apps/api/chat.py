@@ -163,8 +163,8 @@ def talk_of(messages: list[dict[str, Any]]) -> Talk:
         role = ROLES.get(str(message.get("role")))
         if role is None or message.get("tool_calls"):
             raise RequestError(
-                f"a message of {message.get('role')!r} is not known, or calls tools, which there"
-                f" are none of: choose one of {', '.join(ROLES)}."
+                f"a message of {str(message.get('role'))[:40]!r} is not known, or calls tools, which"
+                f" there are none of: choose one of {', '.join(ROLES)}."
             )
         words, shown = _parts(message.get("content"))
         if shown and role != "user":
