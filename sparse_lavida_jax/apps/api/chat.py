@@ -160,10 +160,11 @@ def talk_of(messages: list[dict[str, Any]]) -> Talk:
     """
     system, turns, images = [], list[tuple[str, list[str]]](), []
     for message in messages:
-        role = ROLES.get(str(message.get("role")))
+        name = str(message.get("role"))
+        role = ROLES.get(name)
         if role is None or message.get("tool_calls"):
             raise RequestError(
-                f"a message of {str(message.get('role'))[:40]!r} is not known, or calls tools, which"
+                f"a message of {name[:40]!r} is not known, or calls tools, which"
                 f" there are none of: choose one of {', '.join(ROLES)}."
             )
         words, shown = _parts(message.get("content"))
