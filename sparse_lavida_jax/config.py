@@ -24,6 +24,7 @@ from sparse_lavida_jax.schema import (
     Interval,
     Mesh,
     NonNegative,
+    Patch,
     Pattern,
     Positive,
     PositiveFloat,
@@ -61,12 +62,12 @@ class Vision(Section):
     """The vision tower of the understanding branch: patches, transformer, pool, projector."""
 
     image_size: Size = 96  # pixels per side
-    patch_size: Size = 8  # pixels per side
+    patch_size: Patch = 8  # pixels per side
     width: Size = 64
     num_layers: UpTo1024 = 2
     num_heads: Size = 4
     mlp_hidden: Size = 128
-    pool: Size = 2  # patches per side that one convolution merges into one token
+    pool: Patch = 2  # patches per side that one convolution merges into one token
     # A learned vector after every row of tiles, and after an image seen as a whole (spec Sec. 4).
     newline: bool = False
     # Sizes (width, height) in pixels of the grids of tiles into which an image may be cut (spec
@@ -217,6 +218,8 @@ class VQ(Section):
     def _rules(self):
         fit = len(self.channels) > 0 and all(c % self.norm_groups == 0 for c in self.channels)
         yield "channels", fit, f"multiples of {self.norm_groups=}"
+        layers = len(self.channels) * self.layers_per_block
+        yield "layers_per_block", layers <= 24, "at most 24 residual layers in the encoder"
         fits = self.image_size % self.factor == 0
         yield "image_size", fits, f"a multiple of the downsampling factor {self.factor}"
 

@@ -223,6 +223,7 @@ def _written(dst: str, done: Any) -> str:
 
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
+    from sparse_lavida_jax.data.vocabulary import Vocabulary
     from sparse_lavida_jax.models import vq
     from sparse_lavida_jax.pipeline import LANGUAGES
 
@@ -234,6 +235,7 @@ def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
         LANGUAGES[model_folder.read_config(folder).prompts].tokenizer_type(
             folder / "tokenizer.json"
         )
+        Vocabulary.read(folder)
     except (ValueError, FileNotFoundError) as error:
         raise model_folder.CheckpointError(str(error)) from error
     return f"{folder}: {count} files, all as they were written"

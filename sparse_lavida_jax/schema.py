@@ -31,6 +31,7 @@ OLD_NAMES = {
 
 
 SHOWN = 200  # characters of an invalid value in messages
+LONGEST = 10_000  # characters of a setting
 
 
 class ConfigError(ValueError):
@@ -63,7 +64,7 @@ def between(least: int, most: int) -> Allowed:
 def _is_pattern(text: Any) -> bool:
     try:
         re.compile(text)
-    except (re.error, TypeError):
+    except (re.error, TypeError, OverflowError, RecursionError):
         return False
     return True
 
@@ -71,7 +72,7 @@ def _is_pattern(text: Any) -> bool:
 def _is_group(group: Any) -> bool:
     if not (isinstance(group, tuple) and len(group) == 2 and _is_pattern(group[0])):
         return False
-    return isinstance(group[1], int | float) and group[1] >= 0
+    return isinstance(group[1], int | float) and 0 <= group[1] < math.inf
 
 
 def _is_mesh(sizes: dict[str, int]) -> bool:
@@ -104,6 +105,7 @@ Share = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "it must lie in [0, 1]")
 BelowOne = Annotated[float, Allowed(lambda x: 0 <= x < 1, "it must lie in [0, 1)")]
 PositiveShare = Annotated[float, Allowed(lambda x: 0 < x <= 1, "it must lie in (0, 1]")]
 Blocks = Annotated[int, between(1, 16)]
+Patch = Annotated[int, between(1, 1024)]  # pixels or patches per side of what is merged
 Sizes = Annotated[
     tuple[int, ...],
     Allowed(
@@ -203,9 +205,8 @@ def build(schema: type[T], given: Any) -> T:
     old_last = sorted(given, key=OLD_NAMES.__contains__)
     current = {OLD_NAMES.get(name, name): given[name] for name in old_last}
     if unknown := sorted(set(current) - set(kinds)):
-        raise ConfigError(
-            f"{schema.__name__} has no {', '.join(unknown)}. It has: {', '.join(kinds)}."
-        )
+        named = ", ".join(map(str, unknown))
+        raise ConfigError(f"{schema.__name__} has no {named:.{SHOWN}}. It has: {', '.join(kinds)}.")
     for field in dataclasses.fields(schema):  # type: ignore[arg-type]
         if field.name not in current and field.default is field.default_factory:
             raise ConfigError(f"{schema.__name__} needs a value for {field.name}.")
@@ -271,6 +272,12 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
             f"{schema.__name__}.{name}={shown(value)} is a {type(value).__name__}; "
             f"it must be a {kind if origin is types.UnionType else origin.__name__}."
         )
+    if origin is int and not -(2**31) <= value < 2**31:
+        raise ConfigError(f"{schema.__name__}.{name}={shown(value)} is out of range: 32 bits.")
+    if origin is str and len(value) > LONGEST:
+        raise ConfigError(
+            f"{schema.__name__}.{name} has {len(value)} characters; it may have {LONGEST}."
+        )
     if origin is float and not math.isfinite(value):
         raise ConfigError(f"{schema.__name__}.{name}={value} is out of range: it must be finite.")
     if origin is dict and typing.get_args(kind):
@@ -287,7 +294,10 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """Returns a value as text, cut off if it is long."""
-    written = repr(value)
+    try:
+        written = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of very many digits"
     return written if len(written) <= SHOWN else f"{written[:SHOWN]}..."
 
 

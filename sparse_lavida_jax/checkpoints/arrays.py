@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import runtime
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.parameters import ChooseSharding
 
@@ -28,6 +29,7 @@ ChooseParameters = Callable[[str], bool]  # whether to read a parameter, by its 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Any]]
 
 TENSORS = "TENSORS.sha256"
+MOST_LISTED = 2**24  # bytes of a list of digests
 _LINE = re.compile(r"[0-9a-f]{64}  \S.*")  # of a list of digests
 STACKED = ("joint_layers", "split_layers", "layers")  # made by `models.layers.init_stack`
 CHECKED_TOGETHER = 4 * 2**20  # numbers
@@ -240,10 +242,16 @@ def read_list(path: pathlib.Path) -> dict[str, str]:
         CheckpointError: it is empty or damaged.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (IsADirectoryError, ValueError):
-        lines = [""]
-    if not lines or not all(map(_LINE.fullmatch, lines)):
+        lines = files.read_text(path, MOST_LISTED).splitlines()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}. Copy the folder {path.parent} again."
+        ) from error
+    parts = [line.partition("  ") for line in lines if _LINE.fullmatch(line)]
+    found = {name: digest for digest, _, name in parts}
+    if not lines or len(found) < len(lines):  # a line of another form, or a name twice
         what = "is damaged" if lines else "is empty"
         raise CheckpointError(f"{path} {what}. Copy the folder {path.parent} again.")
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return found

@@ -36,8 +36,7 @@ def card(folder: pathlib.Path, name: str, scores: str = "") -> str:
     Args:
         scores: a Markdown table; by default the scores in the README, if it has any.
     """
-    path, settings = folder / "README.md", model_folder.read_config(folder)
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    settings, text = model_folder.read_config(folder), model_folder.read_text(folder, "README.md")
     said = _FRONT_MATTER.sub("", text).partition(USE)[0].strip() or f"# {name}"  # no older card
     converted = _CONVERTED.search(said)
     base = settings.train.init_from or (converted[1] if converted else "")

@@ -3,13 +3,12 @@
 
 import contextlib
 import pathlib
-import re
 
 import safetensors
 
-from sparse_lavida_jax.checkpoints import arrays, stores
+from sparse_lavida_jax.checkpoints import arrays, contents, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
-from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data import files, tensor_files
 
 MANIFEST = "MANIFEST.sha256"
 TENSORS_NAMED = 5  # in the message about a damaged file
@@ -47,22 +46,20 @@ def verify(folder: pathlib.Path) -> int:
         CheckpointError: names the first file that is missing, not listed or changed, and the
             tensors that changed; or the manifest is empty or damaged.
     """
-    known = _read(folder)
-    names = {name.relative_to(folder) for name in folder.rglob("*") if name.is_file()}
-    is_hidden = re.compile(r"(^|/)\.").search
-    there = {name.as_posix() for name in names if not is_hidden(name.as_posix())} - {MANIFEST}
-    for name in sorted(known.keys() - there):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing. Copy the folder {folder} again.")
+    known = read(folder)
+    there = {*contents.names(folder)} - {MANIFEST}
+    paths = {name: contents.inside(folder, name) for name in sorted(known)}
     if unknown := sorted(there - known.keys()):
         raise CheckpointError(
             f"{folder / unknown[0]} is not in {MANIFEST}, which lists every file of a model folder:"
             f" the list is cut short, or the file was put there later. Copy the folder {folder}"
             " again, or take the file away."
         )
-    for name, digest in known.items():
-        path = folder / name
-        if files.sha256(path) != digest:
+    for path in paths.values():
+        if path.suffix == ".safetensors":
+            _check_header(path)  # before gigabytes are read
+    for name, path in paths.items():
+        if files.sha256(path) != known[name]:
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
                 f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
@@ -85,14 +82,30 @@ def verify_tensors(folder: pathlib.Path) -> None:
         raise CheckpointError(f"{folder} is damaged.{complaint} Copy it again.")
 
 
-def _read(folder: pathlib.Path) -> dict[str, str]:
-    """Returns the digests in the manifest by file name."""
+def read(folder: pathlib.Path) -> dict[str, str]:
+    """Returns the digests in the manifest by file name.
+
+    Raises:
+        CheckpointError: there is no manifest, or it is damaged.
+    """
     try:
         return arrays.read_list(folder / MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not written to its end. Copy it again."
         ) from None
+
+
+def _check_header(path: pathlib.Path) -> None:
+    """Refuses a safetensors file whose header is wrong.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    try:
+        tensor_files.read_header(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Get it again.") from error
 
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
@@ -121,7 +134,8 @@ def _complaint(known: dict[str, str], found: dict[str, str]) -> str:
 
 def _others(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the safetensors files that do not hold the parameters of the model."""
-    return sorted(set(folder.rglob("*.safetensors")) - set(folder.glob(stores.FILES)))
+    found = {folder / name for name in contents.names(folder) if name.endswith(".safetensors")}
+    return sorted(found - {*folder.glob(stores.FILES)})
 
 
 def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:

@@ -17,10 +17,12 @@ MANIFEST.sha256   digests of all files above
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
+import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,18 +31,20 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, hub, manifest, stores
+from sparse_lavida_jax.checkpoints import arrays, contents, hub, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.vocabulary import WORDS
-from sparse_lavida_jax.models import denoiser, lora, parameters, quantize
+from sparse_lavida_jax.models import denoiser, lora, parameters, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
+from sparse_lavida_jax.schema import shown
 
 FORMAT = "sparse-lavida-jax/1"
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
 MADE_OF = "made_of.json"  # written by `copy`
+MOST_SETTINGS = 2**20  # bytes of config.json and the like
 COMMITTED = "commit_success.txt"  # written by the array store
 FREE_SPACE_FACTOR = 1.2  # times the bytes to write must be free before writing starts
 # For converted models: texts are sampled in blocks of 32 tokens, as in the paper.
@@ -107,9 +111,10 @@ def load_model(
         check_finite=check_finite,
         wanted=wanted,
     )
-    vq = folder / "vq"
+    images = folder / "vq"
     manifest.verify_tensors(folder)
-    return LoadedModel(model, settings, folder / "tokenizer.json", vq if vq.is_dir() else None)
+    found = images if images.is_dir() else None
+    return LoadedModel(model, settings, folder / "tokenizer.json", found)
 
 
 def verify(folder: pathlib.Path) -> int:
@@ -243,14 +248,14 @@ def read_config(folder: pathlib.Path) -> config.Config:
     """
     path = folder / "config.json"
     try:
-        given = files.read_json(path)
+        given = files.read_json(path, MOST_SETTINGS)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json, so its model is unknown.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     tag = given.pop("format", None) if isinstance(given, dict) else None
     if tag != FORMAT:
-        raise CheckpointError(f"{path} has the format {tag!r}; this version reads {FORMAT!r}.")
+        raise CheckpointError(f"{path} has the format {shown(tag)}; this version reads {FORMAT!r}.")
     try:
         settings = config.build(config.Config, given)
         if settings.prompts == "chat" and settings.data == config.Data():
@@ -259,6 +264,20 @@ def read_config(folder: pathlib.Path) -> config.Config:
         return settings
     except config.ConfigError as error:
         raise CheckpointError(f"{path} was written by another version: {error}") from error
+
+
+def read_text(folder: pathlib.Path, name: str) -> str:
+    """Returns the contents of a text file of a model folder; "" if there is none.
+
+    Raises:
+        CheckpointError: it is not text, or see `contents.inside`.
+    """
+    if not os.path.lexists(folder / name):
+        return ""
+    try:
+        return files.read_text(contents.inside(folder, name))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name} cannot be read: {error}.") from error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -300,9 +319,9 @@ def save_model(
     ]
     with new_model_folder(folder, settings, sum(one.nbytes for one in wanted)) as new:
         stores.write_params(new, wanted, kind)
-        shutil.copyfile(tokenizer_path, new / "tokenizer.json")
+        files.copy(tokenizer_path, new / "tokenizer.json")
         if vq_folder is not None:
-            shutil.copytree(vq_folder, new / "vq")
+            vq.copy(vq_folder, new / "vq")
         if words is not None:
             (new / WORDS).write_text("\n".join(sorted(words)) + "\n", encoding="utf-8")
         (new / "README.md").write_text(readme)
@@ -353,8 +372,8 @@ def copy(
     ]
     size = sum(one.nbytes for one in wanted)
     with new_model_folder(folder, settings or read_config(source), size) as new:
-        written = (stores.PARAMS, stores.FILES, INDEX, arrays.TENSORS, manifest.MANIFEST, ".*")
-        shutil.copytree(source, new, ignore=shutil.ignore_patterns(*written), dirs_exist_ok=True)
+        written = (f"{stores.PARAMS}/*", stores.FILES, INDEX, arrays.TENSORS)
+        _copy_listed(source, new, written)
         stores.write_params(new, wanted, kind)
         files.write_json(new / MADE_OF, lineage(source) if change is None else [], indent=2)
         if settings is not None:
@@ -372,12 +391,18 @@ def copy_with_readme(source: pathlib.Path | str, folder: pathlib.Path | str, rea
     """
     source = find_model(source)
     manifest.verify(source)
-    size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+    size = sum((source / name).stat().st_size for name in manifest.read(source))
     with new_model_folder(folder, read_config(source), size) as new:
-        ignored = shutil.ignore_patterns(manifest.MANIFEST, ".*")
-        shutil.copytree(source, new, ignore=ignored, dirs_exist_ok=True)
+        _copy_listed(source, new)
         files.write_json(new / MADE_OF, lineage(source), indent=2)
         (new / "README.md").write_text(readme, encoding="utf-8")
+
+
+def _copy_listed(source: pathlib.Path, new: pathlib.Path, but: Sequence[str] = ()) -> None:
+    """Copies the files that the manifest lists, except hidden ones and some patterns of names."""
+    listed = [name for name in manifest.read(source) if not f"/{name}".count("/.")]
+    matches = fnmatch.fnmatchcase
+    contents.copy(source, new, (n for n in listed if not any(matches(n, one) for one in but)))
 
 
 def _as_dtype(name: str, leaf: Any, dtype: str, read: Callable[[], np.ndarray]) -> list[Tensor]:
@@ -405,7 +430,7 @@ def _as_dtype(name: str, leaf: Any, dtype: str, read: Callable[[], np.ndarray]) 
 def lineage(folder: pathlib.Path) -> list[str]:
     """Returns the SHA-256 of the manifests of a folder and of the folders it was derived from."""
     try:
-        before = files.read_json(folder / MADE_OF)
+        before = files.read_json(folder / MADE_OF, MOST_SETTINGS)
     except (OSError, ValueError):
         before = []
     return [manifest.digest(folder), *(before if isinstance(before, list) else [])]
@@ -425,7 +450,10 @@ def new_model_folder(
     Raises:
         CheckpointError: `folder` holds something else, or the disk is full.
     """
-    folder = pathlib.Path(folder).resolve()  # the array store accepts only absolute paths
+    try:
+        folder = pathlib.Path(folder).resolve()  # the array store accepts only absolute paths
+    except (RuntimeError, ValueError, OSError) as error:
+        raise WriteError(f"{folder} is not a place to write to: {error}.") from error
     check_replaceable(folder)
     check_free_space(folder.parent, num_bytes)
     with replacing(folder) as new:
@@ -445,7 +473,8 @@ def write_config(folder: pathlib.Path, settings: config.Config) -> None:
 def is_ours(folder: pathlib.Path) -> bool:
     """Whether a folder is marked as a model folder, of any version."""
     try:
-        return str(files.read_json(folder / "config.json")["format"]).startswith(FORMAT[:-1])
+        tag = files.read_json(folder / "config.json", MOST_SETTINGS)["format"]
+        return str(tag).startswith(FORMAT[:-1])
     except (OSError, ValueError, LookupError, TypeError):
         return False
 

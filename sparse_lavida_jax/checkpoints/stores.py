@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
-from sparse_lavida_jax.checkpoints import arrays, tensors
+from sparse_lavida_jax.checkpoints import arrays, contents, tensors
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
 from sparse_lavida_jax.checkpoints.tensors import Tensor
 from sparse_lavida_jax.models import parameters
@@ -211,15 +211,14 @@ class _SafetensorsReader(ParamsReader):
         self._files: dict[str, pathlib.Path] = {}
         leaves = {}
         for name in sorted({*placed.values()}) or [tensors.SINGLE]:
-            if pathlib.PurePath(name).name != name:
-                raise CheckpointError(f"{index} names {name}, which is elsewhere.")
-            for tensor in tensors.list_tensors(folder / name).values():
+            path = contents.inside(folder, name)
+            for tensor in tensors.list_tensors(path).values():
                 kind = tensors.STORED.get(tensor.dtype)
                 if kind is None or tensor.name in leaves:
                     what = f"is {tensor.dtype}" if kind is None else "is in two files"
-                    raise CheckpointError(f"{tensor.name} in {folder / name} {what}.")
+                    raise CheckpointError(f"{tensor.name} in {path} {what}.")
                 leaves[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, kind)
-                self._files[tensor.name] = folder / name
+                self._files[tensor.name] = path
         super().__init__(folder, leaves)
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -244,6 +243,7 @@ class _SafetensorsReader(ParamsReader):
 class _OrbaxReader(ParamsReader):
     def __init__(self, folder: pathlib.Path):
         self.batch_bytes = BATCH_BYTES
+        contents.names(folder / PARAMS)  # the store would wait for a pipe
         self._store = (folder / PARAMS).resolve()
         try:
             with silence():

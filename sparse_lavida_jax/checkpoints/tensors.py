@@ -14,16 +14,16 @@ import numpy as np
 import safetensors
 
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
-from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data import files, tensor_files
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 # Model folders may also hold 8-bit matrices (`models/quantize.py`).
 NARROW = {"I8": jnp.dtype("int8"), "F8_E4M3": jnp.dtype("float8_e4m3fn")}
 STORED = DTYPES | NARROW
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_INDEXED = 2**24  # bytes of an index
 SHARD_BYTES = 5_000_000_000  # most bytes of a file if there are several
 FOR_PYTORCH = {"format": "pt"}  # goes into the header of a file
-_LENGTH_BYTES = 8  # of the number at the start of a file: the length of its header
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,30 +64,15 @@ def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
         CheckpointError: it is cut short or damaged.
     """
     try:
-        with safetensors.safe_open(path, "numpy") as file:
-            _check_header(path)
-            found = {name: file.get_slice(name) for name in file.offset_keys()}
-            shapes = {name: tuple(one.get_shape()) for name, one in found.items()}
-            reads = {name: functools.partial(read, path, name) for name in found}
-            return {
-                name: Tensor(name, one.get_dtype(), shapes[name], reads[name], path.name)
-                for name, one in found.items()
-            }
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        found = tensor_files.read_header(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path.name} is cut short or damaged ({error}). Download it again."
         ) from error
-
-
-def _check_header(path: pathlib.Path) -> None:
-    """Refuses a header that names a tensor twice; the library would take the last one.
-
-    Raises:
-        ValueError: it does.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        files.parse_json(file.read(length), unique=True)
+    return {
+        name: Tensor(name, *stored, functools.partial(read, path, name), path.name)
+        for name, stored in found.items()
+    }
 
 
 def read(path: pathlib.Path, name: str, part: Any = None) -> np.ndarray:
@@ -111,7 +96,7 @@ def read(path: pathlib.Path, name: str, part: Any = None) -> np.ndarray:
 def _read_float8(path: pathlib.Path, name: str) -> np.ndarray:
     """Returns a tensor of a dtype that the library cannot read into NumPy."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(file.read(tensor_files.LENGTH_BYTES), "little")
         about = files.parse_json(file.read(length))[name]
         start, end = about["data_offsets"]
         file.seek(start, 1)
@@ -140,9 +125,9 @@ def write(
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
+    text += b" " * (-len(text) % tensor_files.LENGTH_BYTES)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        file.write(len(text).to_bytes(tensor_files.LENGTH_BYTES, "little") + text)
         for tensor in tensors:
             file.write(np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8).data)
 
@@ -195,7 +180,7 @@ def read_index(path: pathlib.Path) -> dict[str, str]:
         CheckpointError: the index is damaged.
     """
     try:
-        placed = (files.read_json(path) or {}).get("weight_map")
+        placed = (files.read_json(path, MOST_INDEXED) or {}).get("weight_map")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Download it again.") from error
     is_whole = isinstance(placed, dict) and all(isinstance(file, str) for file in placed.values())

@@ -24,15 +24,14 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, hub, manifest, model_folder, stores
+from sparse_lavida_jax.checkpoints import arrays, contents, hub, manifest, model_folder, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.convert import names
-from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data import files, tensor_files
 from sparse_lavida_jax.models import lora, parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Linear, with_linears
@@ -42,6 +41,8 @@ M = TypeVar("M", bound=Denoiser)
 SETTINGS, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 OLDER = "adapters.safetensors"
 _PREFIX = "base_model.model."
+LARGEST_ALPHA = 1_000_000
+_PATTERN = re.compile(r"\^?(\w|-|\\?\.)*(\.\*)?(\w|-|\\?\.)*")  # of names, in PEFT's alpha_pattern
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
 
 
@@ -196,15 +197,12 @@ def _check(one: Adapters, shapes: Mapping[str, Any]) -> None:
     """Refuses adapters that do not fit the matrices of the model.
 
     Raises:
-        CheckpointError: lists every misfit.
+        CheckpointError: lists misfits.
     """
-    problems = [
-        f"  {path}: {a.shape[0]} by {b.shape[1]}, {shapes[f'{path}/kernel'].shape} in the model"
-        for path, (a, b) in one.factors.items()
-        if (a.shape[0], b.shape[1]) != tuple(shapes[f"{path}/kernel"].shape)
-    ]
-    known = {name: shapes[name] for name in one.whole if name in shapes}
-    problems += parameters.differences(known, one.whole).splitlines()
+    products = {f"{path}/kernel": (a.shape[0], b.shape[1]) for path, (a, b) in one.factors.items()}
+    made = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in products.items()}
+    wanted = {name: shapes[name] for name in {*one.whole, *made} if name in shapes}
+    problems = parameters.differences(wanted, one.whole | made).splitlines()
     if problems:
         lines = "\n".join(problems)
         raise CheckpointError(f"the adapters in {one.folder} do not fit the model:\n{lines}")
@@ -316,8 +314,7 @@ def copy(
     source = model_folder.find_model(source)
     if not weights:
         return model_folder.copy(source, folder, kind, dtype=dtype)
-    readme = source / "README.md"
-    said = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    said = model_folder.read_text(source, "README.md")
     said = f"{said.rstrip()}\n\nThe adapters `{written(weights)}` were added to it.\n"
     how = merging(source, weights)._asdict()
     return model_folder.copy(source, folder, kind, dtype=dtype, readme=said, **how)
@@ -401,11 +398,13 @@ def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
         manifest.verify_tensors(folder)
         _check_base(folder, base)
     is_older = not (folder / WEIGHTS).is_file()
-    path = folder / (OLDER if is_older else WEIGHTS)
+    path = contents.inside(folder, OLDER if is_older else WEIGHTS)
     try:
-        leaves = safetensors.numpy.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
+        leaves = tensor_files.read_floats(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Copy it again.") from error
+    if not leaves:
+        raise CheckpointError(f"{path} adapts nothing: it holds no tensor. Copy it again.")
     for key, leaf in leaves.items():
         arrays.refuse_nonfinite(f"{key} in {path}", leaf)
     return _older(folder, leaves) if is_older else _released(folder, leaves, model)
@@ -413,15 +412,15 @@ def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
 
 def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
     try:
-        known = files.read_json(folder / BASE)
+        known = files.read_json(folder / BASE, model_folder.MOST_SETTINGS)
         digest, where = known["manifest_sha256"], known["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / BASE} is missing or damaged: {error}") from error
     if digest not in model_folder.lineage(base):
         raise CheckpointError(
-            f"the adapters in {folder} were trained next to the model that lay in {where}, and"
-            f" {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"
-            f" {digest[:12]}. Name theirs with --checkpoint."
+            f"the adapters in {folder} were trained next to the model that lay in {where!s:.200},"
+            f" and {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"
+            f" {digest!s:.12}. Name theirs with --checkpoint."
         )
 
 
@@ -465,17 +464,23 @@ def _released(
 def _scale(path: pathlib.Path, official: Mapping[str, str]) -> Callable[[str, int], float]:
     """Returns the scale of the product of two factors, according to PEFT's settings."""
     try:
-        given = files.read_json(path)
+        given = files.read_json(contents.inside(path.parent, path.name), model_folder.MOST_SETTINGS)
         if given["peft_type"] != "LORA" or given.get("use_dora"):
             raise ValueError("they are no plain adapters of low rank (LORA)")
-        alpha, patterns = float(given["lora_alpha"]), dict(given.get("alpha_pattern") or {})
+        alpha, by_pattern = given["lora_alpha"], dict(given.get("alpha_pattern") or {})
+        for value in (alpha, *by_pattern.values()):
+            if type(value) not in (int, float) or not 0 < value < LARGEST_ALPHA:
+                raise ValueError(f"an alpha must lie between 0 and {LARGEST_ALPHA:,}")
+        if odd := [key for key in by_pattern if not _PATTERN.fullmatch(key)]:
+            raise ValueError(f"alpha_pattern has {odd[0]!r:.200}, which is not a name with one .*")
         is_by_root = bool(given.get("use_rslora"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} does not describe adapters of ours: {error}.") from error
+    patterns = {re.compile(rf"(.*\.)?({key})$"): value for key, value in by_pattern.items()}
 
     def scale(ours: str, rank: int) -> float:
         module = official[f"{ours}/kernel"].removesuffix(".weight")
-        own = (a for key, a in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        own = (value for pattern, value in patterns.items() if pattern.match(module))
         return float(next(own, alpha)) / (math.sqrt(rank) if is_by_root else rank)
 
     return scale
@@ -490,7 +495,12 @@ def _paired(
     found = {}
     for path, sides in factors.items():
         a, b = sides.get("A"), sides.get("B")
-        if a is None or b is None or not 0 < a.shape[1] == b.shape[0]:
+        if a is None or b is None or not _fit(a, b):
             raise CheckpointError(f"the adapter of {path} in {folder} is not two factors that fit.")
         found[path] = a.astype(np.float32), scale(path, a.shape[1]) * b.astype(np.float32)
     return Adapters(folder, found, whole)
+
+
+def _fit(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are factors of a matrix, of a rank that is at most its longer side."""
+    return a.ndim == b.ndim == 2 and 0 < a.shape[1] == b.shape[0] <= max(a.shape[0], b.shape[1])

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import pathlib
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ import safetensors
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, hub, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints import arrays, contents, hub, model_folder, stores, tensors
 from sparse_lavida_jax.checkpoints.tensors import INDEX, SINGLE
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.convert.settings import ConvertError, has_generation_branch, settings_from
@@ -262,6 +261,7 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
             f"{folder} has no config.json, so it is no released model. Give the folder that holds"
             " config.json, tokenizer.json and the safetensors files."
         )
+    contents.names(folder)  # small files are copied: none of them may be a link to elsewhere
     given = _read_json(folder / "config.json")
     if given.get("format") == model_folder.FORMAT:
         raise ConvertError(f"{folder} is a model folder of this project already.")
@@ -319,9 +319,9 @@ def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
     """
     if file.endswith(_PICKLED):
         raise ConvertError(_pickled([file]))
-    if pathlib.PurePath(file).name != file or not (folder / file).is_file():
+    if not (folder / file).is_file():
         raise ConvertError(f"{INDEX} names {file}, which is not there. Download it again.")
-    return tensors.list_tensors(folder / file)
+    return tensors.list_tensors(contents.inside(folder, file))
 
 
 def _no_weights(folder: pathlib.Path) -> str:
@@ -407,7 +407,7 @@ def _by_layer(problems: list[str]) -> list[str]:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        given = files.read_json(path)
+        given = files.read_json(path, model_folder.MOST_SETTINGS)
     except (OSError, ValueError) as error:
         raise ConvertError(f"{path} cannot be read: {error}. Download it again.") from error
     if not isinstance(given, dict):
@@ -423,7 +423,7 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
     """Copies the tokenizer, and to `official/` the files that an export returns unchanged."""
     official = new / OFFICIAL
     (official / "vqvae").mkdir(parents=True)
-    shutil.copyfile(released.folder / "tokenizer.json", new / "tokenizer.json")
+    files.copy(released.folder / "tokenizer.json", new / "tokenizer.json")
     small = [
         path
         for path in sorted(released.folder.iterdir())
@@ -433,7 +433,7 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
         if path.name == "tokenizer.json" or not path.is_file():
             continue
         if path.stat().st_size <= _SMALL_BYTES:
-            shutil.copyfile(path, official / path.relative_to(released.folder))
+            files.copy(path, official / path.relative_to(released.folder))
     # The file of each tensor; a folder with a single file has no index of its own.
     if not (official / INDEX).is_file():
         placed = {name: tensor.file for name, tensor in released.stored.items()}

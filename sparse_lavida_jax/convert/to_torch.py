@@ -8,14 +8,13 @@ that came with the release. Tensors are read and written one at a time.
 import dataclasses
 import functools
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import manifest, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints import contents, manifest, model_folder, stores, tensors
 from sparse_lavida_jax.checkpoints.tensors import INDEX, SHARD_BYTES
 from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import names
@@ -170,8 +169,8 @@ def _write_small_files(new: pathlib.Path, model: _Model, wanted: list[tensors.Te
     """Writes config.json, the tokenizer's files, and the small files of the release."""
     official = model.folder / OFFICIAL
     if official.is_dir():
-        shutil.copytree(official, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(INDEX))
-    shutil.copyfile(model.folder / "tokenizer.json", new / "tokenizer.json")
+        contents.copy(official, new, (one for one in contents.names(official) if one != INDEX))
+    files.copy(model.folder / "tokenizer.json", new / "tokenizer.json")
     (new / VQ_FOLDER).mkdir(exist_ok=True)
     _write_config(new / "config.json", model, wanted)
     described = new / VQ_FOLDER / "config.json"

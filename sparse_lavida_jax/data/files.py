@@ -71,6 +71,16 @@ def read_text(path: pathlib.Path | str, most: int = MOST_BYTES, encoding: str = 
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def copy(path: pathlib.Path, new: pathlib.Path) -> None:
+    """Copies a regular file of any size.
+
+    Raises:
+        OSError: as `open_regular`, or the disk is full.
+    """
+    with open_regular(path) as file, new.open("wb") as copied:
+        shutil.copyfileobj(file, copied)
+
+
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a free path next to `path`; the file or folder made there becomes `path` at the end.
@@ -149,14 +159,14 @@ def _of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def read_json(path: pathlib.Path) -> Any:
-    """Reads a JSON file whose objects must have no duplicate keys.
+def read_json(path: pathlib.Path, most: int = MOST_BYTES) -> Any:
+    """Reads a JSON file of at most `most` bytes whose objects must have no duplicate keys.
 
     Raises:
         OSError: as `read_bytes`.
         ValueError: as `parse_json`, or the file is not text.
     """
-    return parse_json(read_text(path), unique=True)
+    return parse_json(read_text(path, most), unique=True)
 
 
 def sha256(path: pathlib.Path) -> str:

@@ -2,13 +2,21 @@
 """Common parts of the text tokenizers: a `tokenizer.json`, text to ids, and training."""
 
 import abc
+import contextlib
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from sparse_lavida_jax.data import files, tokenizer_files
+from sparse_lavida_jax.schema import ConfigError
+
+
+class TokenizerError(ConfigError):
+    """A `tokenizer.json` that is damaged, or has something that is not run here."""
 
 
 class TextTokenizer(abc.ABC):
@@ -16,25 +24,40 @@ class TextTokenizer(abc.ABC):
 
     Raises:
         FileNotFoundError: there is no tokenizer at `path`.
-        ValueError: the file is damaged.
+        TokenizerError: the file is damaged; also raised by its methods.
     """
 
     remedies: ClassVar[tuple[str, str]]  # what to do if the file is missing, and if it is damaged
 
     def __init__(self, path: pathlib.Path | str):
         self.path, (missing, damaged) = pathlib.Path(path), self.remedies
-        if not self.path.is_file():
+        if not self.path.exists():
             raise FileNotFoundError(
                 f"there is no tokenizer at {path}: {missing.format(path=path)}."
             )
-        try:
-            self._inner = tokenizers.Tokenizer.from_str(self.path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises plain `Exception`
-            raise ValueError(f"{path} is damaged: {error}. {damaged.format(path=path)}.") from error
+        self._damaged = damaged.format(path=path)
+        with self._explained(OSError, ValueError):
+            contents = files.read_text(self.path, tokenizer_files.MOST_BYTES)
+            tokenizer_files.check(contents)
+            self._inner = tokenizers.Tokenizer.from_str(contents)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self.vocab_size = 1 + max(self.ids().values(), default=-1)  # an id may be left out
 
-    @property
-    def vocab_size(self) -> int:
-        return self._inner.get_vocab_size()
+    @contextlib.contextmanager
+    def _explained(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Turns errors of the library, and those of some kinds, into one sentence.
+
+        Raises:
+            TokenizerError: in place of them.
+        """
+        try:
+            yield
+        except BaseException as error:  # a panic of the library is not an `Exception`
+            is_panic = type(error).__name__ == "PanicException"
+            if not (is_panic or type(error) is Exception or isinstance(error, kinds)):
+                raise
+            raise TokenizerError(f"{self.path} is damaged: {error}. {self._damaged}.") from error
 
     def ids(self) -> dict[str, int]:
         """Returns the id of every token."""
@@ -42,7 +65,11 @@ class TextTokenizer(abc.ABC):
 
     def encode(self, text: str) -> list[int]:
         """Returns ids; the subclass decides how special tokens in the text are treated."""
-        return self._inner.encode(text).ids
+        return self._encode(text).ids
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
+        with self._explained():
+            return self._inner.encode(text)
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -50,7 +77,7 @@ class TextTokenizer(abc.ABC):
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns ids, and the characters (start, end) of `text` that each represents."""
-        encoding = self._inner.encode(text)
+        encoding = self._encode(text)
         return encoding.ids, encoding.offsets
 
 

@@ -7,6 +7,8 @@ import pathlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from sparse_lavida_jax.data import files
+
 # Next to the tokenizer of a model trained from scratch: the words of its training texts.
 WORDS = "words.txt"
 # Scripts without spaces between words: Thai to Tibetan, Burmese, Khmer, kana, Han. There each
@@ -14,6 +16,7 @@ WORDS = "words.txt"
 _UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}_])\w)+")
 _TOKEN_OR_WORD = re.compile(rf"<[^<>\s]+>|{_WORD.pattern}")  # such as <LOC_3>
+MOST_BYTES = 2**24  # of the file
 LEAST_STEM = 3  # letters of a word whose plural is recognized
 MOST_NAMED = 8  # unknown words in a warning
 LONGEST_NAMED = 40  # letters of a word in a message
@@ -42,11 +45,18 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "Vocabulary | None":
-        """Returns the vocabulary that a model folder records; None if it records none."""
+        """Returns the vocabulary that a model folder records; None if it records none.
+
+        Raises:
+            ValueError: the file cannot be read.
+        """
         path = folder / WORDS
-        if not path.is_file():
+        try:
+            words = frozenset(files.read_text(path, MOST_BYTES).split())
+        except FileNotFoundError:
             return None
-        words = frozenset(path.read_text(encoding="utf-8").split())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}. Copy it again.") from error
         return cls(words, f"the {len(words)} words of its training texts, listed in its {WORDS}")
 
     @functools.cached_property

@@ -61,8 +61,6 @@ class ChatTokenizer(TextTokenizer):
             ValueError: the file is damaged, or of a tokenizer without the control tokens.
         """
         super().__init__(path)
-        self._inner.no_truncation()
-        self._inner.no_padding()
         for token in CONTROL:
             self.id_of(token)
 
@@ -101,7 +99,8 @@ class ChatTokenizer(TextTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and unused ids."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+        with self._explained():
+            return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def check(self, model: config.Model) -> None:
         """Checks that model and tokenizer belong together.

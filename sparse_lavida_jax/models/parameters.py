@@ -17,6 +17,7 @@ M = TypeVar("M")
 
 # Where a parameter is placed, by its path in the model (`joint_layers/attn_out/kernel`, all layers
 # in one array) and its shape.
+MOST_NAMED = 50  # parameters in a message
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
@@ -42,7 +43,10 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Returns a line for every leaf that is missing, unknown or has another shape."""
+    """Returns a line for every leaf that is missing, unknown or has another shape.
+
+    Of a folder from elsewhere there may be very many: the first `MOST_NAMED` are returned.
+    """
     lines = [
         f"  {name}: missing, the model has {tuple(wanted[name].shape)}"
         for name in sorted(wanted.keys() - found.keys())
@@ -56,7 +60,8 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         for name in sorted(wanted.keys() & found.keys())
         if np.shape(found[name]) != tuple(wanted[name].shape)
     ]
-    return "\n".join(lines)
+    more = [f"  and {len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else []
+    return "\n".join([*lines[:MOST_NAMED], *more])
 
 
 @jax.tree_util.register_pytree_node_class

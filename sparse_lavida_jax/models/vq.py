@@ -16,17 +16,18 @@ import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
-from sparse_lavida_jax import config, runtime, sequence
-from sparse_lavida_jax.data import files, grey
+from sparse_lavida_jax import config, runtime, schema, sequence
+from sparse_lavida_jax.data import files, grey, tensor_files
 from sparse_lavida_jax.models import parameters
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
 FORMAT = "sparse-lavida-vq/1"
+FILES = ("config.json", "params.safetensors")
+MOST_SETTINGS = 2**20  # bytes of config.json
 
 
 class VQError(config.ConfigError):
@@ -362,6 +363,17 @@ def save_arrays(folder: pathlib.Path, arrays: dict[str, np.ndarray], settings: c
         files.write_json(new / "config.json", written, indent=2)
 
 
+def copy(folder: pathlib.Path, new: pathlib.Path) -> None:
+    """Copies the files of an image tokenizer, and nothing else, to a new folder.
+
+    Raises:
+        OSError: one of them is missing or not a regular file, or the disk is full.
+    """
+    new.mkdir()
+    for name in FILES:
+        files.copy(folder / name, new / name)
+
+
 def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
     """Returns the folder of a bundled image tokenizer, given its name, or the given folder.
 
@@ -387,13 +399,15 @@ def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
     folder = find(folder_or_name)
     settings = read_settings(folder)
     path = folder / "params.safetensors"
-    try:
-        given = safetensors.numpy.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _unreadable(path, error) from error
     model = shapes(settings)
     expected = parameters.by_name(model)
-    if faults := parameters.differences(expected, given):
+    try:
+        stored = tensor_files.read_header(path)
+        faults = parameters.differences(expected, stored)
+        given = {} if faults else tensor_files.read_floats(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if faults:
         raise VQError(
             f"{path} does not fit {folder / 'config.json'}; take both files from the same save:\n"
             f"{faults}"
@@ -412,14 +426,14 @@ def read_settings(folder: pathlib.Path) -> config.VQ:
     """
     path = folder / "config.json"
     try:
-        written = files.read_json(path)
+        written = files.read_json(path, MOST_SETTINGS)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     given = written.pop("format", None) if isinstance(written, dict) else None
     if given != FORMAT:
         raise VQError(
-            f"{path} has format {given!r}; this version reads {FORMAT!r}. Give a folder that"
-            " `--config=configs/scenes_vq_g1.py` or `models.vq.save` wrote."
+            f"{path} has format {schema.shown(given)}; this version reads {FORMAT!r}. Give a folder"
+            " that `--config=configs/scenes_vq_g1.py` or `models.vq.save` wrote."
         )
     return config.build(config.VQ, written)
 
@@ -518,8 +532,8 @@ class ImageEncoder:
     @property
     def digest(self) -> str:
         """SHA-256 of the settings and the parameters."""
-        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-        with (self.folder / "params.safetensors").open("rb") as file:
+        digest = hashlib.sha256(files.read_bytes(self.folder / "config.json"))
+        with files.open_regular(self.folder / "params.safetensors") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 

@@ -74,7 +74,10 @@ class Tokenizer(TextTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""
         known = range(len(SPECIAL_TOKENS), self.vocab_size)
-        return self._inner.decode([int(i) for i in ids if i in known], skip_special_tokens=False)
+        with self._explained():
+            return self._inner.decode(
+                [int(i) for i in ids if i in known], skip_special_tokens=False
+            )
 
 
 def train(texts: Iterable[str]) -> str:

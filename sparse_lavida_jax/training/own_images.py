@@ -157,7 +157,7 @@ def place_image_tokenizer(
             vq.save(place, _trained(settings, pixels))
         elif source.resolve() != place.resolve():
             with files.replacing(place) as new:
-                shutil.copytree(source, new)
+                vq.copy(source, new)
     model, _ = vq.load(place)
     shown = pixels[np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).astype(int)]
     again = vq.decode_codes(model, vq.encode_images(model, shown))
@@ -194,7 +194,7 @@ def text_tokenizer(named: str) -> str:
     places = (path / "tokenizer.json", path / "model" / "tokenizer.json", path)
     found = next((place for place in places if place.is_file()), places[0])
     try:
-        return ChatTokenizer(found).path.read_text(encoding="utf-8")
+        return files.read_text(ChatTokenizer(found).path)
     except (ValueError, FileNotFoundError) as error:
         raise PrepareError(
             f"--tokenizer={named} cannot be used: {error} Without it one is trained on the texts."

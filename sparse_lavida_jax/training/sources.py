@@ -120,5 +120,4 @@ def _base_readme(settings: config.Config) -> str:
     base = settings.train.init_from
     if not base or states.is_unfinished(base):
         return ""
-    path = model_folder.find_model(base) / "README.md"
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return model_folder.read_text(model_folder.find_model(base), "README.md")

@@ -52,8 +52,11 @@ def read(name: str) -> config.Config:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> chat.ChatTokenizer:
     """One token per word, so that prompts are about as long as with the released tokenizer."""
-    made = tokenizers.Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = tokenizers.Tokenizer(models.BPE({"x": 0}, [], unk_token="x", fuse_unk=True))
+    apart = [(r"\s+", "removed"), (r"\w+", "isolated")]
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(tokenizers.Regex(one), how) for one, how in apart]
+    )
     made.add_special_tokens([*chat.CONTROL])
     path = tmp_path_factory.mktemp("words") / "tokenizer.json"
     made.save(str(path))
