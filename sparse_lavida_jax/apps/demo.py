@@ -8,9 +8,12 @@ passed through the network (`apps/passes.py`).
 """
 
 import asyncio
+import contextlib
 import inspect
+import os
 import pathlib
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import fastapi
@@ -18,14 +21,15 @@ import gradio as gr
 import gradio.themes
 import numpy as np
 from PIL import Image, ImageDraw
+from starlette.routing import Mount
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.apps import examples, passes, standing
+from sparse_lavida_jax.apps import examples, page_guard, passes, standing
 from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.apps.tasks import FORMS
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, TASKS
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import presets
@@ -36,6 +40,7 @@ HEIGHT = 384  # pixels of an image on the page
 MOST_GUIDANCE = 8.0
 LEAST_MARKED = 768  # pixels of the longer side of an image with boxes
 MOST_KEPT = 24  # images in the gallery
+READERS = 2  # inputs whose images are decoded at the same time
 # Small images are shown large, pixel by pixel.
 STYLE = """
 .shown-image img, .gallery img {image-rendering: pixelated}
@@ -57,14 +62,21 @@ EXPLAINED = {  # by setting
     "seed": "A different number gives a different result.",
 }
 TABS = {task: form for task, form in FORMS.items() if form.label}
+_READING = threading.BoundedSemaphore(READERS)
+_BASE = os.environ.get("GRADIO_TEMP_DIR")  # where the operator wants gradio's files
 BUTTONS: list[Any] = ["download", "fullscreen"]  # all but the one that uploads to a web site
 
 
 def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fastapi.FastAPI:
-    """Returns the server with the page at its root."""
-    return gr.mount_gradio_app(
+    """Returns the server with the page at its root, behind a guard (`apps/page_guard.py`)."""
+    folder = page_guard.Folder(_BASE)
+    os.environ["GRADIO_TEMP_DIR"] = folder.path  # where gradio writes, and all that it reads
+    page = make_page(service)
+    page.has_launched = True  # or gradio checks no path
+    page.state_session_capacity = page_guard.SESSIONS
+    gr.mount_gradio_app(
         app,
-        make_page(service),
+        page,
         path="",
         server_name=host,
         server_port=port,
@@ -77,6 +89,10 @@ def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fas
         theme=gradio.themes.Default(font=FONTS, font_mono=["monospace"]),
         css=STYLE + passes.STYLE + standing.STYLE,
     )
+    folder.keep()
+    (mount,) = [one for one in app.routes if isinstance(one, Mount)]
+    mount.app = page_guard.PageGuard(mount.app, page, folder, service.limits.upload)
+    return app
 
 
 def make_page(service: Service) -> gr.Blocks:
@@ -98,6 +114,7 @@ def make_page(service: Service) -> gr.Blocks:
                 tabs.append(_Tab(service, task, pace))
         _gallery(tabs)
     page.queue(max_size=None, default_concurrency_limit=None)  # the service has its own queue
+    page._queue.max_thread_count = page_guard.EVENTS
     return page
 
 
@@ -291,26 +308,53 @@ def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
         value=shown.value and examples.start(),
     )
     shown.change(None, shown, editor, js=TO_EDITOR, api_visibility="private")
-    whole = editor.preprocess
+    whole: Any = editor.preprocess
 
     def read(payload: Any) -> Any:
-        files = [payload.background, *payload.layers, payload.composite] if payload else []
-        for file in files:
-            _read(service, file)
-        return whole(payload)
+        """Returns the image and its hole (`Service.with_hole`)."""
+        painted = payload
+        if payload is not None and payload.id is not None:  # its parts were sent by themselves
+            painted = editor.blob_storage.get(payload.id)
+        parts = [painted.background, *painted.layers] if painted is not None else []
+        if len(parts) > 1 + (most := page_guard.MOST_LAYERS):
+            raise gr.Error(f"an image has at most {most} layers.", print_exception=False)
+        if painted is not None:
+            painted.composite = None  # would be decoded in vain
+        with _reading():
+            given = [_file(service, part) for part in parts if part is not None]
+            service.cost_of([contents for contents, _ in given])
+            for one in given:
+                service.image(*one)
+            return service.with_hole(*_painted(whole(payload)))
 
-    editor.preprocess = read  # for programs that call the page
+    editor.preprocess = read
     return editor
 
 
-def _read(service: Service, file: Any) -> image_files.Pixels | None:
-    """Returns the pixels of an uploaded file; a file that is not an image is refused."""
-    if file is None:
-        return None
+def _read(service: Service, given: Any) -> image_files.Pixels | None:
+    """Returns the pixels of an uploaded file, no more than the model can see."""
+    with _reading():
+        return None if given is None else service.small(service.image(*_file(service, given)))
+
+
+def _file(service: Service, given: Any) -> tuple[bytes, str]:
+    """Returns the contents and the name of an uploaded file, or of what a painter sent."""
+    if isinstance(given, bytes):
+        return given, "the image"
+    return files.read_bytes(given.path, service.limits.upload), given.orig_name or "the image"
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Waits until an image may be decoded; what is not an image is refused in a sentence."""
     try:
-        return service.image(pathlib.Path(file.path).read_bytes(), file.orig_name or "the image")
+        with _READING:
+            yield
     except image_files.ImageError as error:
         raise gr.Error(str(error), print_exception=False) from error
+    except OSError as error:
+        gone = "the image is not kept here any more: upload it again."
+        raise gr.Error(gone, print_exception=False) from error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -322,9 +366,10 @@ async def _run(
 ) -> AsyncIterator[tuple[Any, ...]]:
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
-    makes, painted, shown = TASKS[task].makes, None, None
+    makes, shown = TASKS[task].makes, None
     if task == "inpaint":
-        painted = _painted(image)
+        image, known = _needed(image)
+        options |= known
     elif TASKS[task].image == "needed":
         image = _needed(image)
     if makes == "boxes":
@@ -339,12 +384,6 @@ async def _run(
     whole = {"steps", "registers", "seed", "rounds"} & options.keys()
     options |= {name: int(options[name] or 0) for name in whole}  # 3.0 for 3, None if emptied
     try:
-        # What waits is kept no larger than the model needs it.
-        if painted is not None:
-            image, known = await asyncio.to_thread(service.with_hole, *painted)
-            options |= known
-        elif image is not None:
-            image = await asyncio.to_thread(service.small, image)
         looks = EVERY if makes == "image" else 0
         ticket = service.submit(task, words, image, previews=looks, **options)
         waited = asyncio.wrap_future(ticket.future)

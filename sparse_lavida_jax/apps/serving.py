@@ -223,7 +223,7 @@ class Service:
         cells = self.pipe.settings.model.grid_size
         return self.small(image), {"known": regions.untouched(hole, cells)}
 
-    def cost_of(self, images: Sequence[bytes]) -> int:
+    def cost_of(self, images: Sequence[bytes], name: str = "the image") -> int:
         """Returns what it costs to decode the image files of a request, from their headers.
 
         Raises:
@@ -232,10 +232,10 @@ class Service:
         for contents in images:
             if len(contents) > self.limits.upload:
                 raise image_files.ImageError(
-                    f"the image has {len(contents)} bytes: at most {self.limits.upload} are taken."
+                    f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken."
                     " Make it smaller."
                 )
-        cost = sum(map(image_files.cost, images))
+        cost = sum(image_files.cost(contents, name) for contents in images)
         if cost > self.limits.pixels:
             raise image_files.ImageError(
                 f"the images have {cost} pixels in all, where each further scan of a JPEG counts an"
@@ -257,7 +257,7 @@ class Service:
         Raises:
             ImageError: it is too large, or not an image.
         """
-        self.cost_of([contents])
+        self.cost_of([contents], name)
         return image_files.read_bytes(contents, name, check=check)
 
     def contents_of_uri(self, uri: str) -> bytes:
