@@ -7,10 +7,11 @@ such, and the images of all turns are shown before the first question.
 """
 
 import dataclasses
+import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import fastapi
@@ -34,12 +35,12 @@ class Talk:
     Attributes:
         question: the last message.
         earlier: earlier questions with their answers.
-        images: data URIs from all turns.
+        images: the image files of all turns.
     """
 
     question: str
     earlier: tuple[tuple[str, str], ...]
-    images: tuple[str, ...]
+    images: tuple[bytes, ...]
 
 
 @router.post("/v1/chat/completions")
@@ -48,14 +49,14 @@ async def chat(request: fastapi.Request):
     client = asking.Client(request)
     service = client.service
     with errors.refusing():
-        asked, talk = await client.body(_read)
-        images = await client.call(service.lane(), _contents, service, talk)
+        asked, talk = await client.body(functools.partial(_read, service=service))
     if asked.task == "ground":
-        return await _boxes(client, asked, talk, images)
+        return await _boxes(client, asked, talk)
 
     def decode() -> tuple[Any, dict[str, Any]]:
         shown = [
-            service.small(image_files.read_bytes(image, check=client.check)) for image in images
+            service.small(image_files.read_bytes(image, check=client.check))
+            for image in talk.images
         ]
         return shown, {"together": len(shown) > 1 or None}
 
@@ -67,7 +68,7 @@ async def chat(request: fastapi.Request):
         sampling = service.pipe.settings.sampling
         more["sampling"] = dataclasses.replace(sampling, text_top_p=asked.top_p)
     words = [talk.question] * asked.n
-    waiting = await asking.queued(client, "ask", asked, words, images, decode, **more)
+    waiting = await asking.queued(client, "ask", asked, words, talk.images, decode, **more)
     if asked.stream:
         return await asking.streamed(waiting, _chunks(waiting, asked))
     result = await waiting.ended()
@@ -110,9 +111,7 @@ async def _chunks(
         yield "", _reply(waiting, name, "chat.completion.chunk", []) | counted
 
 
-async def _boxes(
-    client: asking.Client, asked: ChatBody, talk: Talk, images: list[bytes]
-) -> dict[str, Any]:
+async def _boxes(client: asking.Client, asked: ChatBody, talk: Talk) -> dict[str, Any]:
     """Answers with the list of things to find: a label and a box in pixels, or null, for each."""
     if talk.earlier or len(talk.images) != 1:
         raise fastapi.HTTPException(400, "things are found in one image, asked in one message.")
@@ -120,14 +119,14 @@ async def _boxes(
     phrases = [line.strip() for line in talk.question.splitlines() if line.strip()]
 
     def decode() -> tuple[Any, dict[str, Any]]:
-        image = image_files.read_bytes(images[0], check=client.check)
+        image = image_files.read_bytes(talk.images[0], check=client.check)
         small = service.small(image)
         scale[:] = image.shape[1] / small.shape[1], image.shape[0] / small.shape[0]
         return small, {}
 
     most = most_tokens(asked)
     waiting = await asking.queued(
-        client, "ground", asked, phrases, images, decode, max_new_tokens=most
+        client, "ground", asked, phrases, talk.images, decode, max_new_tokens=most
     )
     result = await waiting.ended()
     boxes = [
@@ -143,19 +142,21 @@ async def _boxes(
 # Messages.
 
 
-def _read(contents: bytes) -> tuple[ChatBody, Talk]:
+def _read(contents: bytes, service: Service) -> tuple[ChatBody, Talk]:
     asked = bodies.of_json(contents, ChatBody)
-    return asked, talk_of(asked.messages)
+    talk = talk_of(asked.messages, service.contents_of_uri)
+    asked.messages.clear()  # they need not be kept while the request waits
+    return asked, talk
 
 
-def _contents(service: Service, talk: Talk) -> list[bytes]:
-    return [service.contents_of_uri(uri) for uri in talk.images]
-
-
-def talk_of(messages: list[dict[str, Any]]) -> Talk:
+def talk_of(messages: list[dict[str, Any]], open_uri: Callable[[str], bytes]) -> Talk:
     """Returns the contents of messages, by the rules at the top of this file.
 
+    Args:
+        open_uri: returns the image file in a data URI.
+
     Raises:
+        ImageError: as `open_uri`.
         RequestError: roles out of order, an unknown role, or contents of another kind.
     """
     system, turns, images = [], list[tuple[str, list[str]]](), []
@@ -185,7 +186,7 @@ def talk_of(messages: list[dict[str, Any]]) -> Talk:
     said = ["\n".join(words) for _, words in turns]
     said[0] = "\n".join([*system, said[0]])
     earlier = tuple(zip(said[0:-1:2], said[1:-1:2], strict=True))
-    return Talk(said[-1], earlier, tuple(images))
+    return Talk(said[-1], earlier, tuple(map(open_uri, images)))
 
 
 def _parts(content: Any) -> tuple[list[str], list[str]]:
