@@ -25,6 +25,12 @@ def channels_first(values):
     return np.moveaxis(np.asarray(values), -1, 1)
 
 
+def grid_shape(images, model):
+    """Returns rows, height and width of the codes of images [b c h w]."""
+    rows, _, *sides = images.shape
+    return rows, *(side // model.settings.factor for side in sides)
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_images_become_the_recorded_codes(case, name):
     given = case(name)
@@ -46,8 +52,7 @@ def test_codes_become_the_recorded_images(case, name, codes, decoded):
     given = case(name)
     model, recorded = given.vq(), given.outputs
     ids = given.inputs[codes] if codes in given.inputs else recorded[codes]
-    rows, side = recorded[decoded].shape[0], recorded[decoded].shape[2] // model.settings.factor
-    grid = ids.reshape(rows, side, side)
+    grid = ids.reshape(grid_shape(recorded[decoded], model))
     pixels = model.decode_latents(model.codebook[grid])
     assert_close(channels_first(pixels), recorded[decoded])
     if f"{decoded}_uint8" in recorded:
@@ -60,8 +65,7 @@ def test_codes_become_the_recorded_images(case, name, codes, decoded):
 def test_recorded_codes_decoded_in_bfloat16_are_hardly_other_images(case, name):
     given = case(name)
     model, codes = given.vq(), given.outputs["codes"]
-    rows, side = given.outputs["decoded"].shape[0], given.outputs["decoded"].shape[2]
-    grid = codes.reshape(rows, *[side // model.settings.factor] * 2)
+    grid = codes.reshape(grid_shape(given.outputs["decoded"], model))
     plain, moved = (
         vq.decode_codes(vq.for_decoding(model, dtype), grid).astype(int)
         for dtype in ("float32", "bfloat16")
