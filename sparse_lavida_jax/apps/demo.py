@@ -115,6 +115,7 @@ def make_page(service: Service) -> gr.Blocks:
         _gallery(tabs)
     page.queue(max_size=None, default_concurrency_limit=None)  # the service has its own queue
     page._queue.max_thread_count = page_guard.EVENTS
+    page._queue.ANALYTICS_MAX_EVENTS = 1  # which it sums up anew after every event
     return page
 
 

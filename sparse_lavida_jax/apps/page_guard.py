@@ -257,7 +257,8 @@ class PageGuard:
         except (ClientDisconnect, TimeoutError):
             return  # nobody waits for an answer
         except Exception as error:
-            log.warning("%s %.100r", scope["method"], scope["path"], exc_info=error)
+            if not isinstance(error.__cause__, HTTPException):  # as for a session that has ended
+                log.error("the page failed: %s", type(error).__name__, exc_info=error)
             refusal = HTTPException(500, f"an error of the program: {type(error).__name__}.")
             if isinstance(error, OSError):
                 refusal = HTTPException(503, "the page cannot write files now: try again later.")
@@ -435,7 +436,7 @@ class PageGuard:
             error.print_exception = False
             raise
         except Exception as error:
-            log.warning("an event failed", exc_info=error)
+            log.warning("an event of the page failed: %s", type(error).__name__, exc_info=error)
             sentence = "the page cannot work with what it was sent: check the values, or reload it."
             raise gr.Error(sentence, print_exception=False) from error
 
