@@ -8,6 +8,7 @@ import tempfile
 
 import hypothesis
 import jax
+import kept_programs
 import pytest
 
 FOLDERS = ("unit", "property", "parity", "gpu", "gpu_aot", "tpu_aot", "e2e")
@@ -37,16 +38,25 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST_COMPILATION])
     jax.config.update("jax_num_cpu_devices", 8)
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        # Compiled programs are shared only by the workers and commands of this run, unless
-        # JAX_COMPILATION_CACHE_DIR names a folder: then the next run of the tests compiles less.
-        folder = tempfile.mkdtemp(prefix="sparse-lavida-cache-")
+        # Compiled programs are shared by the workers and commands of this run, and kept for the
+        # next one.
+        folder, kept = tempfile.mkdtemp(prefix="sparse-lavida-cache-"), kept_programs.folder()
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            kept_programs.take(kept, pathlib.Path(folder))
+            config.add_cleanup(lambda: kept_programs.keep(kept, pathlib.Path(folder)))
         os.environ["XDG_CACHE_HOME"] = folder
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        # The keys of programs would hold the name of this run's folder.
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
         # With a limit, jax scans the whole folder at every write.
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update(
+        "jax_persistent_cache_enable_xla_caches",
+        os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"],
+    )
     jax.config.update(
         "jax_persistent_cache_min_compile_time_secs",
         float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
