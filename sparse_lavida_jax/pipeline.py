@@ -458,17 +458,19 @@ class SparseLaViDa:
 
         Args:
             record: `Result.records`, or `image_files.read_record` of a PNG.
-            shown: the image it was based on; by default the file that it was read from.
+            shown: the image it was based on; by default the file that it was read from, if that
+                lies in the current folder.
 
         Raises:
             RequestError: the record is damaged or from another version or checkpoint, or the
                 image is another one.
         """
         records.check(record)
+        records.check_names(record, {"checkpoint", "adapters", "" if shown is None else "image"})
         name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
         if theirs != self.source.sha256:
             raise RequestError(
-                f"it was drawn by another checkpoint: {name} with SHA-256 {theirs[:12]},"
+                f"it was drawn by another checkpoint: {name:.200} with SHA-256 {theirs[:12]},"
                 f" this is {self.source.name} with {self.source.sha256[:12]}."
             )
         task, recipe = record["task"], dict(record["recipe"])

@@ -278,7 +278,7 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         raise ConfigError(
             f"{schema.__name__}.{name} has {len(value)} characters; it may have {LONGEST}."
         )
-    if origin is float and not math.isfinite(value):
+    if origin is float and not abs(value) < 2**127:  # as 32 bits hold it
         raise ConfigError(f"{schema.__name__}.{name}={value} is out of range: it must be finite.")
     if origin is dict and typing.get_args(kind):
         _, of = typing.get_args(kind)

@@ -22,7 +22,7 @@ from sparse_lavida_jax.data.files import parse_json
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
-from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Callback, Progress
@@ -286,15 +286,20 @@ def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     _check_out(asked.out)
     records.check(record)
+    image = getattr(asked, "image", None)
+    given = {"checkpoint": asked.checkpoint, "adapters": asked.adapters, "image": image}
+    names = {name for name, value in given.items() if value}
+    records.check_names(record, names, pathlib.Path(asked.replay).parent)
     pipe = load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:
         say(
-            f"{asked.replay} was drawn with {record.get('software')}, this is {here}: single bits"
-            " may differ."
+            f"{asked.replay} was drawn with {schema.shown(record['software'])}, this is {here}:"
+            " single bits may differ."
         )
     with _shown_progress() as callback:
-        result = pipe.replay(record, getattr(asked, "image", None), callback=callback)
+        shown = image or (record.get(SHOWN_KEY) or {}).get("path")
+        result = pipe.replay(record, shown, callback=callback)
     _print(result, _save(result, asked.out), form=_form(asked))
 
 

@@ -106,11 +106,11 @@ def check_characters(text: str, what: str) -> None:
         ) from error
 
 
-def too_long(text: str, tokens: int, most: int) -> RequestError:
+def too_long(text: str, tokens: int, most: int, what: str = "prompt") -> RequestError:
     """Returns the error for a prompt that is longer than the model allows."""
     shown = text if len(text) <= 40 else f"{text[:40]}..."
     return RequestError(
-        f"the prompt {shown!r} is {tokens} tokens long, images included: at most {most} fit."
+        f"the {what} {shown!r} is {tokens} tokens long, images included: at most {most} fit."
     )
 
 
@@ -126,6 +126,7 @@ class PromptLanguage(Protocol):
         fill_in: words that ask to fill the gaps of a text.
         answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
         text_block_len: tokens of a text block.
+        longest: tokens of the longest prompt, with a layout.
         locates_in_one_step: whether all boxes are decoded in one step, as released.
     """
 
@@ -150,6 +151,8 @@ class PromptLanguage(Protocol):
         """
         ...
 
+    @property
+    def longest(self) -> int: ...
     @property
     def long_answer_tokens(self) -> int: ...
     @property

@@ -110,17 +110,18 @@ def _bucket(laid: Sequence[LaidOut], most: int, padding: Padding) -> Bucket:
         return Bucket(rows, lengths)
     if padding == "served":
         return Bucket(rows, _few(lengths))
-    understanding, generation = (_to_multiple(length) for length in lengths)
+    understanding, generation = (to_multiple(length) for length in lengths)
     return Bucket(most, (understanding, generation))
 
 
 def _few(lengths: tuple[int, int]) -> tuple[int, int]:
     understanding, generation = (
-        next((one for one in (0, *LENGTHS) if one >= length), _to_multiple(length))
+        next((one for one in (0, *LENGTHS) if one >= length), to_multiple(length))
         for length in lengths
     )
     return understanding, generation
 
 
-def _to_multiple(length: int) -> int:
+def to_multiple(length: int) -> int:
+    """Returns the length of a long prompt after padding."""
     return -(-length // LENGTHS[-1]) * LENGTHS[-1]

@@ -6,13 +6,17 @@
 
 import dataclasses
 import logging
+import pathlib
+from collections.abc import Container
 from typing import Annotated, Any, Literal
 
 import jax
 
 from sparse_lavida_jax import config, schema
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION
+from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of
@@ -28,9 +32,19 @@ _Lengths = Annotated[
 ]
 
 
+def _is_grid(known: Any) -> bool:
+    return isinstance(known, list | tuple) and all(
+        isinstance(row, list | tuple) and all(isinstance(cell, bool) for cell in row)
+        for row in known
+    )
+
+
+_Name = Annotated[str, schema.Allowed(lambda name: name.isidentifier() or not name, "a name")]
+
+
 class _Recipe(schema.Section):
     size: tuple[int, int] = (0, 0)
-    known: tuple[tuple[bool, ...], ...] = ()
+    known: Annotated[object, schema.Allowed(_is_grid, "rows of true and false")] = ()
     box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     rounds: schema.UpTo1024 = 0
     plan: bool | str = False
@@ -64,7 +78,7 @@ class _Record(schema.Section):
     bucket: _Bucket = _Bucket(rows=1, prompt_len=(0, 0))
     sampling: config.Sampling
     checkpoint: _Origin
-    attention: str = ""
+    attention: _Name = ""
     version: str = ""
     software: dict[str, Any]
 
@@ -88,6 +102,46 @@ def check(record: dict[str, Any]) -> None:
         schema.build(_Record, _given(record))
     except schema.ConfigError as error:
         raise RequestError(f"the record of how it was drawn is damaged: {error}") from error
+
+
+def check_names(
+    record: dict[str, Any], given: Container[str], beside: pathlib.Path = pathlib.Path()
+) -> None:
+    """Refuses a record whose model or image lies elsewhere than the reader of the record works.
+
+    That is the current folder; bundled models are allowed too, and nothing on the hub.
+
+    Args:
+        given: of "checkpoint", "adapters" and "image", what the reader gave and the record need
+            not name.
+        beside: another folder that is allowed, such as that of the PNG.
+
+    Raises:
+        RequestError: something is to be given; the message says which option does.
+    """
+    origin, shown = record["checkpoint"], record.get(SHOWN_KEY) or {}
+    named = {
+        "checkpoint": [origin.get("name")],
+        "adapters": [*adapters.parse(origin.get("adapters") or "")],
+        "image": [shown.get("path")],
+    }
+    for option, names in named.items():
+        for name in names if option not in given else ():
+            bundled = option == "checkpoint" and name in model_folder.bundled_models()
+            if name and not bundled and not _lies_in(name, (pathlib.Path(), beside)):
+                raise RequestError(
+                    f"the record names {schema.shown(name)}, which does not lie in the current"
+                    f" folder: if you trust it, give it yourself with --{option} (in Python,"
+                    " load the model, or pass the image)."
+                )
+
+
+def _lies_in(name: str, folders: tuple[pathlib.Path, ...]) -> bool:
+    try:
+        path = pathlib.Path(name).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # there is none, or no file can have that name
+        return False
+    return any(path.is_relative_to(folder.resolve()) for folder in folders)
 
 
 def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:

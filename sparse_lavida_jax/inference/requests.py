@@ -322,7 +322,9 @@ class RequestMaker:
     ) -> dict[str, Any]:
         """Returns the fields of `Request` for one row, from the options of a task."""
         model = self.settings.model
-        found = {name: given[name] for name in ("rounds", "max_new_tokens") if name in given}
+        found: dict[str, Any] = {
+            name: given[name] for name in ("rounds", "max_new_tokens") if name in given
+        }
         for question, answer in (earlier := given.get("earlier", ())):
             check_words(question)
             check_characters(answer, "earlier answer")
@@ -346,6 +348,8 @@ class RequestMaker:
         elif "required" in given:
             found["required"] = tuple(given["required"])
             found["template"] = words_template(found["required"])
+        if (known := found.get("known")) is not None:
+            _check_known(task, known)
         return found
 
 
@@ -373,6 +377,14 @@ def _grid(known: Any, row: int, side: int) -> Grid:
             f"the grid of known cells is {list(found.shape)}: it must be [{side}, {side}]."
         )
     return found if found.ndim == 2 else found[row]
+
+
+def _check_known(task: str, known: Grid) -> None:
+    """Refuses known cells that leave nothing to draw, or nothing of an image to be extended."""
+    if known.all():
+        raise image_files.ImageError(f"nothing is to be drawn: {task} got no cell that is new.")
+    if task == "outpaint" and not known.any():
+        raise image_files.ImageError("outpaint got no cell of the image: nothing is to be kept.")
 
 
 def check_ceilings(given: Mapping[str, Any], ceilings: Mapping[str, int]) -> None:

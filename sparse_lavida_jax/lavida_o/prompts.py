@@ -75,6 +75,10 @@ class ChatPrompts(PromptLanguage):
         return Vocabulary.read(self.tokenizer.path.parent)
 
     @property
+    def longest(self) -> int:
+        return MOST_TOKENS
+
+    @property
     def long_answer_tokens(self) -> int:
         return LONG_ANSWER_TOKENS
 

@@ -300,6 +300,14 @@ class ScenePrompts(PromptLanguage):
         return wanted in self.encoder.data.tasks
 
     @property
+    def longest(self) -> int:
+        return self.encoder.data.max_prompt_len + self._longest_layout
+
+    @property
+    def _longest_layout(self) -> int:
+        return max(self.encoder.data.max_prompt_len, self.long_answer_tokens)
+
+    @property
     def long_answer_tokens(self) -> int:
         return self.encoder.data.max_answer_len
 
@@ -331,6 +339,7 @@ class ScenePrompts(PromptLanguage):
         grid: tuple[int, int] | None = None,
     ) -> Example:
         """Returns an example that draws an image; `attempts` and `grid` are not supported."""
+        self._check_layout(plan)
         return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
 
     def fill_words(self, task: str, prompt: str, known: Grid) -> str:
@@ -350,6 +359,7 @@ class ScenePrompts(PromptLanguage):
         known: Grid | None,
         plan: str | None = None,
     ) -> Example:
+        self._check_layout(plan)
         if known is None and plan is not None and self.encoder.data.edit_keeps:
             known = kept_cells(plan)
         example = self.encoder.image_example(
@@ -447,6 +457,11 @@ class ScenePrompts(PromptLanguage):
             return self.encoder.seen(world.EMPTY_SCENE)
         side = self.encoder.model.vision.image_size
         return resize(image, (side, side))
+
+    def _check_layout(self, plan: str | None) -> None:
+        used = len(self.tokenizer.encode(plan or ""))
+        if used > (most := self._longest_layout):
+            raise too_long(plan or "", used, most, "layout")
 
     def _fits(self, prompt: str, example: Example) -> Example:
         """Checks the length of the user's prompt, including the image."""

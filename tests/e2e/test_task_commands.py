@@ -28,6 +28,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
+def replay(model):
+    """Draws a PNG again, with the model of the other commands; returns the exit code."""
+
+    def done(*words):
+        return cli.main(["sparse-lavida", *map(str, words), f"--checkpoint={model}"])
+
+    return done
+
+
+@pytest.fixture
 def image(tmp_path):
     path = tmp_path / "shown.png"
     scene = tasks.sample("edit", 0, 0).image
@@ -48,7 +58,7 @@ def run(model, capsys):
     return done
 
 
-def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys, monkeypatch):
+def test_generate_writes_what_replay_draws_again(run, replay, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the folder of --out is created below it
     out, steps = tmp_path / "out" / "one.png", tmp_path / "steps.gif"
     told = run("generate", PROMPT, "--seed=3", "--steps=4", f"--out={out}", f"--save-steps={steps}")
@@ -60,14 +70,14 @@ def test_generate_writes_what_replay_draws_again(run, tmp_path, capsys, monkeypa
     record = image_files.read_record(out)
     assert (record["prompt"], record["seed"], record["task"]) == (PROMPT, 3, "generate")
     again = tmp_path / "again.png"
-    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    assert replay("replay", out, f"--out={again}") == 0
     assert capsys.readouterr().out == f"{again}: {PROMPT}\n"
     np.testing.assert_array_equal(image_files.read(again), first)
     assert image_files.read_record(again) == record
 
 
 @pytest.mark.slow
-def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
+def test_a_row_of_a_batch_is_replayed_alone(run, replay, tmp_path, capsys):
     batch = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": PROMPT, "seed": 7, "temperature": 0.5, "guidance": 3},
@@ -83,20 +93,19 @@ def test_a_row_of_a_batch_is_replayed_alone(run, tmp_path, capsys):
     for path, scale in zip(told["files"], (3.0, 3.0, 1.5, 1.5), strict=True):
         assert image_files.read_record(path)["sampling"]["guidance"] == scale
         again = tmp_path / "again.png"
-        words = ["generate", f"--replay={path}", f"--out={again}"]
-        assert cli.main(["sparse-lavida", *words]) == 0
+        assert replay("generate", f"--replay={path}", f"--out={again}") == 0
         np.testing.assert_array_equal(image_files.read(again), image_files.read(path))
 
 
 @pytest.mark.slow
-def test_edit_shows_the_image_and_is_replayed_with_it(run, tmp_path, image, capsys):
+def test_edit_shows_the_image_and_is_replayed_with_it(run, replay, tmp_path, image, capsys):
     out, again = tmp_path / "edited.png", tmp_path / "again.png"
     run("edit", image, "make the red circle green", f"--out={out}", "--no-plan")
-    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    assert replay("replay", out, f"--out={again}") == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
     image_files.write(image, stand_ins.EMPTY)
     capsys.readouterr()
-    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 2
+    assert replay("replay", out, f"--out={again}") == 2
     assert "is not the image that it was drawn after" in capsys.readouterr().err
 
 
@@ -125,7 +134,7 @@ def test_inpaint_and_outpaint_keep_what_is_known(run, tmp_path, image, model):
 
 
 @pytest.mark.slow
-def test_reflect_draws_until_it_is_content(run, tmp_path):
+def test_reflect_draws_until_it_is_content(run, replay, tmp_path):
     out, again = tmp_path / "out.png", tmp_path / "again.png"
     batch, steps = tmp_path / "prompts.txt", tmp_path / "steps.gif"
     batch.write_text("a red circle\ntwo crosses\n")
@@ -137,11 +146,11 @@ def test_reflect_draws_until_it_is_content(run, tmp_path):
     told = run("reflect", "a red circle", "--rounds=2", "--steps=4", f"--out={out}")
     assert told.startswith(f"{out}: a red circle")
     np.testing.assert_array_equal(image_files.read(tmp_path / "all-0.png"), image_files.read(out))
-    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    assert replay("replay", out, f"--out={again}") == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
     at_once = ["reflect", "a red circle", "--rounds=1", "--steps=4", "--no-plan"]
     run(*at_once, f"--out={out}")
-    assert cli.main(["sparse-lavida", "replay", str(out), f"--out={again}"]) == 0
+    assert replay("replay", out, f"--out={again}") == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
 
 
