@@ -37,7 +37,8 @@ def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
         found = path.stat()  # before `resolve`, which raises another error for a loop of links
         home, holder, place = folder.resolve(), path.parent.resolve(), path.resolve()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing. Copy the folder {folder} again.") from None
+        what = "is a link that leads nowhere" if path.is_symlink() else "is missing"
+        raise CheckpointError(f"{path} {what}. Copy the folder {folder} again.") from None
     except OSError as error:
         raise CheckpointError(
             f"{schema.shown(str(path))} cannot be read: {error.strerror}."

@@ -450,10 +450,7 @@ def new_model_folder(
     Raises:
         CheckpointError: `folder` holds something else, or the disk is full.
     """
-    try:
-        folder = pathlib.Path(folder).resolve()  # the array store accepts only absolute paths
-    except (RuntimeError, ValueError, OSError) as error:
-        raise WriteError(f"{folder} is not a place to write to: {error}.") from error
+    folder = place_of(folder)
     check_replaceable(folder)
     check_free_space(folder.parent, num_bytes)
     with replacing(folder) as new:
@@ -462,6 +459,18 @@ def new_model_folder(
         for mark in new.rglob(COMMITTED):  # it holds the path on this machine
             mark.write_text("Checkpoint commit was successful.\n")
         manifest.write(new)
+
+
+def place_of(folder: pathlib.Path | str) -> pathlib.Path:
+    """Returns the absolute path of a folder to write, which the array store needs.
+
+    Raises:
+        WriteError: its name leads nowhere, such as a link to itself.
+    """
+    try:
+        return pathlib.Path(folder).resolve()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise WriteError(f"{folder} is not a place to write to: {error}.") from error
 
 
 def write_config(folder: pathlib.Path, settings: config.Config) -> None:

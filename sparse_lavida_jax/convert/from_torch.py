@@ -128,7 +128,7 @@ def convert(
         CheckpointError: a tensor holds a NaN or an infinite number.
         CheckpointError: `dst` holds something else, or the disk is full.
     """
-    dst = pathlib.Path(dst).resolve()
+    dst = model_folder.place_of(dst)
     model_folder.check_replaceable(dst)
     if hub.is_id(src):
         name, src = str(src), hub.fetch(str(src))

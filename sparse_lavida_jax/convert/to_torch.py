@@ -89,7 +89,7 @@ def export(
             it, or `dst` cannot be written.
         ConvertError: the model has no released form, or `dst` is not empty.
     """
-    folder, dst = model_folder.find_model(src), pathlib.Path(dst).resolve()
+    folder, dst = model_folder.find_model(src), model_folder.place_of(dst)
     if dst.exists() and (dst.is_file() or any(dst.iterdir())):
         raise ConvertError(f"{dst} exists, and an export replaces nothing. Choose another folder.")
     manifest.verify(folder)

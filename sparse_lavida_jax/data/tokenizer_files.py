@@ -15,17 +15,15 @@ from sparse_lavida_jax.schema import shown
 MOST_BYTES = 2**24  # of the file; one of 126,000 tokens has about 10 million
 MOST_TOKENS = 2**20
 MOST_PARTS = 16  # of a sequence
-LONGEST = 1000  # characters of a pattern, or of a token outside the vocabulary
+LONGEST = 300  # characters of a pattern, or of a token outside the vocabulary
 
-# Regular expressions like those of GPT and Llama, whose time grows at most with the square of the
-# text: no group is repeated, and an alternative has at most two repetitions without an end.
-_CLASS = r"\[(?:\\.|[^\[\]\\])+\]"
-_ATOM = rf"(?:\\[pP]\{{\^?\w+\}}|\\[sSdDwWrnt]|\\[^\w\s]|{_CLASS}|[^\\()\[\]{{}}?*+|])"
-_REPEATED = rf"{_ATOM}(?:[?*+]\+?|\{{\d{{1,3}}(?:,\d{{0,3}})?\}})?"
-_GROUP = rf"\((?:\?i?:)?(?:{_ATOM}|\|)*\)\??"
-_EXPRESSION = re.compile(rf"(?:{_REPEATED}|{_GROUP}|\(\?!{_ATOM}\)|\|)+")
-_OPAQUE = re.compile(rf"{_GROUP}|\\.|{_CLASS}")
-_ENDLESS = re.compile(r"[*+]\+?|,\}")
+# Pieces of a pattern such as that of GPT-4: a character or a class with a quantifier, a group of
+# characters, "not before". Nothing in a group is repeated, nor is a group itself.
+_ATOM = r"\\[pP]\{\^?\w+\}|\\[sSdDwWrnt]|\\[^\w\s]|\[(?:\\.|[^\[\]\\])+\]|[^\\()\[\]{}?*+|]"
+_PIECE = re.compile(
+    rf"(?:{_ATOM})(?P<times>[?*+]\+?|\{{\d(?:,\d?)?\}})?"
+    rf"|(?P<group>\((?:\?i?:)?(?:{_ATOM}|\|)*\)\??)|\(\?!(?:{_ATOM})\)|(?P<end>\|)"
+)
 
 Holds = Callable[[Any], bool]
 
@@ -99,10 +97,28 @@ def _is_added(value: Any) -> bool:
 
 def _is_pattern(value: Any) -> bool:
     [(kind, text)] = [*value.items()] or [("", "")]
-    if kind == "Regex" and _is_text(text) and _EXPRESSION.fullmatch(text):
-        choices = _OPAQUE.sub("x", text).split("|")
-        return all(choices) and all(len(_ENDLESS.findall(one)) <= 2 for one in choices)
-    return kind == "String" and _is_text(text)
+    return _is_text(text) and (kind == "String" or (kind == "Regex" and _is_quick(text)))
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a search takes at most about the square of the text, by the form of the pattern.
+
+    In each alternative, at most one piece before the last repeats without an end, and at most one
+    more can match in several ways: these multiply, and the last one never has to match less.
+    """
+    pieces = [*_PIECE.finditer(pattern)]
+    choices: list[list[re.Match[str]]] = [[]]
+    for piece in pieces:
+        choices += [[]] if piece["end"] else []
+        choices[-1] += [] if piece["end"] else [piece]
+    is_whole = "".join(piece[0] for piece in pieces) == pattern and all(choices)
+    for choice in choices:
+        times = [piece["times"] or "" for piece in choice[:-1]]
+        endless = [one for one in times if one[:1] in ("*", "+") or one.endswith(",}")]
+        several = [one for one in times if one and not re.fullmatch(r"\{\d\}", one)]
+        groups = [piece for piece in choice[:-1] if piece["group"]]
+        is_whole = is_whole and len(endless) <= 1 and len(several) + len(groups) <= 2
+    return is_whole
 
 
 def _is_template(part: Mapping[str, Any]) -> bool:
@@ -110,13 +126,14 @@ def _is_template(part: Mapping[str, Any]) -> bool:
     tokens = part["special_tokens"]
     of_token = {"id": _is_text, "ids": _is_list(_is_id, 16), "tokens": _is_list(_is_text, 16)}
     single, pair = part["single"], part["pair"]
+    texts = [one["Sequence"]["id"] for one in single if "Sequence" in one]
     kinds = [kind for one in (*single, *pair) for kind in one]
     named = [one["SpecialToken"]["id"] for one in (*single, *pair) if "SpecialToken" in one]
     return (
         max(len(single), len(pair), len(tokens)) <= MOST_PARTS
         and all(one.keys() == of_token.keys() and _has(one, of_token) for one in tokens.values())
         and {*kinds} <= {"Sequence", "SpecialToken"}
-        and sum("Sequence" in one for one in single) == 1
+        and texts == ["A"]
         and {*named} <= tokens.keys()
     )
 

@@ -17,7 +17,7 @@ M = TypeVar("M")
 
 # Where a parameter is placed, by its path in the model (`joint_layers/attn_out/kernel`, all layers
 # in one array) and its shape.
-MOST_NAMED = 50  # parameters in a message
+MOST_NAMED = 20  # parameters in a message
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 

@@ -216,12 +216,22 @@ def test_model_folders(whole, tmp_path, data):
     folder = pathlib.Path(shutil.copytree(whole, tmp_path / "model"))
     path = data.draw(st.sampled_from(sorted(p for p in folder.rglob("*") if p.is_file())))
     content = path.read_bytes()
-    match data.draw(st.sampled_from(["spoil", "spoil", "remove", "folder", "more"])):
+    match data.draw(
+        st.sampled_from(["spoil", "spoil", "remove", "folder", "more", "link", "pipe", "huge"])
+    ):
         case "remove":
             path.unlink()
         case "folder":
             path.unlink()
             path.mkdir()
+        case "link":
+            path.unlink()
+            path.symlink_to(data.draw(st.sampled_from(["/dev/zero", "/etc", "..", path.name, "x"])))
+        case "pipe":
+            path.unlink()
+            os.mkfifo(path)
+        case "huge":
+            os.truncate(path, data.draw(st.sampled_from([2**27, 2**40])))
         case "more":
             path.with_name(f"{path.name}.more").write_bytes(content)
         case _:
