@@ -586,8 +586,8 @@ def test_a_tokenizer_with_anything_else_is_refused_without_a_panic(tokenizer, ch
     "pattern",
     [
         "(a+)+$", "(a|a)*$", r"\s*\s*\s*x", ".*.*y", "a?" * 20 + "a" * 20, "a{0,9}" * 9 + "y",
-        "a**", "(?:a|aa)" * 9 + "y", "a{1000}{1000}", "(?=a)", r"(a)\1", r"(?<n>a)\g<n>", "[", "(", "a|",
-        r"\X*", "(?#x)", "a" * 1000, "(?:a*)*", "\\",
+        "a**", "(?:a|aa)" * 9 + "y", "a{1000}{1000}", "(?=a)", r"(a)\1", r"(?<n>a)\g<n>", "[", "(",
+        "a|", r"\X*", "(?#x)", "a" * 1000, "(?:a*)*", "\\",
     ],
 )  # fmt: skip
 def test_patterns_that_may_take_for_ever_are_refused(tokenizer, pattern):
