@@ -7,10 +7,13 @@ closed the connection). Large bodies are made once.
 """
 
 import base64
+import collections
 import functools
+import json
 import random
 import socket
 import struct
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -372,3 +375,20 @@ KINDS: dict[str, Callable[[str, int], list[int]]] = {
     "slow headers": slow_headers,
     "small chunks": small_chunks,
 }
+
+
+def main(host: str, port: str, seconds: str, *names: str) -> None:
+    """Does acts at random until the time is over, and writes the number of each answer."""
+    end, counts = time.monotonic() + float(seconds), collections.Counter[str]()
+    while time.monotonic() < end:
+        name = random.choice(names or tuple(KINDS))
+        try:
+            codes = KINDS[name](host, int(port))
+            counts.update(f"{name}: {code}" for code in codes or ["closed"])
+        except OSError as error:  # also a timeout
+            counts[f"{name}: {type(error).__name__}"] += 1
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

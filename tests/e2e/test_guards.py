@@ -372,3 +372,15 @@ def test_a_client_that_accepts_nothing_is_left(monkeypatch, reads):
                         got += len(part)
             assert (got > size) == reads
             assert not reads or time.monotonic() - began > 1
+
+
+def test_a_body_in_too_many_chunks_is_refused(door):
+    with serving() as free:
+        head = hostile.request(hostile.GENERATIONS, b"", "application/json")
+        head = head.replace(b"GET", b"POST").replace(
+            b"Content-Length: 0", b"Transfer-Encoding: chunked"
+        )
+        for number, codes in ((guards.CHUNKS, [400]), (guards.CHUNKS + 1, [400])):
+            got = hostile.reply(*free, head + b"1\r\n \r\n" * number + b"0\r\n\r\n")
+            assert [int(part[:3]) for part in got.split(b"HTTP/1.1 ")[1:]] == codes
+            assert (b"not JSON" in got) == (number == guards.CHUNKS)

@@ -2,7 +2,11 @@
 """A bounded queue, limits, cancelling at the next segment, and stopping."""
 
 import base64
+import contextlib
 import io
+import logging
+import os
+import re
 import socket
 import threading
 import time
@@ -13,7 +17,7 @@ import staged
 from PIL import Image
 
 from sparse_lavida_jax import cli
-from sparse_lavida_jax.apps import hosting, serving
+from sparse_lavida_jax.apps import hosting, log_lines, serving
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
@@ -153,9 +157,13 @@ def png(colour=(9, 8, 7)) -> bytes:
     return file.getvalue()
 
 
+def image_of(service, uri):
+    return service.image(service.contents_of_uri(uri))
+
+
 def test_an_image_in_a_data_uri_is_read(service):
     uri = "data:image/png;base64," + base64.b64encode(png()).decode()
-    np.testing.assert_array_equal(service.image_of_uri(uri), np.full((3, 4, 3), (9, 8, 7)))
+    np.testing.assert_array_equal(image_of(service, uri), np.full((3, 4, 3), (9, 8, 7)))
 
 
 @pytest.mark.parametrize(
@@ -165,14 +173,15 @@ def test_an_image_in_a_data_uri_is_read(service):
         ("file:///etc/passwd", "is not fetched"),
         ("/etc/passwd", "is not fetched"),
         ("data:text/html;base64,aGk=", "is not fetched"),
-        ("data:image/png;base64,@@", "is no base64"),
+        ("data:image/png;base64,@@", "is not base64"),
+        ("data:image/png;base64,\u0661", "is not base64"),
         ("data:image/png;base64,aGk=", "the image is not an image that can be read"),
         (f"data:image/png;base64,{'A' * 800}", "has 600 bytes: at most 400"),
     ],
 )
 def test_other_addresses_and_broken_images_are_refused(service, uri, told):
     with pytest.raises(image_files.ImageError, match=told) as caught:
-        service.image_of_uri(uri)
+        image_of(service, uri)
     assert "0x" not in str(caught.value)  # no address of an object
 
 
@@ -268,3 +277,65 @@ def test_a_warm_up_that_fails_is_logged_and_the_service_becomes_ready(service, m
     service.warm_up().join()
     assert service.ready
     assert "warm-up: generate of 1 row(s): 64 steps are more" in caplog.messages[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Strangers.
+
+
+@pytest.mark.parametrize(
+    "key", ["\udcff", "sch\xfcssel", "\u0661", " ", " a", "a ", "a\nb", "a\tb", "a\0", "a" * 1001]
+)
+@pytest.mark.parametrize("given", ["--api-key", hosting.KEY])
+def test_a_key_that_cannot_match_is_refused_and_not_repeated(monkeypatch, capsys, key, given):
+    monkeypatch.setattr(hosting, "_check_packages", lambda name: None)
+    monkeypatch.setattr(hosting, "load", lambda asked: pytest.fail("a model is loaded"))
+    if given == hosting.KEY:
+        monkeypatch.setattr(os, "environ", {**os.environ, hosting.KEY: key})
+    words = [f"--api-key={key}"] if given == "--api-key" else []
+    assert cli.main(["sparse-lavida", "serve", "--port=0", *words]) == cli.MISTAKE
+    told = capsys.readouterr().err
+    known = "the key cannot match what clients send: choose one of at most 1000 printable"
+    assert known in told or (key == " " and "--api-key: it is empty" in told)
+    assert key.strip() not in told or len(key.strip()) < 2
+
+
+def test_keys_of_printable_characters_are_taken():
+    for key in ("", "a", "a key", "~!\"#%&'()*+,-./:;<=>?@[]^_`{|}", "a" * 1000):
+        hosting._check_key(key)
+
+
+@pytest.fixture
+def lines():
+    """A logger whose lines are kept as a server writes them."""
+    logger, handler = logging.Logger("strangers"), logging.StreamHandler(io.StringIO())
+    handler.addFilter(log_lines.Brief())
+    logger.addHandler(handler)
+    yield logger, lambda: handler.stream.getvalue().splitlines()
+
+
+def test_an_exception_is_a_line_in_the_log(lines):
+    logger, written = lines
+    try:
+        with contextlib.suppress(ImportError):
+            hosting.listen("127.0.0.1", -1)
+    except UsageError as error:
+        error.add_note("POST /a\n\x1b[2J\u202e\udcff" + "b" * 1000)
+        logger.exception("it failed\n")
+    (line,) = written()
+    begins = r"it failed: UsageError at sparse_lavida_jax/apps/hosting.py:\d+, POST /a"
+    assert re.match(begins + re.escape(r"\n\x1b[2J\u202e\udcffbbb"), line)
+    assert len(line) == log_lines.MOST
+
+
+def test_repeats_are_counted_and_not_written(lines, monkeypatch):
+    logger, written = lines
+    now = 0.0
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: now)
+    for i in range(10_000):
+        logger.warning("from a stranger: %s", i)  # the same place, whatever it says
+    logger.warning("another place")
+    assert written() == ["from a stranger: 0", "another place"]
+    for now in (100.0, 159.0, 161.0):
+        logger.warning("at %s", now)
+    assert written()[2:] == ["at 100.0", "at 161.0 (1 more like the last)"]

@@ -29,6 +29,8 @@ from sparse_lavida_jax.apps.api import errors
 KEYED = ("/v1/", "/metrics")  # paths that need a key; the page of a demo needs none
 READS = ("GET", "HEAD", "OPTIONS")
 HEADER_SECONDS = 15.0  # for the header of a request, or the rest of a body that was refused
+REST = 2**18  # bytes that are read of a body that was refused
+CHUNKS = 2**12  # of a body in chunks; each takes time, however small
 WRITE_SECONDS = 60.0  # in which a client has to accept something of a response
 CONNECTIONS = 512  # at once; a process may usually have 1024 open files
 SHARE = 4  # one address has at most a quarter of the connections, and of the bytes of bodies
@@ -192,34 +194,41 @@ class Guard:
         return None
 
 
-class _Unambiguous(h11.Connection):
-    """Refuses headers that other servers may read otherwise, which h11 is lenient about."""
+class _Strict(h11.Connection):
+    """Refuses headers that other servers may read otherwise, and bodies in too many chunks."""
+
+    _chunks = 0
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:
-            came = self.trailing_data[0]
+            self._chunks, came = 0, self.trailing_data[0]
             end = HEADER_END.search(came)
             if AMBIGUOUS.search(came[: end.end()] if end else came.removesuffix(b"\r")):
                 raise h11.RemoteProtocolError("lines of the header are ambiguous")
-        return super().next_event()
+        event = super().next_event()
+        self._chunks += isinstance(event, h11.Data) and event.chunk_start
+        if self._chunks > CHUNKS:
+            raise h11.RemoteProtocolError("there are too many chunks")
+        return event
 
 
 class Patient(H11Protocol):
     """A connection that ends if its client is too slow, or if there are too many.
 
-    A client has `HEADER_SECONDS` for the header of a request, or for the rest of a body after it
-    was refused, and in `WRITE_SECONDS` it has to accept something of a response.
+    A client has `HEADER_SECONDS` for the header of a request, or for at most `REST` bytes more of
+    a body after it was refused, and in `WRITE_SECONDS` it has to accept something of a response.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _writes: asyncio.TimerHandle | None = None
     _pending = math.inf  # bytes that the client did not accept before the last look
     _since: float | None = None  # when it began to wait for a request to be whole
+    _rest = 0  # bytes of bodies that were refused
     _name = ""
 
     def __init__(self, *args: Any, **how: Any):
         super().__init__(*args, **how)
-        self.conn = _Unambiguous(h11.SERVER)
+        self.conn = _Strict(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -239,6 +248,10 @@ class Patient(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._look()
+        if self._timer is not None and self.conn.their_state is h11.SEND_BODY:
+            self._rest += len(data)
+            if self._rest > REST:
+                self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
