@@ -40,7 +40,8 @@ HEIGHT = 384  # pixels of an image on the page
 MOST_GUIDANCE = 8.0
 LEAST_MARKED = 768  # pixels of the longer side of an image with boxes
 MOST_KEPT = 24  # images in the gallery
-READERS = 2  # inputs whose images are decoded at the same time
+MOST_PAINTED = 2**25  # pixels of a painted image and its layers
+READERS = 1  # inputs whose images are decoded at a time: 1.3 GB for 8192 x 8192 pixels
 # Small images are shown large, pixel by pixel.
 STYLE = """
 .shown-image img, .gallery img {image-rendering: pixelated}
@@ -323,7 +324,11 @@ def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
             painted.composite = None  # would be decoded in vain
         with _reading():
             given = [_file(service, part) for part in parts if part is not None]
-            service.cost_of([contents for contents, _ in given])
+            if (cost := service.cost_of([contents for contents, _ in given])) > MOST_PAINTED:
+                raise image_files.ImageError(
+                    f"a painted image has at most {MOST_PAINTED} pixels, its layers included; this"
+                    f" has {cost}. Make it smaller."
+                )
             for one in given:
                 service.image(*one)
             return service.with_hole(*_painted(whole(payload)))

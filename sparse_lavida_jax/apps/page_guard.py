@@ -41,7 +41,7 @@ from sparse_lavida_jax.data.files import parse_json
 
 log = logging.getLogger(__name__)
 
-UPLOADED, UPLOADED_BY_ONE = 2**28, 2**26  # bytes that are kept or under way: of all clients, of one
+UPLOADED, UPLOADED_BY_ONE = 2**28, 2**26  # bytes kept or under way: of all clients, of one
 LEAST_UPLOAD = 2**16  # bytes that a file is counted as, at least
 MADE = 2**28  # bytes of images that the page has made, and
 MOST_MADE = 2048  # their number

@@ -506,7 +506,7 @@ def test_a_host_that_is_none_is_refused(page, name):
     link.close()
 
 
-def test_images_are_decoded_two_at_a_time_and_not_on_the_loop(page, monkeypatch):
+def test_few_images_are_decoded_at_a_time_and_none_on_the_loop(page, monkeypatch):
     running, most, threads, lock = [0], [0], set(), threading.Lock()
     service_image = demo.Service.image
 
