@@ -22,14 +22,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparse_lavida_jax import main as full
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.arguments import ARGUMENTS
-from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, SECTION, UsageError
+from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, SECTION, UsageError, about_path
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.apps.terminal import quiet, say, warnings_said
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import TASKS
-from sparse_lavida_jax.main import MISTAKE, MISTAKES, STOPPED
+from sparse_lavida_jax.main import LONGEST_MESSAGE, MISTAKE, MISTAKES, STOPPED
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.scenes import vocabulary
 from sparse_lavida_jax.version import __version__
@@ -67,14 +68,22 @@ MODES = {
 }
 FAILURE = 1
 LINE = 96  # characters
-LONGEST_MESSAGE = 500  # of argparse's messages, which repeat the arguments
 # A setting at the start of a message; the group is the option that sets it.
 _SETTING = re.compile(rf"^({'|'.join(('num_images', *options.OPTIONS))})=")
+_NO_VALUE = re.compile(r"--[\w-]+=--")
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
 
 class Parser(argparse.ArgumentParser):
     """Reports mistakes in one sentence."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        words = [*(sys.argv[1:] if args is None else args)]
+        options = words[: words.index("--")] if "--" in words else words
+        # Python 3.11 to 3.13 differ: to some, `--steps=--` is an empty list.
+        if wrong := next((word for word in options if _NO_VALUE.fullmatch(word)), None):
+            self.error(f"argument {wrong.removesuffix('=--')}: '--' is not a value")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str):
         said = re.sub(r"invalid (.+) value: (.+)", r"\2 is no \1", message.rstrip("."))
@@ -145,7 +154,11 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     if name in COMMANDS:
         said = SECTION.sub("", said)
         said = _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')}=", said)
-    if isinstance(error, OSError | model_folder.WriteError):
+    if isinstance(error, model_folder.WriteError):
+        return said, FAILURE
+    if not isinstance(error, MISTAKES) and (sentence := about_path(error)):
+        return sentence, FAILURE if isinstance(error, OSError) else MISTAKE
+    if isinstance(error, OSError):
         return said, FAILURE
     if isinstance(error, MISTAKES):
         if name in MODES:  # as the help names them
@@ -158,10 +171,9 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
         "train": "lower train.batch_size or raise train.microbatches (docs/training.md)",
         "evaluate": "lower evaluate.batch_size",
     }.get(name, "use a machine that has more" if name in MODES else "lower --batch-size")
-    if isinstance(error, MemoryError):
-        return f"there is not enough memory: {less}.", FAILURE
-    if "RESOURCE_EXHAUSTED" in said:
-        return f"the device has not enough memory: {less}.", FAILURE
+    if runtime.out_of_memory(error):
+        where = "there is" if isinstance(error, MemoryError) else "the device has"
+        return f"{where} not enough memory: {less}.", FAILURE
     at = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if any(part in said for part in NO_DEVICE) or (at and at[-1].endswith("xla_bridge.py")):
         said = said.rstrip(".") or "no package for its platform is installed"

@@ -35,7 +35,7 @@ from ml_collections import ConfigDict, config_flags
 
 from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.arguments import ADAPTERS
-from sparse_lavida_jax.apps.errors import REFUSED, UsageError
+from sparse_lavida_jax.apps.errors import REFUSED, UsageError, about_path
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals.files import EvaluationError
@@ -73,6 +73,7 @@ TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
 QUICK_LIMIT = 32  # items of each task that are evaluated without a config, in one batch
 GO_ON = ("train", "evaluate", "prepare")  # modes that keep what was finished before Ctrl-C
+LONGEST_MESSAGE = 500  # of the messages of parsers, which repeat the arguments
 MISTAKE, STOPPED = 2, 130
 # What can be wrong with a command.
 MISTAKES = (
@@ -89,6 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(list(sys.argv if argv is None else argv))
     except OURS as error:
         say(str(error))
+        return MISTAKE
+    except (RuntimeError, ValueError) as error:
+        if not (sentence := about_path(error)):
+            raise
+        say(sentence)
         return MISTAKE
     except KeyboardInterrupt:
         say("stopped.")
@@ -327,7 +333,9 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
         _check_taken(asked)
         settings = _override(_base_config(asked), overrides)
     except flags.Error as error:
-        raise UsageError(f"{str(error).strip().rstrip('.')}. See --help.") from error
+        said = str(error).strip().rstrip(".")
+        said = said if len(said) <= LONGEST_MESSAGE else f"{said[:LONGEST_MESSAGE]}..."
+        raise UsageError(f"{said}. See --help.") from error
     _refuse_addresses(
         {"train.init_from": settings.train.init_from, "data.folder": settings.data.folder}
     )
@@ -424,7 +432,6 @@ def _define(asked: flags.FlagValues) -> None:
     """Defines the flags."""
     kinds: dict[type, Callable[..., Any]] = {
         str: flags.DEFINE_string,
-        int: flags.DEFINE_integer,
         bool: flags.DEFINE_boolean,
     }
     for name, default, meaning in FLAGS:
@@ -435,6 +442,9 @@ def _define(asked: flags.FlagValues) -> None:
         elif name == "compilation_cache":  # depends on the environment of the moment
             usual = str(runtime.programs_folder())
             flags.DEFINE_string(name, usual, meaning, flag_values=asked)
+        elif type(default) is int:
+            most = {"lower_bound": -(2**31), "upper_bound": 2**31 - 1}
+            flags.DEFINE_integer(name, default, meaning, **most, flag_values=asked)
         else:
             kinds[type(default)](name, default, meaning, flag_values=asked)
     flags.DEFINE_alias("picture", "image", flag_values=asked)  # an older name

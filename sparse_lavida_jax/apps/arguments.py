@@ -30,10 +30,17 @@ def _layout(text: str) -> str:
     return text
 
 
+def _whole(text: str) -> int:
+    """Reads a whole number that 64 bits hold: Python does not write all larger ones."""
+    if not -(2**63) <= (number := int(text)) < 2**63:
+        raise ValueError(text)
+    return number
+
+
 def _size(text: str) -> tuple[int, int]:
     """Reads `512` or `512x768`, height first."""
     height, _, width = text.partition("x")
-    return int(height), int(width or height)
+    return _whole(height), _whole(width or height)
 
 
 def _box(text: str) -> tuple[float, ...]:
@@ -43,7 +50,7 @@ def _box(text: str) -> tuple[float, ...]:
 
 def _registers(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
-    counts = int(first), int(last) if last else -1
+    counts = _whole(first), _whole(last) if last else -1
     if counts[0] < 0 or (last and not 0 <= counts[1] <= counts[0]):
         raise ValueError(text)
     return counts
@@ -52,16 +59,17 @@ def _registers(text: str) -> tuple[int, int]:
 def _settings(text: str) -> tuple[int, int | None]:
     """Reads `12` or `12:16`, steps and registers."""
     steps, _, registers = text.partition(":")
-    return int(steps), int(registers) if registers else None
+    return _whole(steps), _whole(registers) if registers else None
 
 
 def _mesh(text: str) -> dict[str, int]:
     """Reads `fsdp=2,tensor=4`."""
-    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+    return {axis: _whole(size) for axis, size in (part.split("=") for part in text.split(","))}
 
 
 # argparse names these in its messages.
 _settings.__name__ = "number of steps such as 12, or 12:16 with the registers"
+_whole.__name__ = "int"
 _size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
 _registers.__name__ = "number of registers such as 64 or 64:8"
 _mesh.__name__ = "mesh such as tensor=4 or fsdp=2,tensor=4"
@@ -144,10 +152,10 @@ ARGUMENTS = {
     "hole": _argument("--box", f"where to draw: {_BOX}", _box, group="hole", metavar=_EDGES),
     "place": _argument("--box", _PLACE, _box, metavar=_EDGES),
     "rounds": _argument(
-        "--rounds", f"maximum number of attempts, 1 to {MOST_IMAGES}", int, ROUNDS, metavar="N"
+        "--rounds", f"maximum number of attempts, 1 to {MOST_IMAGES}", _whole, ROUNDS, metavar="N"
     ),
     "max_new_tokens": _argument(
-        "--max-new-tokens", "maximum length in tokens; by default as trained", int, metavar="N"
+        "--max-new-tokens", "maximum length in tokens; by default as trained", _whole, metavar="N"
     ),
     "template": _argument("--template", "the text with gaps: ___ is one token, {4} is four"),
     "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
@@ -173,7 +181,7 @@ ARGUMENTS = {
     "steps": _argument(
         "--steps --num-inference-steps",
         f"steps of an image or of each text block, 1 to the number of its tokens; {_OWN}",
-        int,
+        _whole,
         metavar="N",
     ),
     "sampler": _argument(
@@ -194,7 +202,10 @@ ARGUMENTS = {
         metavar="NUMBER",
     ),
     "image_steps": _argument(
-        "--steps --num-inference-steps", f"steps of an image, 1 or more; {_OWN}", int, metavar="N"
+        "--steps --num-inference-steps",
+        f"steps of an image, 1 or more; {_OWN}",
+        _whole,
+        metavar="N",
     ),
     "image_temperature": _argument(
         "--temperature", f"for images: {_TEMPERATURE}; {_OWN}", float, metavar="NUMBER"
@@ -216,14 +227,14 @@ ARGUMENTS = {
     "plan": _argument("--plan", _PLAN, _layout, group="plan", metavar="LAYOUT"),
     "no_plan": _argument("--no-plan", "draw without a layout", None, group="plan"),
     "num_images": _argument(
-        "--num-images", f"images per prompt, 1 to {MOST_IMAGES}", int, 1, metavar="N"
+        "--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1, metavar="N"
     ),
     "vq_dtype": _argument(
         "--vq-dtype",
         f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",
         metavar="DTYPE",
     ),
-    "seed": _argument("--seed", _SEED, int),
+    "seed": _argument("--seed", _SEED, _whole),
     # The model and its server.
     "checkpoint": _argument("--checkpoint", _CHECKPOINT, metavar="MODEL"),
     "adapters": _argument("--adapters", ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
@@ -232,7 +243,7 @@ ARGUMENTS = {
     ),
     "mesh": _argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
     "batch_size": _argument(
-        "--batch-size", "maximum rows decoded together, 1 to 1024", int, 16, metavar="N"
+        "--batch-size", "maximum rows decoded together, 1 to 1024", _whole, 16, metavar="N"
     ),
     "quiet": _argument("--quiet", "print nothing but results and errors", None),
     "debug": _argument("--debug", "show where in the program an error occurs", None),
@@ -243,9 +254,9 @@ ARGUMENTS = {
     ),
     "first_image": _argument("--image --picture", "image for the first line", metavar="FILE"),
     "host": _argument("--host", "address; the default is for this machine alone", _text, _LOCAL),
-    "port": _argument("--port", "port to listen on, 0 to 65535; 0 takes a free one", int, 8000),
+    "port": _argument("--port", "port to listen on, 0 to 65535; 0 takes a free one", _whole, 8000),
     "max_waiting": _argument(
-        "--max-waiting", "maximum waiting requests, 0 to 100000; more are refused", int, 64
+        "--max-waiting", "maximum waiting requests, 0 to 100000; more are refused", _whole, 64
     ),
     "longest_wait": _argument(
         "--longest-wait",
@@ -257,7 +268,7 @@ ARGUMENTS = {
     "programs": _argument(
         "--programs",
         "kinds of batches whose programs stay in memory, besides those of --warmup, 1 to 100000",
-        int,
+        _whole,
         32,
         metavar="N",
     ),
@@ -270,7 +281,11 @@ ARGUMENTS = {
         metavar="STEPS[:REGISTERS]",
     ),
     "grace": _argument(
-        "--grace", "seconds for running requests to finish, 0 to 86400", int, 5, metavar="SECONDS"
+        "--grace",
+        "seconds for running requests to finish, 0 to 86400",
+        _whole,
+        5,
+        metavar="SECONDS",
     ),
     "api_key": _argument(
         "--api-key",

@@ -4,9 +4,10 @@
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,8 +18,7 @@ from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
 from sparse_lavida_jax.apps.terminal import progress, say
-from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.files import parse_json
+from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
@@ -30,6 +30,7 @@ from sparse_lavida_jax.sampling import options
 
 Form = Literal["text", "JSON", "full JSON"]
 MOST_ROWS = 1024  # of a batch
+LONGEST_LINE = 2**16  # characters of a line of `chat`
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
 OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # "picture" is an older name
 
@@ -105,13 +106,13 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     if film is not None and film_path is not None:
         drawn = len(result.attempts[0]) if result.attempts else 1
         image_files.write_animation(film_path, film.first(drawn))
-    files: list[pathlib.Path] = []
+    written: list[pathlib.Path] = []
     if result.pixels:
-        files = _save(result, asked.out, on_one_sheet=asked.grid)
+        written = _save(result, asked.out, on_one_sheet=asked.grid)
     elif result.boxes and out is not None:
         image_files.write(out, image_files.with_boxes(shown[0].pixels, result.boxes))
-        files = [out]
-    _print(result, files, form=_form(asked))
+        written = [out]
+    _print(result, written, form=_form(asked))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def _words(
     if words is None and name in ("ask", "reason"):
         words, image = image, None  # a question without an image
         path = pathlib.Path(words or "")
-        if path.is_file() or path.suffix.lower() in image_files.SUFFIXES:
+        if os.path.isfile(path) or path.suffix.lower() in image_files.SUFFIXES:
             raise UsageError(f"`sparse-lavida {name}` needs a question after the image {words}.")
     if words is None:
         what = "an image and a prompt" if "image" in FORMS[name].options.split() else "a prompt"
@@ -187,8 +188,8 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UsageError(f"--batch={path} must end in .txt or .jsonl.")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = files.read_text(path, encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
         raise UsageError(f"--batch={path} cannot be read: {error}.") from error
     numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -200,7 +201,7 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def _entry(where: str, line: str) -> dict[str, Any]:
     try:
-        entry = parse_json(line)
+        entry = files.parse_json(line)
         if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
             raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
         named = {OTHER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
@@ -258,14 +259,15 @@ def _chat(asked: argparse.Namespace) -> None:
     if asked.out.exists() and not asked.out.is_dir():
         raise UsageError(f"--out={asked.out} is no folder: name one, for the images of all turns.")
     _check_place(asked.out)
+    image = next(iter(shown_images(asked.image)), None)
     pipe = load(asked)
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
     sampling = options.changed(pipe.settings.sampling, draws=True, **given)
-    talk = Conversation(pipe, asked.image, seed=asked.seed or 0, sampling=sampling)
+    talk = Conversation(pipe, image, seed=asked.seed or 0, sampling=sampling)
     typed = sys.stdin.isatty()
     if typed:
         say("one task and its words a line, such as: generate two red circles. Ctrl-D ends.")
-    for line in sys.stdin:
+    for line in _lines(sys.stdin.readline):
         task, _, words = line.strip().partition(" ")
         if not task:
             continue
@@ -278,8 +280,26 @@ def _chat(asked: argparse.Namespace) -> None:
             say(f"{error}")
             continue
         asked.out.mkdir(parents=True, exist_ok=True)
-        files = _save(result, asked.out / f"{len(talk.turns)}.png")
-        _print(result, files, form=_form(asked))
+        written = _save(result, asked.out / f"{len(talk.turns)}.png")
+        _print(result, written, form=_form(asked))
+
+
+def _lines(readline: Callable[[int], str]) -> Iterator[str]:
+    """Yields the lines of the standard input.
+
+    Args:
+        readline: reads at most so many characters of one.
+
+    Raises:
+        UsageError: one is too long, or is not text.
+    """
+    try:
+        while line := readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise UsageError(f"a line has more than {LONGEST_LINE} characters: break it up.")
+            yield line
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the standard input is not text in UTF-8: {error}.") from error
 
 
 def _replay(asked: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ from collections.abc import Callable, Iterator
 import rich.console
 import rich.progress
 
+_LONG = re.compile(r"(\S{600})\S{20,}")  # a name that no file has, or a number
 LINE_SECONDS = 10  # between two lines of progress without a terminal
 
 
 def say(sentence: str) -> None:
-    """Writes a sentence to stderr, prefixed with the name of the program."""
-    print(f"sparse_lavida_jax: {sentence}", file=sys.stderr)
+    """Writes a sentence to stderr, prefixed with the name of the program; cuts very long words."""
+    shown = _LONG.sub(r"\1...", sentence).encode(errors="backslashreplace").decode()
+    print(f"sparse_lavida_jax: {shown}", file=sys.stderr)
 
 
 class _Sayer(logging.Handler):

@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import re
+import stat
 import struct
 import time
 import warnings
@@ -454,10 +455,18 @@ def check_writable(
         raise ImageError(
             f"the image cannot be written to {path}: its name must end in {', '.join(known)}."
         )
-    if path.is_dir():
-        raise ImageError(f"the image cannot be written to {path}: that is a folder.")
-    if path.parent.is_file():
-        raise ImageError(f"the image cannot be written to {path}: {path.parent} is a file.")
+    try:
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ImageError(f"the image cannot be written to {path}: that is {kind}.")
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        raise ImageError(
+            f"the image cannot be written to {path}: {path.parent} is a file."
+        ) from None
+    except OSError as error:  # links in a circle, or too long a name
+        raise ImageError(f"the image cannot be written to {path}: {error.strerror}.") from error
     return path
 
 

@@ -19,8 +19,9 @@ Template = tuple[str | int, ...]  # pieces of text, and numbers: gaps of so many
 
 _GAP = re.compile(r"_{2,}|\{(\d+)\}")
 MOST_GAP = 512  # tokens
+MOST_GAPS = 8192  # tokens in all gaps of a text
 _LOCATIONS = re.compile(r"\s*(?:<LOC_\w+>)+")
-_EDGE = re.compile(r"<LOC_(\d+)>")
+_EDGE = re.compile(r"<LOC_(\d{1,9})>")
 ROWS, COLUMNS = ("top", "", "bottom"), ("left", "", "right")  # thirds of an image
 WORD_GAP = 3  # tokens before, between and after required words: "a small red" circle
 
@@ -39,7 +40,9 @@ def parse_template(text: str) -> Template:
     pieces: list[str | int] = []
     end = 0
     for match in _GAP.finditer(text):
-        pieces += [text[end : match.start()].rstrip(), int(match.group(1) or 1)]
+        if len(digits := match.group(1) or "1") > 9:
+            raise RequestError(f"a gap of {digits:.9}... tokens is out of range: 1..{MOST_GAP}.")
+        pieces += [text[end : match.start()].rstrip(), int(digits)]
         end = match.end()
     pieces.append(text[end:].rstrip())
     if end == 0:
@@ -48,6 +51,8 @@ def parse_template(text: str) -> Template:
         )
     if wrong := [n for n in pieces if isinstance(n, int) and not 1 <= n <= MOST_GAP]:
         raise RequestError(f"a gap of {wrong[0]} tokens is out of range: 1..{MOST_GAP}.")
+    if (total := sum(n for n in pieces if isinstance(n, int))) > MOST_GAPS:
+        raise RequestError(f"the gaps are {total} tokens in all: at most {MOST_GAPS} are filled.")
     # The filling of a gap brings its own leading space.
     spaced = (p if isinstance(p, int) or p[:1] in ("", " ") or i else f" {p}"
               for i, p in enumerate(pieces))  # fmt: skip

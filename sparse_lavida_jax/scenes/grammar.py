@@ -190,7 +190,7 @@ def box_text(box: Box) -> str:
 
 def parse_box(text: str) -> Box:
     """Reads four LOC tokens that form a box."""
-    match = re.fullmatch(r"<LOC_(\d+)><LOC_(\d+)><LOC_(\d+)><LOC_(\d+)>", text)
+    match = re.fullmatch(r"<LOC_(\d{1,9})>" * 4, text)
     if match is None:
         raise GrammarError(f"'{text}' is not a box of four LOC tokens")
     x1, y1, x2, y2 = map(int, match.groups())
