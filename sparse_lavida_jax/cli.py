@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--debug" in rest:
         return _run(program, name, rest)
     try:
-        with quiet("--quiet" in rest), warnings_said():
+        with quiet("--quiet" in rest), warnings_said(), runtime.interrupts_heard():
             return _run(program, name, rest)
     except Exception as error:
         sentence, code = _explained(error, name)

@@ -87,7 +87,8 @@ OURS = (*MISTAKES, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` by default, and returns the exit code."""
     try:
-        return run(list(sys.argv if argv is None else argv))
+        with runtime.interrupts_heard():
+            return run(list(sys.argv if argv is None else argv))
     except OURS as error:
         say(str(error))
         return MISTAKE

@@ -7,6 +7,7 @@ on such an array. Everything else is written by the first process alone. With on
 here communicates.
 """
 
+import _thread
 import contextlib
 import ctypes
 import hashlib
@@ -33,6 +34,7 @@ T = TypeVar("T")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 MOST_BYTES = 5 * 2**30  # of compiled programs; beyond that the oldest are deleted
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # in the messages of XLA
+REPEAT_SECONDS = 0.05
 LOCK_SECONDS = 10  # to wait for the lock on their folder
 
 
@@ -289,6 +291,31 @@ class _Held:
         if self.came:
             raise KeyboardInterrupt
         self.came = True
+
+
+@contextlib.contextmanager
+def interrupts_heard() -> Iterator[None]:
+    """Repeats Ctrl-C, or SIGTERM, that came while Python could not raise an exception.
+
+    In a callback of the garbage collector, of which jax has one, Python drops it with a remark.
+    """
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        numbers = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
+        if (number := numbers.get(dropped.exc_type)) is None:
+            before(dropped)
+            return
+        again = threading.Timer(REPEAT_SECONDS, _thread.interrupt_main, [number])
+        again.daemon = True
+        with contextlib.suppress(RuntimeError):  # Python is shutting down
+            again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager

@@ -204,7 +204,8 @@ def test_an_image_that_cannot_be_read_is_named(finished, tmp_path, complaint, ki
         "--mode=sample", f"--checkpoint={finished.folder}", "--task=edit", f"--picture={path}",
         "--prompt=add a circle", f"--out={out}",
     )  # fmt: skip
-    told = f"there is no image {path}." if kind == "missing" else f"{path} is no image that can"
+    told = {"missing": f"there is no image {path}.", "folder": f"{path} is not a regular file"}
+    told = told.get(kind, f"{path} is not an image that can")
     assert told in sentence
     assert not out.exists()
 

@@ -131,3 +131,23 @@ def test_an_interrupt_while_the_package_is_imported_is_a_sentence():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "sparse_lavida_jax: stopped.\n")
+
+
+@pytest.mark.slow
+def test_preparing_and_the_training_of_both_tokenizers(tmp_path):
+    """Captions of different words, so that the text tokenizer takes a while too."""
+    images, rng = tmp_path / "images", random.Random(0)
+    images.mkdir()
+    for i in range(40):
+        noise = np.random.default_rng(i).integers(0, 256, (32, 32, 3), np.uint8)
+        image_files.write(images / f"{i}.png", noise)
+        lines = ("".join(rng.choices("abcdefgh ", k=900)) for _ in range(400))
+        (images / f"{i}.txt").write_text("\n".join(lines))
+    words = ["prepare", images, tmp_path / "out", "--config.train.train_steps=60"]
+    for attempt in range(2 * KILLS):
+        begin = time.monotonic()
+        after = random.Random(attempt).uniform(0, 2 * SECONDS)
+        code, said = interrupted(words, after)
+        assert code in (0, 130), said
+        assert "Traceback" not in said and time.monotonic() - begin - after < SECONDS
+        assert not [*tmp_path.rglob(".*.tmp")]

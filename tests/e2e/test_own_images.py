@@ -66,7 +66,10 @@ def test_too_many_broken_images_are_told_before_a_tokenizer_is_trained(images, t
     assert front("prepare", images, tmp_path / "prepared", strict) == 2
     said = capsys.readouterr().err
     assert "1 of 30 records of text_to_image-1 are bad, and prepare.max_bad_fraction allows" in said
-    assert "metadata.jsonl:30: its image 29.png is no image" in said and "is trained on" not in said
+    assert (
+        "metadata.jsonl:30: its image 29.png is not an image" in said
+        and "is trained on" not in said
+    )
     assert "damaged. Repair them" in said
     assert not (tmp_path / "prepared").exists()
 
@@ -127,7 +130,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert front("prepare", images, prepared, *TOKENIZER) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{prepared}: 29 records, 1 of 1 shard(s) made now")
-    assert "29.png is no image" in (prepared / "report.md").read_text()
+    assert "29.png is not an image" in (prepared / "report.md").read_text()
     assert "an image tokenizer of 32x32 pixels, 64 codes an image" in printed.err
     assert "step 6/6" in printed.err
     assert image_files.read(prepared / "reconstructions.png").shape[1] > 4 * 64

@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 import types
 
 import jax
@@ -144,3 +145,28 @@ def resident() -> int:
     """Returns the bytes of memory that this process uses."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt),
+                                               (signal.SIGTERM, SystemExit)])  # fmt: skip
+def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_heard(number, error):
+    """Python drops what is raised there."""
+
+    class Left:
+        def __del__(self):
+            signal.raise_signal(number)
+            time.sleep(0.01)
+
+    def stop(*_):
+        raise error
+
+    before = signal.signal(number, stop)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(error), runtime.interrupts_heard():
+            Left()
+            while time.monotonic() - begin < 5:
+                time.sleep(0.01)
+    finally:
+        signal.signal(number, before)
+    assert time.monotonic() - begin < 2
