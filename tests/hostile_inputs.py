@@ -8,6 +8,7 @@ closed the connection). Large bodies are made once.
 
 import base64
 import collections
+import contextlib
 import functools
 import json
 import random
@@ -313,12 +314,11 @@ def stuck_bodies(
         while time.monotonic() < end:
             sent = 0
             for i, door in enumerate(doors):
-                try:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
                     sent += (n := door.send(blanks[: left[i]]) if left[i] else 0)
                     left[i] -= n
+                with contextlib.suppress(BlockingIOError, ConnectionError):
                     got[i] += door.recv(2**12)
-                except (BlockingIOError, ConnectionError):
-                    pass
             if not sent:
                 time.sleep(0.01)
     finally:

@@ -29,6 +29,7 @@ from sparse_lavida_jax.apps.api import errors
 KEYED = ("/v1/", "/metrics")  # paths that need a key; the page of a demo needs none
 READS = ("GET", "HEAD", "OPTIONS")
 HEADER_SECONDS = 15.0  # for the header of a request, or the rest of a body that was refused
+RATE = 2**26  # bytes a second of all large bodies: reading them leaves time for other requests
 REST = 2**18  # bytes that are read of a body that was refused
 CHUNKS = 2**12  # of a body in chunks; each takes time, however small
 WRITE_SECONDS = 60.0  # in which a client has to accept something of a response
@@ -100,6 +101,7 @@ class Guard:
     def __init__(self, app: ASGIApp, rules: Rules):
         self.app, self.rules = app, rules
         self._bodies: dict[_Body, None] = {}  # the oldest first
+        self._turn = 0.0  # when the next part of a large body may be read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,6 +146,10 @@ class Guard:
         if body.size > self.rules.body:
             raise HTTPException(413, self._too_large)
         self._make_room(body)
+        if body.size > self.rules.small:
+            now = asyncio.get_running_loop().time()
+            self._turn = max(self._turn, now) + len(message.get("body", b"")) / RATE
+            await asyncio.sleep(self._turn - now)
         self._check_room(body)
         body.whole = not message.get("more_body", False)
         return message
