@@ -53,6 +53,9 @@ def _place(trace: TracebackType | None) -> str:
 
 def shorten() -> None:
     """Sends all that is logged in this process to stderr, in such lines."""
-    handler = logging.StreamHandler()
-    handler.addFilter(Brief())
-    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler], force=True)
+    logging.basicConfig(
+        format="%(levelname)s: %(message)s", handlers=[logging.StreamHandler()], force=True
+    )
+    for log in (logging.getLogger(), logging.getLogger(_OWN)):  # the package has its own handler
+        for handler in log.handlers:
+            handler.addFilter(Brief())
