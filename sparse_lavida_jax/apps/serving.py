@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 WARM_UP = "a red circle above a blue square"  # as long as most prompts
 LANES = {"text": 2, "small": 2, "large": 1}  # threads; only one large image is in memory at once
+HEADER_SECONDS = 2.0  # of processor time for the headers of all images of a request
 SMALL = 2**22  # pixels, or bytes, up to which reading is a matter of a moment
 
 
@@ -235,7 +237,16 @@ class Service:
                     f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken."
                     " Make it smaller."
                 )
-        cost = sum(image_files.cost(contents, name) for contents in images)
+        end = time.thread_time() + HEADER_SECONDS
+
+        def check() -> None:
+            if time.thread_time() > end:
+                raise image_files.ImageError(
+                    f"the headers of {name} take more than {HEADER_SECONDS:g} s to read: save it"
+                    " anew as PNG."
+                )
+
+        cost = sum(image_files.cost(contents, name, check=check) for contents in images)
         if cost > self.limits.pixels:
             raise image_files.ImageError(
                 f"the images have {cost} pixels in all, where each further scan of a JPEG counts an"

@@ -31,6 +31,7 @@ MOST_PIXELS = 2**26  # 8192 x 8192
 LONGEST_SIDE = 2**14  # pixels
 MOST_ASPECT = 64  # the longer side over the shorter: images are padded to squares
 MOST_SCANS = 64  # of a progressive JPEG, each of which is decoded over all pixels
+MOST_BLOCKS = 1000  # of EXIF metadata in a JPEG, and lists of images
 SCAN_COST = 8  # scans beyond the first that take as long as the image itself
 MOST_BYTES = 2**29  # of an image file
 MOST_SECONDS = 20.0  # of processor time to read one image
@@ -105,15 +106,20 @@ def read_bytes(
         return _as_rgb(image, backdrop)
 
 
-def cost(contents: bytes, name: str = "the image") -> int:
+def cost(
+    contents: bytes, name: str = "the image", *, check: Callable[[], None] = lambda: None
+) -> int:
     """Returns what it costs to decode a file, in pixels, from its headers alone.
 
     That is the number of its pixels, and an eighth of it for each further scan of a JPEG.
 
+    Args:
+        check: see `read_bytes`.
+
     Raises:
         ImageError: as `read`, for all that the headers say.
     """
-    with _opened(contents, name, decode=False) as image:
+    with _opened(contents, name, check, decode=False) as image:
         scans = max(1, _scans(contents)) if image.format == "JPEG" else 1
         return image.width * image.height * (SCAN_COST + scans - 1) // SCAN_COST
 
@@ -220,7 +226,11 @@ def _opened(
     """Yields an image, upright, after checking its headers and before its pixels are decoded."""
     plain = contents
     if contents.startswith(JPEG):
-        plain = _METADATA.sub(lambda match: match[0][:4].ljust(len(match[0]), b"-"), contents)
+        plain, blocks = _METADATA.subn(
+            lambda match: match[0][:4].ljust(len(match[0]), b"-"), contents, MOST_BLOCKS + 1
+        )
+        if blocks > MOST_BLOCKS:
+            raise ImageError(f"{name} has over {MOST_BLOCKS} blocks of metadata: save it as PNG.")
         if (scans := _scans(contents)) > MOST_SCANS:
             raise ImageError(
                 f"{name} has {scans} scans: at most {MOST_SCANS} are read. Save it anew as PNG, or"

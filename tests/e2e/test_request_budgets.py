@@ -18,7 +18,7 @@ pytest.importorskip("prometheus_client", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import server  # noqa: E402
+from sparse_lavida_jax.apps import server, serving  # noqa: E402
 from sparse_lavida_jax.apps.api import bodies  # noqa: E402
 from sparse_lavida_jax.apps.batching import QueueFull  # noqa: E402
 from sparse_lavida_jax.apps.serving import LANES, Limits, Service  # noqa: E402
@@ -85,6 +85,38 @@ def test_what_the_attack_sent_is_refused_soon(door, make, code, message):
     assert (got, message in said) == (code, True), said
     assert time.monotonic() - began < SOON
     assert len(said) < 400
+
+
+def padded_jpeg() -> bytes:
+    """A JPEG with a megabyte of padding, which Pillow skips byte by byte."""
+    jpeg = hostile.jpeg_of_scans(64, 1)
+    return jpeg[:2] + b"\xff" * 2**20 + jpeg[2:]
+
+
+def chunky_png() -> bytes:
+    """A PNG with a hundred thousand empty chunks."""
+    return SMALL[:33] + b"\0\0\0\0tEXt\x96\x42\xc5\x85" * 100_000 + SMALL[33:]
+
+
+def blocks_of_metadata() -> bytes:
+    """A JPEG with a thousand blocks of metadata."""
+    jpeg = hostile.jpeg_of_scans(64, 1)
+    return jpeg[:2] + b"\xff\xe1\x00\x08Exif\0\0" * 1001 + jpeg[2:]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (padded_jpeg, "take more than 0.1 s to read"),
+        (chunky_png, "take more than 0.1 s to read"),
+        (blocks_of_metadata, "has over 1000 blocks of metadata"),
+    ],
+)
+def test_the_headers_of_images_take_bounded_time(door, monkeypatch, make, message):
+    monkeypatch.setattr(serving, "HEADER_SECONDS", 0.1)
+    sent = hostile.request(hostile.CHAT, hostile.chat(*[hostile.uri(make())] * 8))
+    code, said = answer(door, sent)
+    assert (code, message in said) == (400, True), said
 
 
 CHARSETS = ["utf-16", "idna", "latin-1", "utf-7", "unicode_escape", "hex", "\xff", "rot13", "''"]
