@@ -2,6 +2,7 @@
 """Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,8 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.apps.errors import REFUSED, SECTION
+
+log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 2  # Retry-After when the queue is full
 STOPPED_SECONDS = 60  # Retry-After while the server is stopping
@@ -76,6 +79,7 @@ def refusing() -> Iterator[None]:
     except Exception as error:
         if runtime.out_of_memory(error):
             raise HTTPException(503, "the device has not enough memory: ask for less.") from error
+        log.error("an error of the program", exc_info=error)
         raise HTTPException(500, f"an error of the program: {type(error).__name__}.") from error
 
 
