@@ -384,3 +384,24 @@ def test_a_body_in_too_many_chunks_is_refused(door):
             got = hostile.reply(*free, head + b"1\r\n \r\n" * number + b"0\r\n\r\n")
             assert [int(part[:3]) for part in got.split(b"HTTP/1.1 ")[1:]] == codes
             assert (b"not JSON" in got) == (number == guards.CHUNKS)
+
+
+def test_large_bodies_are_read_at_a_bounded_rate(monkeypatch):
+    monkeypatch.setattr(guards, "RATE", 2**21)
+    with serving() as door:
+        began = time.monotonic()
+        assert hostile.answers(*door, hostile.request(hostile.GENERATIONS, b" " * 2**20)) == [400]
+        assert time.monotonic() - began > 0.4  # a megabyte at two a second
+        assert health(door) == [200]
+
+
+def test_little_is_read_of_a_body_that_was_refused(monkeypatch):
+    monkeypatch.setattr(guards, "REST", 2**16)
+    with serving(key="a key") as door, socket.create_connection(door, timeout=10) as client:
+        head = hostile.request(hostile.GENERATIONS, b" ").replace(b"h: 1\r\n", b"h: 9000000\r\n")
+        client.sendall(head)
+        assert client.recv(2**16).startswith(b"HTTP/1.1 401")
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):  # 9 MB
+                client.sendall(b" " * 9000)
+                time.sleep(0.0005)
