@@ -49,6 +49,7 @@ JPEG = b"\xff\xd8"  # starts each
 # the first one counts. Pillow shall read neither (`_orientation`).
 _EXIF = re.compile(rb"\xff\xe1..Exif\0\0", re.DOTALL)
 _METADATA = re.compile(rb"\xff\xe1..Exif\0\0|\xff\xe2..MPF\0", re.DOTALL)
+_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")  # of a JPEG, but for those within a scan
 _XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 ORIENTATION = 0x0112  # of EXIF's tags
 _TURNS = {
@@ -263,8 +264,20 @@ def _opened(
 
 
 def _scans(contents: bytes) -> int:
-    """Returns the most scans that a JPEG can have; FF DA also occurs in the metadata by chance."""
-    return contents.count(b"\xff\xda")
+    """Returns the most scans that a JPEG can have.
+
+    Those of a preview in its metadata and of what phones add after its end, such as a video, are
+    not counted, as long as it has fewer than `MOST_BLOCKS` blocks.
+    """
+    scans, at = 0, len(JPEG)
+    for _ in range(MOST_BLOCKS):
+        found = _MARKER.search(contents, at)
+        if found is None or found[0] == b"\xff\xd9":  # the end of the image
+            return scans
+        scans, at = scans + (found[0] == b"\xff\xda"), found.end()
+        if found[0] >= b"\xff\xc0":  # these have a length
+            at += int.from_bytes(contents[at : at + 2], "big")
+    return scans + contents.count(b"\xff\xda", at)
 
 
 def _orientation(image: Image.Image, contents: bytes) -> int:

@@ -37,13 +37,12 @@ def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np
 def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
     """Returns which cells of a grid over an image are not touched by any pixel of a mask."""
 
-    def touching(length: int) -> Bool[np.ndarray, "grid length"]:
-        """Which pixels along one side touch which cells; a pixel may touch several."""
-        cell, pixel = np.arange(grid)[:, None], np.arange(length)[None]
-        return (pixel * grid < (cell + 1) * length) & ((pixel + 1) * grid > cell * length)
+    def touched(pixels: np.ndarray) -> np.ndarray:
+        """Returns which parts of the first axis have a pixel; one may be in several of them."""
+        ends = [(i * len(pixels) // grid, -(-(i + 1) * len(pixels) // grid)) for i in range(grid)]
+        return np.array([pixels[start:end].any(axis=0) for start, end in ends])
 
-    rows, columns = (touching(length).astype(int) for length in pixels.shape)
-    return (rows @ pixels.astype(int) @ columns.T) == 0
+    return ~touched(touched(pixels).T).T
 
 
 def inner_box(

@@ -2,6 +2,8 @@
 """Inputs become rows, and masks and boxes become cells."""
 
 import re
+import time
+import tracemalloc
 
 import hypothesis
 import hypothesis.strategies as st
@@ -125,6 +127,20 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
                 or x * grid >= (column + 1) * width
             )
             assert free[row, column] == apart
+
+
+def test_cells_of_a_large_mask_take_little_time_and_memory():
+    pixels = np.zeros((4096, 4096), bool)
+    pixels[-1, -1] = True
+    tracemalloc.start()
+    began = time.thread_time()
+    try:
+        free = regions.untouched(pixels, 64)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert time.thread_time() - began < 1
+    assert not free[-1, -1] and free.sum() == 64 * 64 - 1
 
 
 def test_an_image_stands_in_whole_cells(caplog):

@@ -330,6 +330,21 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded():
         image_files.read_bytes(hostile_inputs.jpeg_of_scans(64, 600))
 
 
+@pytest.mark.parametrize("progressive", [False, True])
+def test_what_a_phone_adds_to_a_photo_is_no_scan(progressive):
+    photo = saved(Image.new("RGB", (80, 40)), "JPEG", progressive=progressive)
+    scans = photo.count(b"\xff\xda")
+    preview = b"\xff\xe1\x00\x0cab" + b"\xff\xda" * 4
+    video = b"\0\0\0\x18ftypmp42" + b"\xff\xda" * 1000
+    moving = photo[:2] + preview + photo[2:] + video
+    assert image_files.cost(moving) == 3200 * (7 + scans) // 8
+    assert image_files.read_bytes(moving).shape == (40, 80, 3)
+    many = hostile_inputs.jpeg_of_scans(64, 600)
+    for hidden in (b"\xff\xfe\x00\x02" * 2000, b"\xff\xfe\x00\x04\xff\xd9", b"\xff" * 100):
+        with pytest.raises(ImageError, match="has 601 scans: at most 64 are read"):
+            image_files.cost(many[:2] + hidden + many[2:])
+
+
 def test_the_cost_of_an_image_is_known_from_its_headers():
     assert image_files.cost(hostile_inputs.png(8192, 8192)) == 2**26
     jpeg = saved(Image.new("RGB", (80, 40)), "JPEG")
