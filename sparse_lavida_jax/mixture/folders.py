@@ -203,7 +203,7 @@ def _lines(path: pathlib.Path) -> list[str]:
     try:
         lines = files.read_text(path, MOST_TEXT, "utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise PrepareError(f"{path} is no text in UTF-8: save it in that encoding.") from error
+        raise ValueError("no text in UTF-8: save it in that encoding") from error
     return [line.strip() for line in lines if line.strip()]
 
 

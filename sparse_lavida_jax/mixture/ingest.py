@@ -33,11 +33,11 @@ OPERATIONS = {
     "edit": "edit",
 }  # fmt: skip
 MOST_CHARACTERS = 20_000  # of one text
-LONGEST_WORD = 1_000  # characters without a space, or of space: tokenizers are slow on longer ones
+LONGEST_WORD = 1_000  # letters, digits, signs or spaces in a row; longer ones take very long
 MOST_IMAGES = 64  # of one row
 UNUSABLE = "unusable"  # field with the reason why a row of `folders` is bad
 _LOCATION = re.compile(r"<LOC_\d{1,6}>")
-_LONG = re.compile(rf"\S{{{LONGEST_WORD + 1}}}|\s{{{LONGEST_WORD + 1}}}")
+_WORD = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+|\s+")  # Chinese has no spaces, but commas
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
@@ -344,7 +344,7 @@ def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
         raise RecordError(f"it has no {field}" if value in (None, "") else f"{field} is {value!r}")
     if len(value) > MOST_CHARACTERS:
         raise RecordError(f"{field} has {len(value)} characters, more than {MOST_CHARACTERS}")
-    if _LONG.search(_LOCATION.sub(" ", value)):
+    if max(map(len, _WORD.findall(_LOCATION.sub(" ", value)))) > LONGEST_WORD:
         raise RecordError(f"{field} has a word of more than {LONGEST_WORD} characters")
     if "\0" in value:
         raise RecordError(f"{field} holds the character NUL")

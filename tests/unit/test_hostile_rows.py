@@ -130,8 +130,9 @@ def test_hostile_fields_of_every_kind(tmp_path, kind, row, fields):
 
 def test_captions_in_files_that_are_none(tmp_path):
     folder = tmp_path / "images"
-    raw_data.images(folder, 8)
+    raw_data.images(folder, 9)
     (folder / "0.txt").write_text("image 0")
+    (folder / "8.txt").write_text("größe", encoding="latin-1")
     (folder / "1.txt").symlink_to("/dev/zero")
     os.mkfifo(folder / "2.txt")
     (folder / "3.txt").touch()
@@ -144,7 +145,7 @@ def test_captions_in_files_that_are_none(tmp_path):
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
         listening.bind("7.txt")
         found = bad_rows(folder)
-    assert len(found) == 7
+    assert len(found) == 8
     assert not any("secret" in line for line in found)
     assert any("its captions 2.txt cannot be read" in line for line in found)
 
@@ -249,5 +250,10 @@ def test_a_column_of_another_row_group_is_not_unpacked_as_a_whole(tmp_path, monk
 def test_limits_leave_room_for_real_captions():
     assert ingest.MOST_CHARACTERS >= 10_000 and ingest.LONGEST_WORD >= 200
     layout = "a red circle" + "<LOC_1000>" * 400
-    assert ingest._checked_words("loc", layout) == layout
+    chinese, address = "一只红色的猫坐在沙发上。" * 300, "https://a.com/" + "photos/7?x=1&" * 120
+    for text in (layout, chinese, address, "हिन्दी" * 300):
+        assert ingest._checked_words("text", text) == text
+    for word in ("猫", "a", "7", "-", "_", " "):
+        with pytest.raises(ingest.RecordError, match="a word of more than"):
+            ingest._checked_words("text", f"a{word * 1002}b")
     assert json.loads(json.dumps(layout)) == layout
