@@ -39,10 +39,9 @@ def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
     except FileNotFoundError:
         what = "is a link that leads nowhere" if path.is_symlink() else "is missing"
         raise CheckpointError(f"{path} {what}. Copy the folder {folder} again.") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{schema.shown(str(path))} cannot be read: {error.strerror}."
-        ) from error
+    except (OSError, ValueError) as error:  # the system refuses it, or it holds half a character
+        why = getattr(error, "strerror", None) or "it is no name of a file"
+        raise CheckpointError(f"{schema.shown(str(path))} cannot be read: {why}.") from error
     is_inside = any(place.is_relative_to(root) for root in _roots(home))
     if holder != home.joinpath(*parts[:-1]) or not is_inside:
         raise CheckpointError(

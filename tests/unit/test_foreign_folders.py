@@ -169,14 +169,14 @@ def test_links_inside_a_folder_and_to_blobs_of_the_hub_are_read(folder, tmp_path
 NAMES = [
     "/etc/passwd", "../../x", "..", ".", "vq/../../x", "./config.json", "vq//config.json", "vq/",
     "vq\\config.json", "C:/x", "C:x", "//server/x", "\0", "config.json\0", "a" * 5000, "~/.ssh/id",
-    "elsewhere/key.txt",
+    "elsewhere/key.txt", "\ud800",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_in_lists_stay_inside(folder, name):
     path = folder / manifest.MANIFEST
-    path.write_text(path.read_text() + f"{'0' * 64}  {name}\n")
+    path.write_text(path.read_text() + f"{'0' * 64}  {name}\n", errors="surrogatepass")
     assert refused(folder)
     with pytest.raises(CheckpointError):
         contents.inside(folder, name)
@@ -545,8 +545,10 @@ def test_a_byte_level_tokenizer_is_read_and_text_comes_back(tokenizer, changes):
         {"pre_tokenizer": {"type": "Metaspace", "replacement": "_"}},
         {"pre_tokenizer": BYTE_LEVEL | {"use_regex": 1}},
         {"pre_tokenizer": split("", "String")},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 16}},
         {"decoder": REPLACE},
         {"post_processor": {"type": "BertProcessing", "sep": ["x", 1], "cls": ["y", 0]}},
+        {"post_processor": {"type": "Sequence", "processors": [TEMPLATE] * 2}},
         {"post_processor": TEMPLATE | {"special_tokens": {}}},
         {"post_processor": TEMPLATE | {"single": PAIR}},
         {"post_processor": TEMPLATE | {"single": [PAIR[1]]}},
