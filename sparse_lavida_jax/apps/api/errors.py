@@ -11,6 +11,7 @@ import fastapi
 import fastapi.exceptions
 from fastapi import HTTPException, responses
 from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.requests import ClientDisconnect
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
@@ -74,7 +75,7 @@ def refusing() -> Iterator[None]:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except Stopped as error:
         raise HTTPException(503, str(error), {"Retry-After": str(STOPPED_SECONDS)}) from error
-    except Cancelled as error:
+    except (Cancelled, ClientDisconnect) as error:
         raise HTTPException(CLIENT_LEFT, "the request was cancelled.") from error
     except Exception as error:
         if runtime.out_of_memory(error):
