@@ -1,17 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `sparse-lavida`, also as `python -m sparse_lavida_jax`."""
 
+import os
+import signal
 import sys
+import types
+
+
+def _stop(number: int, frame: types.FrameType | None) -> None:
+    """Ends the process at once: while modules are imported, an exception may be lost or abort."""
+    os.write(sys.stderr.fileno(), b"sparse_lavida_jax: stopped.\n")
+    os._exit(130)
 
 
 def main() -> int:
     """Runs the command line of this process, and returns the exit code."""
+    usual = signal.default_int_handler
+    is_heard = signal.getsignal(signal.SIGINT) is usual  # not with nohup
+    if is_heard:
+        signal.signal(signal.SIGINT, _stop)
+    from sparse_lavida_jax import cli  # takes seconds, in which Ctrl-C may be pressed
+
+    if is_heard:
+        signal.signal(signal.SIGINT, usual)
     try:
-        from sparse_lavida_jax import cli  # takes seconds, in which Ctrl-C may be pressed
-    except KeyboardInterrupt:
-        print("sparse_lavida_jax: stopped.", file=sys.stderr)
-        return 130
-    return cli.main()
+        return cli.main()
+    except SystemExit as stop:  # SIGTERM; everything is cleared up
+        sys.stdout.flush()
+        # The usual exit crashes while XLA computes.
+        os._exit(stop.code if isinstance(stop.code, int) else 1)
 
 
 if __name__ == "__main__":

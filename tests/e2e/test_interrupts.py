@@ -121,16 +121,35 @@ def test_preparing_and_training(tmp_path):
 
 def test_an_interrupt_while_the_package_is_imported_is_a_sentence():
     program = (
-        "import sys\n"
+        "import gc, os, signal, sys\n"
         "from sparse_lavida_jax.__main__ import main\n"
         "class Interrupted:\n"
         "    def find_spec(name, *_):\n"
-        "        if name == 'sparse_lavida_jax.cli': raise KeyboardInterrupt\n"
+        "        if name == 'sparse_lavida_jax.cli': gc.collect()\n"
+        "def interrupt(*_):  # Python drops exceptions of a callback\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    for _ in range(99): pass\n"
+        "gc.callbacks.append(interrupt)\n"
         "sys.meta_path.insert(0, Interrupted)\n"
         "sys.exit(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "sparse_lavida_jax: stopped.\n")
+
+
+def test_sigterm_leaves_out_the_end_of_the_interpreter_where_xla_may_crash():
+    program = (
+        "import atexit, sys, types\n"
+        "from sparse_lavida_jax.__main__ import main\n"
+        "def stop(): print('cleared up'); sys.exit(143)\n"
+        "import sparse_lavida_jax\n"
+        "sys.modules['sparse_lavida_jax.cli'] = types.SimpleNamespace(main=stop)\n"
+        "sparse_lavida_jax.cli = sys.modules['sparse_lavida_jax.cli']\n"
+        "atexit.register(print, 'the usual end')\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "cleared up\n", "")
 
 
 @pytest.mark.slow
