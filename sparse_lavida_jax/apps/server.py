@@ -14,6 +14,7 @@ docs/serving.md lists what is supported.
 import asyncio
 import contextlib
 import pathlib
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -48,6 +49,7 @@ def make_app(
 
     app = fastapi.FastAPI(title="sparse-lavida", version=__version__, lifespan=lifespan)
     app.state.service = service
+    app.state.turns = weakref.WeakValueDictionary()  # of addresses, see `asking.Client`
     app.state.model = pathlib.Path(service.pipe.source.name).name or "model"
     app.state.metrics = Metrics(service)
     for one in (images.router, chat.router, router):

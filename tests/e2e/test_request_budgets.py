@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request takes a bounded time and memory, and no request without images waits for images."""
 
+import concurrent.futures
 import contextlib
 import json
 import socket
@@ -243,6 +244,33 @@ def test_requests_without_images_and_small_images_do_not_wait(door, slow_images,
     for thread in threads:
         thread.join(SOON)
     assert replies == [200] * (lane + 1)
+
+
+def test_large_images_of_one_client_leave_turns_to_others(door, monkeypatch):
+    order, sent = [], {side: hostile.png(side, side) for side in (4096, 4000)}
+
+    def read_bytes(contents, check):
+        order.append(contents)
+        time.sleep(0.2)
+        return np.zeros((8, 8, 3), np.uint8)
+
+    monkeypatch.setattr(image_files, "read_bytes", read_bytes)
+
+    def ask(side):
+        form, address = hostile.form(("prompt", "a"), image(sent[side])), f"10.0.0.{side % 100}"
+        assert hostile.answers(
+            *door, hostile.request(hostile.EDITS, form, hostile.FORM, f"X-Forwarded-For: {address}")
+        ) == [200]  # fmt: skip
+
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        done = [pool.submit(ask, 4096) for _ in range(8)]
+        while not order:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        done.append(pool.submit(ask, 4000))
+        for one in done:
+            one.result(SOON)
+    assert order.index(sent[4000]) <= 3
 
 
 def test_reading_ends_when_the_client_leaves(door, slow_images):

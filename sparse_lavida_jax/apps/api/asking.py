@@ -3,6 +3,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import json
 import secrets
@@ -15,7 +16,7 @@ from fastapi import HTTPException, responses
 from sparse_lavida_jax.apps.api import errors
 from sparse_lavida_jax.apps.api.bodies import Body
 from sparse_lavida_jax.apps.batching import Cancelled, Ticket
-from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.apps.serving import SMALL, Service
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
@@ -37,6 +38,10 @@ class Client:
         self.request, self.service = request, service_of(request)
         self.address = request.client.host if request.client else ""
         self.left: asyncio.Future[None] | None = None
+
+    def turn(self, work: str) -> asyncio.Lock:
+        """Returns what is held during such work for an address, so that others get their turns."""
+        return self.request.app.state.turns.setdefault((self.address, work), asyncio.Lock())
 
     async def body(self, parse: Callable[[bytes], P], *, has_images: bool = False) -> P:
         """Receives the body and parses it in another thread.
@@ -164,8 +169,11 @@ async def queued(
         shown = None
         if images:
             with service.counting_refusals(task):
-                cost = await client.call(service.lane(0), service.cost_of, images)
-                shown, read = await client.call(service.lane(cost), decode)
+                async with client.turn("headers"):
+                    cost = await client.call(service.lane(0), service.cost_of, images)
+                large = client.turn("large") if cost > SMALL else contextlib.nullcontext()
+                async with large:
+                    shown, read = await client.call(service.lane(cost), decode)
             given |= read
         options = {"previews": previews, "client": client.address, **more, **given}
         add = functools.partial(service.add, task, words, shown, **options)
