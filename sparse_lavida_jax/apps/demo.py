@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import os
 import pathlib
-import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import examples, page_guard, passes, standing
 from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
-from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.apps.serving import READING, Service
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, TASKS
@@ -41,7 +40,6 @@ MOST_GUIDANCE = 8.0
 LEAST_MARKED = 768  # pixels of the longer side of an image with boxes
 MOST_KEPT = 24  # images in the gallery
 MOST_PAINTED = 2**25  # pixels of a painted image and its layers
-READERS = 1  # inputs whose images are decoded at a time: 1.3 GB for 8192 x 8192 pixels
 # Small images are shown large, pixel by pixel.
 STYLE = """
 .shown-image img, .gallery img {image-rendering: pixelated}
@@ -63,7 +61,6 @@ EXPLAINED = {  # by setting
     "seed": "A different number gives a different result.",
 }
 TABS = {task: form for task, form in FORMS.items() if form.label}
-_READING = threading.BoundedSemaphore(READERS)
 _BASE = os.environ.get("GRADIO_TEMP_DIR")  # where the operator wants gradio's files
 BUTTONS: list[Any] = ["download", "fullscreen"]  # all but the one that uploads to a web site
 
@@ -354,7 +351,7 @@ def _file(service: Service, given: Any) -> tuple[bytes, str]:
 def _reading() -> Iterator[None]:
     """Waits until an image may be decoded; what is not an image is refused in a sentence."""
     try:
-        with _READING:
+        with READING:
             yield
     except image_files.ImageError as error:
         raise gr.Error(str(error), print_exception=False) from error

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 WARM_UP = "a red circle above a blue square"  # as long as most prompts
 LANES = {"text": 2, "small": 2, "large": 1}  # threads; only one large image is in memory at once
 HEADER_SECONDS = 2.0  # of processor time for the headers of all images of a request
+READING = threading.Lock()  # one large image at a time, also on the page: 1.3 GB at 8192 x 8192
 SMALL = 2**22  # pixels, or bytes, up to which reading is a matter of a moment
 
 

@@ -246,6 +246,19 @@ def test_requests_without_images_and_small_images_do_not_wait(door, slow_images,
     assert replies == [200] * (lane + 1)
 
 
+def test_a_large_image_waits_for_one_of_the_page_and_a_small_one_does_not(door, slow_images):
+    started, go, _ = slow_images
+    go.set()
+    large, small = (edit(("prompt", "a"), image(hostile.png(n, n))) for n in (4096, 8))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with serving.READING:
+            waiting = pool.submit(answer, door, large)
+            assert answer(door, small)[0] == 200
+            assert started.acquire(timeout=SOON)
+            assert not started.acquire(timeout=0.5)
+        assert waiting.result(SOON)[0] == 200
+
+
 def test_large_images_of_one_client_leave_turns_to_others(door, monkeypatch):
     order, sent = [], {side: hostile.png(side, side) for side in (4096, 4000)}
 

@@ -16,7 +16,7 @@ from fastapi import HTTPException, responses
 from sparse_lavida_jax.apps.api import errors
 from sparse_lavida_jax.apps.api.bodies import Body
 from sparse_lavida_jax.apps.batching import Cancelled, Ticket
-from sparse_lavida_jax.apps.serving import SMALL, Service
+from sparse_lavida_jax.apps.serving import READING, SMALL, Service
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
@@ -172,8 +172,14 @@ async def queued(
                 async with client.turn("headers"):
                     cost = await client.call(service.lane(0), service.cost_of, images)
                 large = client.turn("large") if cost > SMALL else contextlib.nullcontext()
+
+                def alone() -> tuple[Any, dict[str, Any]]:
+                    with READING if cost > SMALL else contextlib.nullcontext():
+                        client.check()
+                        return decode()
+
                 async with large:
-                    shown, read = await client.call(service.lane(cost), decode)
+                    shown, read = await client.call(service.lane(cost), alone)
             given |= read
         options = {"previews": previews, "client": client.address, **more, **given}
         add = functools.partial(service.add, task, words, shown, **options)
