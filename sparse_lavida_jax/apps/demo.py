@@ -26,7 +26,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import examples, page_guard, passes, standing
 from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
-from sparse_lavida_jax.apps.serving import READING, Service
+from sparse_lavida_jax.apps.serving import Service, one_large_image
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, TASKS
@@ -351,7 +351,7 @@ def _file(service: Service, given: Any) -> tuple[bytes, str]:
 def _reading() -> Iterator[None]:
     """Waits until an image may be decoded; what is not an image is refused in a sentence."""
     try:
-        with READING:
+        with one_large_image():
             yield
     except image_files.ImageError as error:
         raise gr.Error(str(error), print_exception=False) from error

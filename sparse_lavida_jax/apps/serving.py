@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped, Ticket
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files, images
@@ -34,8 +35,18 @@ log = logging.getLogger(__name__)
 WARM_UP = "a red circle above a blue square"  # as long as most prompts
 LANES = {"text": 2, "small": 2, "large": 1}  # threads; only one large image is in memory at once
 HEADER_SECONDS = 2.0  # of processor time for the headers of all images of a request
-READING = threading.Lock()  # one large image at a time, also on the page: 1.3 GB at 8192 x 8192
 SMALL = 2**22  # pixels, or bytes, up to which reading is a matter of a moment
+_LARGE = threading.Lock()
+
+
+@contextlib.contextmanager
+def one_large_image() -> Iterator[None]:
+    """Lets one thread of this process decode a large image, which takes up to a gigabyte."""
+    with _LARGE:
+        try:
+            yield
+        finally:
+            runtime.return_freed_memory()
 
 
 class Service:

@@ -99,7 +99,7 @@ def read(folder: pathlib.Path, prepared: pathlib.Path) -> PlainFolder:
         )
     rows = [sum(map(tables.num_rows, tables.find(one.json_path))) for one in datasets]
     numbered = [
-        dataclasses.replace(one, name=f"{one.kind}-{number}")
+        dataclasses.replace(one, name=f"{one.kind}-{number}", within=str(folder))
         for number, one in enumerate(datasets, 1)
     ]
     weights = dict.fromkeys([one.group for one in datasets], 0.0)

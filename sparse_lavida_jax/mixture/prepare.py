@@ -193,7 +193,7 @@ def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> It
     rows = np.stack([which, chosen - (ends - counts)[which], copies], axis=1).astype(np.int64)
     described = dataclasses.asdict(dataset)
     # Fields that do not change the contents of rows: how they are grouped, and where files are.
-    for name in ("length_group", "sampling_strategy", "json_path"):
+    for name in ("length_group", "sampling_strategy", "json_path", "within"):
         del described[name]
     described["image_root"] = pathlib.Path(dataset.image_root).name
     common = json.dumps(
@@ -272,7 +272,7 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
 def _drafts(to: ingest.Settings, shard: Shard, left_out, bad) -> Iterator[Draft]:
     dataset = shard.dataset
     columns = dataset.columns if isinstance(dataset.columns, tuple) else ()
-    with tables.Reader(dataset.image_root, columns) as reader:
+    with tables.Reader(dataset.image_root, columns, dataset.within) as reader:
         for which, number, copy in shard.rows.tolist():
             path = shard.tables[which]
             name = f"{path.name}:{number + 1}"

@@ -93,7 +93,8 @@ class Dataset(schema.Section):
         length_group: datasets whose sequences have about the same length share one.
         aes_cutoff: rows whose `fltLaionAesthScore` is lower are left out.
         min_size: pixels; images to draw with a shorter side are left out.
-        image_root: folder, or tar file, of the images that a table names.
+        image_root: folder, or tar file, of the images that a table names; "": the table's folder.
+        within: set when a folder is read: the folder that no name of an image leads out of.
         max_enc_images: rows with more images to edit are left out; 0: no limit.
     """
 
@@ -107,6 +108,7 @@ class Dataset(schema.Section):
     aes_cutoff: float = 5.0
     min_size: int = 0
     image_root: str = ""
+    within: str = ""
     max_enc_images: int = 0
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:

@@ -220,11 +220,12 @@ class Reader(contextlib.ExitStack):
     Args:
         image_root: folder, or tar file, of the images that rows name; "": the folder of the table.
         columns: of a Parquet file to read; empty: all.
+        within: folder that no name of an image leads out of; "": `image_root`.
     """
 
-    def __init__(self, image_root: str = "", columns: Iterable[str] = ()):
+    def __init__(self, image_root: str = "", columns: Iterable[str] = (), within: str = ""):
         super().__init__()
-        self._root = image_root
+        self._root, self._within = image_root, within
         self._beside: pathlib.Path | None = None  # the folder of the table that was read last
         self._columns = list(columns)
         self._opened: dict[pathlib.Path, Any] = {}
@@ -293,7 +294,8 @@ class Reader(contextlib.ExitStack):
         if folder is None:
             raise RecordError(f"the image {value} is only named, and no folder of images is given")
         try:
-            return files.read_bytes(inside(folder, value), MOST_BYTES)
+            path = inside(folder, value, pathlib.Path(self._within or folder))
+            return files.read_bytes(path, MOST_BYTES)
         except (OSError, ValueError, RuntimeError) as error:
             why = getattr(error, "strerror", None) or error
             raise RecordError(f"the image {value} cannot be read: {why}") from error
@@ -362,16 +364,19 @@ class Reader(contextlib.ExitStack):
         return data
 
 
-def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Returns the path of a file that lies in a folder, wherever its name and links lead.
+def inside(folder: pathlib.Path, name: str, within: pathlib.Path | None = None) -> pathlib.Path:
+    """Returns the path of a file, given its name in a folder, wherever that and links lead.
+
+    Args:
+        within: the folder that it must lie in; None: `folder`.
 
     Raises:
         ValueError: it lies elsewhere, or that is no name of a file.
         OSError, RuntimeError: links lead around in a circle.
     """
     path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ValueError("it lies outside image_root, the folder that images are read from")
+    if not path.is_relative_to((within or folder).resolve()):
+        raise ValueError(f"it lies outside {within or folder}, the folder of the images")
     return path
 
 

@@ -251,7 +251,7 @@ def test_a_large_image_waits_for_one_of_the_page_and_a_small_one_does_not(door, 
     go.set()
     large, small = (edit(("prompt", "a"), image(hostile.png(n, n))) for n in (4096, 8))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with serving.READING:
+        with serving.one_large_image():
             waiting = pool.submit(answer, door, large)
             assert answer(door, small)[0] == 200
             assert started.acquire(timeout=SOON)

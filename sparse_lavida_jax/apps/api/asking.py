@@ -15,8 +15,9 @@ from fastapi import HTTPException, responses
 
 from sparse_lavida_jax.apps.api import errors
 from sparse_lavida_jax.apps.api.bodies import Body
+from sparse_lavida_jax.apps.api.guards import client_of
 from sparse_lavida_jax.apps.batching import Cancelled, Ticket
-from sparse_lavida_jax.apps.serving import READING, SMALL, Service
+from sparse_lavida_jax.apps.serving import SMALL, Service, one_large_image
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
@@ -36,7 +37,7 @@ class Client:
 
     def __init__(self, request: fastapi.Request):
         self.request, self.service = request, service_of(request)
-        self.address = request.client.host if request.client else ""
+        self.address = client_of(request.client)
         self.left: asyncio.Future[None] | None = None
 
     def turn(self, work: str) -> asyncio.Lock:
@@ -174,7 +175,7 @@ async def queued(
                 large = client.turn("large") if cost > SMALL else contextlib.nullcontext()
 
                 def alone() -> tuple[Any, dict[str, Any]]:
-                    with READING if cost > SMALL else contextlib.nullcontext():
+                    with one_large_image() if cost > SMALL else contextlib.nullcontext():
                         client.check()
                         return decode()
 
