@@ -52,10 +52,10 @@ _METADATA = re.compile(rb"\xff\xe1..Exif\0\0|\xff\xe2..MPF\0", re.DOTALL)
 _MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")  # of a JPEG, but for those within a scan
 _XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 ORIENTATION = 0x0112  # of EXIF's tags
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+_TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {  # views of an array [h w ...]
+    2: lambda x: x[:, ::-1], 3: lambda x: x[::-1, ::-1], 4: lambda x: x[::-1],
+    5: lambda x: x.swapaxes(0, 1), 6: lambda x: np.rot90(x, -1),
+    7: lambda x: x[::-1, ::-1].swapaxes(0, 1), 8: np.rot90,
 }  # fmt: skip
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # 16-bit grey
 
@@ -104,7 +104,8 @@ def read_bytes(
         ImageError: as `read`.
     """
     with _opened(contents, name, check) as image:
-        return _as_rgb(image, backdrop)
+        pixels, orientation = _as_rgb(image, backdrop), _orientation(image, contents)
+    return _upright(pixels, orientation)
 
 
 def cost(
@@ -154,11 +155,12 @@ def read_transparent(
                 found[rows] = np.asarray(band.convert("RGBA").getchannel("A")) == 0
             else:
                 found[rows] = _as_rgb(band).mean(axis=-1) > 127
+        orientation = _orientation(image, contents)
     if not found.any():
         raise ImageError(
             f"{name} is transparent nowhere: make transparent, or white, what is to be drawn."
         )
-    return found
+    return _upright(found, orientation)
 
 
 def read_record(path: pathlib.Path | str) -> dict[str, Any]:
@@ -224,7 +226,7 @@ class _Source(io.BytesIO):
 def _opened(
     contents: bytes, name: str, check: Callable[[], None] = lambda: None, *, decode: bool = True
 ) -> Iterator[Image.Image]:
-    """Yields an image, upright, after checking its headers and before its pixels are decoded."""
+    """Yields an image, not turned yet, whose headers were checked before it was decoded."""
     plain = contents
     if contents.startswith(JPEG):
         plain, blocks = _METADATA.subn(
@@ -242,12 +244,9 @@ def _opened(
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(_Source(plain, name, check), formats=FORMATS) as image:
                 _check_header(name, image)
-                if not decode:
-                    yield image
-                    return
-                image.load()
-                turn = _TURNS.get(_orientation(image, contents))
-                yield image if turn is None else image.transpose(turn)
+                if decode:
+                    image.load()
+                yield image
     except Image.DecompressionBombError:
         raise ImageError(
             f"{name} has more than {MOST_PIXELS} pixels, the most that is read: make it smaller."
@@ -305,6 +304,12 @@ def _orientation(image: Image.Image, contents: bytes) -> int:
     xmp = image.info.get("XML:com.adobe.xmp") or image.info.get("xmp") or b""
     stated = _XMP.search(xmp if isinstance(xmp, bytes) else xmp.encode())
     return int(stated[1]) if stated else 1
+
+
+def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Returns an array [h w ...] of an image with this orientation as it is to be shown."""
+    turn = _TURNS.get(orientation)
+    return pixels if turn is None else np.ascontiguousarray(turn(pixels))
 
 
 def _check_header(path: str, image: Image.Image) -> None:

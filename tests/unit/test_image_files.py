@@ -291,6 +291,8 @@ def test_images_are_turned_as_pillow_turns_them(format, orientation):
     contents = saved(Image.fromarray(pixels), format, exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(contents))).convert("RGB")
     np.testing.assert_array_equal(image_files.read_bytes(contents), np.asarray(upright))
+    white = np.asarray(upright).mean(axis=-1) > 127
+    np.testing.assert_array_equal(image_files.read_transparent(contents), white)
 
 
 def test_an_orientation_in_xmp_counts_where_exif_has_none():
