@@ -15,7 +15,7 @@ from flax import traverse_util
 
 M = TypeVar("M")
 
-MOST_NAMED = 20  # parameters in a message
+MOST_NAMED = 200  # parameters in a message
 # Where a parameter is placed, by its path in the model (`joint_layers/attn_out/kernel`, all layers
 # in one array) and its shape.
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
@@ -48,17 +48,17 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     Of a folder from elsewhere there may be very many: the first `MOST_NAMED` are returned.
     """
     lines = [
-        f"  {name}: {np.shape(found[name])} on disk, {tuple(wanted[name].shape)} in the model"
-        for name in sorted(wanted.keys() & found.keys())
-        if np.shape(found[name]) != tuple(wanted[name].shape)
+        f"  {name}: missing, the model has {tuple(wanted[name].shape)}"
+        for name in sorted(wanted.keys() - found.keys())
     ]
     lines += [
         f"  {name} {tuple(np.shape(found[name]))}: the model has no such parameter"
         for name in sorted(found.keys() - wanted.keys())
     ]
     lines += [
-        f"  {name}: missing, the model has {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() - found.keys())
+        f"  {name}: {np.shape(found[name])} on disk, {tuple(wanted[name].shape)} in the model"
+        for name in sorted(wanted.keys() & found.keys())
+        if np.shape(found[name]) != tuple(wanted[name].shape)
     ]
     more = [f"  and {len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else []
     return "\n".join([*lines[:MOST_NAMED], *more])

@@ -122,6 +122,7 @@ def test_preparing_and_training(tmp_path):
 def test_an_interrupt_while_the_package_is_imported_is_a_sentence():
     program = (
         "import gc, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells may ignore it
         "from sparse_lavida_jax.__main__ import main\n"
         "class Interrupted:\n"
         "    def find_spec(name, *_):\n"
