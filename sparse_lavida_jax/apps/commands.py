@@ -223,7 +223,7 @@ def _check_out(path: pathlib.Path, suffixes: dict[str, str] | None = None) -> No
 
 def _check_place(folder: pathlib.Path) -> None:
     """Refuses a folder that would be created outside the current one."""
-    if not folder.exists() and not folder.resolve().is_relative_to(pathlib.Path.cwd()):
+    if not folder.exists() and not files.resolve(folder).is_relative_to(pathlib.Path.cwd()):
         raise UsageError(
             f"there is no folder {folder}, and none is created outside the current one: create it"
             f" first (mkdir -p {folder}), or choose another place."

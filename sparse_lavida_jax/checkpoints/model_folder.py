@@ -468,7 +468,7 @@ def place_of(folder: pathlib.Path | str) -> pathlib.Path:
         WriteError: its name leads nowhere, such as a link to itself.
     """
     try:
-        return pathlib.Path(folder).resolve()
+        return files.resolve(folder)
     except (RuntimeError, ValueError, OSError) as error:
         raise WriteError(f"{folder} is not a place to write to: {error}.") from error
 

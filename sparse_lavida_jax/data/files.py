@@ -3,6 +3,7 @@
 
 import collections
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -23,6 +24,22 @@ MOST_BYTES = 2**26  # of a file that is read into memory, unless its reader says
 
 class LockedError(Exception):
     """Another process holds a lock; the message is its process id, or "unknown"."""
+
+
+def resolve(path: pathlib.Path | str) -> pathlib.Path:
+    """Returns the absolute path that a path leads to.
+
+    Raises:
+        RuntimeError: links lead around in a circle, which Python 3.13 does not notice.
+    """
+    resolved = pathlib.Path(path).resolve()
+    try:
+        is_loop = stat.S_ISLNK(os.lstat(resolved).st_mode)
+    except OSError as error:
+        is_loop = error.errno == errno.ELOOP
+    if is_loop:
+        raise RuntimeError(f"Symlink loop from {str(path)!r}")
+    return resolved
 
 
 class FileRefused(OSError):

@@ -15,7 +15,7 @@ from flax import traverse_util
 
 M = TypeVar("M")
 
-MOST_NAMED = 200  # parameters in a message
+MOST_NAMED = 20  # parameters in a message
 # Where a parameter is placed, by its path in the model (`joint_layers/attn_out/kernel`, all layers
 # in one array) and its shape.
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]

@@ -308,7 +308,7 @@ def test_training_starts_from_a_checkpoint_of_the_same_shapes_only(tmp_path):
     wider = dataclasses.replace(
         fine_tuned, model=dataclasses.replace(settings.model, generation_width=28)
     )
-    with pytest.raises(model_folder.CheckpointError, match=r"register_generation: \(24,\) on disk"):
+    with pytest.raises(model_folder.CheckpointError, match=r"cell_column: \(6, 24\) on disk"):
         train.init_state(wider, fresh)
     deeper = dataclasses.replace(
         fine_tuned,
