@@ -66,7 +66,7 @@ BUTTONS: list[Any] = ["download", "fullscreen"]  # all but the one that uploads 
 
 
 def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fastapi.FastAPI:
-    """Returns the server with the page at its root, behind a guard (`apps/page_guard.py`)."""
+    """Returns the server with the page at its root, protected by `page_guard.PageGuard`."""
     folder = page_guard.Folder(_BASE)
     os.environ["GRADIO_TEMP_DIR"] = folder.path  # where gradio writes, and all that it reads
     page = make_page(service)
@@ -113,7 +113,7 @@ def make_page(service: Service) -> gr.Blocks:
         _gallery(tabs)
     page.queue(max_size=None, default_concurrency_limit=None)  # the service has its own queue
     page._queue.max_thread_count = page_guard.EVENTS
-    page._queue.ANALYTICS_MAX_EVENTS = 1  # which it sums up anew after every event
+    page._queue.ANALYTICS_MAX_EVENTS = 1  # gradio recomputes statistics over all of them per event
     return page
 
 

@@ -102,7 +102,7 @@ def settings_of(app: Any, grace: int) -> Any:
         http=Patient,
         ws="none",
         log_config=None,  # see `log_lines`
-        log_level="error",  # uvicorn's warnings are of malformed requests
+        log_level="error",  # uvicorn warns of every malformed request
         access_log=False,
         backlog=BACKLOG,
         timeout_graceful_shutdown=grace,

@@ -5,9 +5,9 @@ For a server that strangers can reach: a key, a list of accepted host names, no 
 web pages, limits on the size and time of bodies and on all of them together, headers that can be
 read in one way only, and an end to idle or stalled connections.
 
-Where there are too many connections or unfinished bodies, the one that has lasted longest ends, in
-all or of the same address. A client behind a proxy that this server trusts (on this machine, or
-named in uvicorn's variable `FORWARDED_ALLOW_IPS`) has the address in `X-Forwarded-For`.
+When there are too many connections or unfinished bodies, in total or from one address, the oldest
+is closed. For clients behind a trusted proxy (on this machine, or named in uvicorn's variable
+`FORWARDED_ALLOW_IPS`), the address is taken from `X-Forwarded-For`.
 """
 
 import asyncio
