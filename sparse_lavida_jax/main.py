@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OURS as error:
         say(str(error))
         return MISTAKE
-    except (RuntimeError, ValueError) as error:
+    except ValueError as error:
         if not (sentence := about_path(error)):
             raise
         say(sentence)

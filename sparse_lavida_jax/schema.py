@@ -379,6 +379,6 @@ def listed(folder: pathlib.Path) -> str:
     if names:
         return f"There are: {names}."
     return (
-        f"There is none in {folder.resolve()}: those of this project lie in the folder configs/ of"
+        f"There is none in {folder.absolute()}: those of this project lie in the folder configs/ of"
         " its repository, not in the package that pip installs."
     )

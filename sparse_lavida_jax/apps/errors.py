@@ -26,8 +26,6 @@ def about_path(error: BaseException) -> str:
     told, name = "", ""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         told, name = error.strerror, str(_text(error.filename))
-    elif isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):
-        told, name = "links lead around in a circle", str(error).partition("from ")[2].strip("'")
     elif isinstance(error, ValueError) and "embedded null" in str(error):
         told = "a path holds the character NUL"
     shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."

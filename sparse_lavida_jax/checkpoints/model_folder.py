@@ -469,7 +469,7 @@ def place_of(folder: pathlib.Path | str) -> pathlib.Path:
     """
     try:
         return files.resolve(folder)
-    except (RuntimeError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise WriteError(f"{folder} is not a place to write to: {error}.") from error
 
 
@@ -531,7 +531,7 @@ def check_free_space(folder: pathlib.Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < FREE_SPACE_FACTOR * num_bytes:
         raise WriteError(
-            f"the disk of {folder.resolve()} has {free / 1e6:.0f} MB free and"
+            f"the disk of {folder.absolute()} has {free / 1e6:.0f} MB free and"
             f" {FREE_SPACE_FACTOR * num_bytes / 1e6:.0f} MB are needed. What was saved before is"
             " intact: free some space and run the same command again."
         )

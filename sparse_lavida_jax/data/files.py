@@ -27,19 +27,21 @@ class LockedError(Exception):
 
 
 def resolve(path: pathlib.Path | str) -> pathlib.Path:
-    """Returns the absolute path that a path leads to.
+    """Returns the absolute path that a path leads to, which need not exist.
 
     Raises:
-        RuntimeError: links lead around in a circle, which Python 3.13 does not notice.
+        OSError: links lead around in a circle, on every version of Python.
+        ValueError: no file can have that name.
     """
-    resolved = pathlib.Path(path).resolve()
-    try:
-        is_loop = stat.S_ISLNK(os.lstat(resolved).st_mode)
-    except OSError as error:
-        is_loop = error.errno == errno.ELOOP
-    if is_loop:
-        raise RuntimeError(f"Symlink loop from {str(path)!r}")
-    return resolved
+    with contextlib.suppress(RuntimeError):  # Python 3.11 and 3.12 notice a circle
+        resolved = pathlib.Path(path).resolve()
+        try:
+            is_circle = stat.S_ISLNK(os.lstat(resolved).st_mode)
+        except OSError as error:
+            is_circle = error.errno == errno.ELOOP
+        if not is_circle:
+            return resolved
+    raise OSError(errno.ELOOP, "links lead around in a circle", str(path))
 
 
 class FileRefused(OSError):

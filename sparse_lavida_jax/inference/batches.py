@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.sampling.prompts import LaidOut, lengths_of
 
@@ -15,6 +16,7 @@ from sparse_lavida_jax.sampling.prompts import LaidOut, lengths_of
 #   result of a row does not depend on the others.
 Padding = Literal["fit", "full", "served"]
 LENGTHS = (32, 64, 128)  # tokens; longer prompts are padded to multiples of the last one
+MOST_TOKENS = 2**19  # of the prompts of a batch in a record
 CHARACTERS = 4  # per token, roughly
 
 # Tasks with independent rows. Of the others, the phrases of "ground" share an image, "reflect"
@@ -42,6 +44,23 @@ class Chunk:
     def filled(self) -> list[int]:
         """The index of the example in each row: the last one fills the batch up."""
         return self.members + [self.members[-1]] * (self.bucket.rows - len(self.members))
+
+
+def check(bucket: Bucket, most: int) -> None:
+    """Refuses a bucket that no batch needs: a hostile record may name any.
+
+    Args:
+        most: tokens of the longest prompt of the model.
+
+    Raises:
+        RequestError: the bucket is larger.
+    """
+    longest, padded = _to_multiple(most), max(bucket.prompt_len)
+    if padded > longest or bucket.rows * sum(bucket.prompt_len) > MOST_TOKENS:
+        raise RequestError(
+            f"the record pads prompts to {padded} tokens in {bucket.rows} rows, which no image of"
+            f" this model needs: {longest} tokens, and {MOST_TOKENS} in all rows, are the most."
+        )
 
 
 def kind_of(request: Request) -> Hashable:
@@ -110,18 +129,17 @@ def _bucket(laid: Sequence[LaidOut], most: int, padding: Padding) -> Bucket:
         return Bucket(rows, lengths)
     if padding == "served":
         return Bucket(rows, _few(lengths))
-    understanding, generation = (to_multiple(length) for length in lengths)
+    understanding, generation = (_to_multiple(length) for length in lengths)
     return Bucket(most, (understanding, generation))
 
 
 def _few(lengths: tuple[int, int]) -> tuple[int, int]:
     understanding, generation = (
-        next((one for one in (0, *LENGTHS) if one >= length), to_multiple(length))
+        next((one for one in (0, *LENGTHS) if one >= length), _to_multiple(length))
         for length in lengths
     )
     return understanding, generation
 
 
-def to_multiple(length: int) -> int:
-    """Returns the length of a long prompt after padding."""
+def _to_multiple(length: int) -> int:
     return -(-length // LENGTHS[-1]) * LENGTHS[-1]

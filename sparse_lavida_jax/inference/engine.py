@@ -42,7 +42,6 @@ from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.version import __version__
 
-MOST_TOKENS = 2**19  # of the prompts of a batch in a record
 # Entered around compiled programs, with the key that chooses them.
 Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
 
@@ -354,7 +353,8 @@ class TaskRun:
         """Decodes examples, and records the buckets in which images were decoded."""
         if making == "image" and self.bucket is not None:
             for one in examples:
-                self._check_bucket(self.bucket, one)
+                own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
+                batches.check(self.bucket, own + self.prompts.longest)
         with self.timed(making):
             decoded = self.engine.decode(
                 examples,
@@ -372,21 +372,6 @@ class TaskRun:
             self.tokens[row] += decoded.tokens[row - self.first]
             self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
         return decoded.responses
-
-    def _check_bucket(self, bucket: Bucket, example: Example) -> None:
-        """Refuses shapes that no batch with an example has: a hostile record may name any.
-
-        Raises:
-            RequestError: they are larger than the longest prompts of this model make them.
-        """
-        own = sum(sequence.prompt_tokens(example.parts)) + example.given.size
-        longest = batches.to_multiple(own + self.prompts.longest)
-        if max(bucket.prompt_len) > longest or bucket.rows * sum(bucket.prompt_len) > MOST_TOKENS:
-            raise RequestError(
-                f"the record pads prompts to {max(bucket.prompt_len)} tokens in {bucket.rows} rows,"
-                f" which no image of this model needs: {longest} tokens, and {MOST_TOKENS} in all"
-                " rows, are the most."
-            )
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:

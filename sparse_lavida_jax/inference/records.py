@@ -15,6 +15,7 @@ import jax
 from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import adapters
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
 from sparse_lavida_jax.kernels import attention
@@ -138,10 +139,10 @@ def check_names(
 
 def _lies_in(name: str, folders: tuple[pathlib.Path, ...]) -> bool:
     try:
-        path = pathlib.Path(name).resolve(strict=True)
-    except (OSError, ValueError, RuntimeError):  # there is none, or no file can have that name
+        path = files.resolve(name)
+        return path.exists() and any(path.is_relative_to(files.resolve(one)) for one in folders)
+    except (OSError, ValueError):  # no file can have that name
         return False
-    return any(path.is_relative_to(folder.resolve()) for folder in folders)
 
 
 def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:

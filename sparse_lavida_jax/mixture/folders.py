@@ -188,7 +188,7 @@ def _captions(
                 captions = _lines(tables.inside(folder, str(text.relative_to(folder))))
             except FileNotFoundError:
                 captions = []
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError) as error:
                 why = f"its captions {text.name} cannot be read: {error}"
                 said.append({"image": name, ingest.UNUSABLE: why})
                 continue

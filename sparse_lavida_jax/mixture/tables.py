@@ -296,7 +296,7 @@ class Reader(contextlib.ExitStack):
         try:
             path = inside(folder, value, pathlib.Path(self._within or folder))
             return files.read_bytes(path, MOST_BYTES)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise RecordError(f"the image {value} cannot be read: {why}") from error
 
@@ -372,10 +372,10 @@ def inside(folder: pathlib.Path, name: str, within: pathlib.Path | None = None) 
 
     Raises:
         ValueError: it lies elsewhere, or that is no name of a file.
-        OSError, RuntimeError: links lead around in a circle.
+        OSError: links lead around in a circle.
     """
-    path = (folder / name).resolve()
-    if not path.is_relative_to((within or folder).resolve()):
+    path = files.resolve(folder / name)
+    if not path.is_relative_to(files.resolve(within or folder)):
         raise ValueError(f"it lies outside {within or folder}, the folder of the images")
     return path
 

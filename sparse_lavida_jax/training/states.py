@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class States:
     read_only: bool = False
 
     def __post_init__(self):
-        self.folder = pathlib.Path(self.folder).resolve()
+        self.folder = files.resolve(self.folder)
         self._checkpointer = self._open()
 
     def _open(self) -> ocp.training.Checkpointer:

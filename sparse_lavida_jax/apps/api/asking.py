@@ -3,7 +3,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import json
 import secrets
@@ -40,7 +39,7 @@ class Client:
         self.address = client_of(request.client)
         self.left: asyncio.Future[None] | None = None
 
-    def turn(self, work: str) -> asyncio.Lock:
+    def _turn(self, work: str) -> asyncio.Lock:
         """Returns what is held during such work for an address, so that others get their turns."""
         return self.request.app.state.turns.setdefault((self.address, work), asyncio.Lock())
 
@@ -73,6 +72,20 @@ class Client:
             done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self.check()
         return done.result()
+
+    async def decoded(self, images: Sequence[bytes], decode: Callable[[], P]) -> P:
+        """Decodes the images of a request in the lane of their cost.
+
+        Raises:
+            Exception: what `decode` raises; ImageError: they cost too much; Cancelled: the client
+                left.
+        """
+        async with self._turn("headers"):
+            cost = await self.call(self.service.lane(0), self.service.cost_of, images)
+        if cost <= SMALL:
+            return await self.call(self.service.lane(cost), decode)
+        async with self._turn("large"):
+            return await self.call(self.service.lane(cost), one_large_image()(decode))
 
     def check(self) -> None:
         """Raises `Cancelled` if the client has left; called in other threads as well."""
@@ -170,17 +183,7 @@ async def queued(
         shown = None
         if images:
             with service.counting_refusals(task):
-                async with client.turn("headers"):
-                    cost = await client.call(service.lane(0), service.cost_of, images)
-                large = client.turn("large") if cost > SMALL else contextlib.nullcontext()
-
-                def alone() -> tuple[Any, dict[str, Any]]:
-                    with one_large_image() if cost > SMALL else contextlib.nullcontext():
-                        client.check()
-                        return decode()
-
-                async with large:
-                    shown, read = await client.call(service.lane(cost), alone)
+                shown, read = await client.decoded(images, decode)
             given |= read
         options = {"previews": previews, "client": client.address, **more, **given}
         add = functools.partial(service.add, task, words, shown, **options)
