@@ -266,22 +266,14 @@ class Service:
             )
         return cost
 
-    def image(
-        self,
-        contents: bytes,
-        name: str = "the image",
-        check: Callable[[], None] = lambda: None,
-    ) -> image_files.Pixels:
+    def image(self, contents: bytes, name: str = "the image") -> image_files.Pixels:
         """Returns the pixels of an uploaded file.
-
-        Args:
-            check: see `image_files.read_bytes`.
 
         Raises:
             ImageError: it is too large, or not an image.
         """
         self.cost_of([contents], name)
-        return image_files.read_bytes(contents, name, check=check)
+        return image_files.read_bytes(contents, name)
 
     def contents_of_uri(self, uri: str) -> bytes:
         """Returns the image file in a data URI; nothing is ever fetched.

@@ -400,7 +400,7 @@ def copy_with_readme(source: pathlib.Path | str, folder: pathlib.Path | str, rea
 
 def _copy_listed(source: pathlib.Path, new: pathlib.Path, but: Sequence[str] = ()) -> None:
     """Copies the files that the manifest lists, except hidden ones and some patterns of names."""
-    listed = [name for name in manifest.read(source) if not f"/{name}".count("/.")]
+    listed = [name for name in manifest.read(source) if "/." not in f"/{name}"]
     matches = fnmatch.fnmatchcase
     contents.copy(source, new, (n for n in listed if not any(matches(n, one) for one in but)))
 
