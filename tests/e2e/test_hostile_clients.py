@@ -23,6 +23,8 @@ import pytest
 WHY = "pip install 'sparse-lavida-jax[serve]' to test the server"
 pytest.importorskip("fastapi", reason=WHY)
 pytest.importorskip("prometheus_client", reason=WHY)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    pytest.skip("needs the machine for itself: run it without -n", allow_module_level=True)
 
 SECONDS = 10.0  # of each kind
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
