@@ -98,6 +98,19 @@ class KVCache:
         tags = jnp.where(later[None], jnp.int32(PAD_BLOCK), self.block)
         return dataclasses.replace(self, block=_put(tags, block, (0, start)))
 
+    def tagged(self, block: Int[AnyArray, "b s"]) -> "KVCache":
+        """Tags the next slots of the decoded stream for all its steps to come.
+
+        The rest of its region is emptied. Tags that find no slot are dropped: a program holds steps
+        that may not be run, and where `begin` would shift all tags to make the last ones fit.
+        """
+        start, end = self._start(self.decodes), self._end(self.decodes)
+        slots = jnp.arange(self.block.shape[1])
+        filled = jnp.pad(block, ((0, 0), (0, 1)), constant_values=PAD_BLOCK)
+        tags = filled[:, jnp.clip(slots - start, 0, block.shape[1])]
+        later = (slots >= start) & (slots < end)
+        return dataclasses.replace(self, block=jnp.where(later[None], tags, self.block))
+
     def write_joint(self, layer: Int[Array, ""], stream: StreamName, *pair: Array) -> "KVCache":
         """Writes [b s (h d)] keys and values of one stream into joint layer `layer`."""
         joint = _put_pair(self.joint, pair, (layer, 0, self._start(stream), 0))

@@ -23,7 +23,7 @@ def write(cache, stream, tags, value):
     """Writes one pass: all layers, keys of `value` and values of -`value`."""
     tags = jnp.broadcast_to(jnp.asarray(tags, jnp.int32), (BATCH, len(tags)))
     cache = cache.begin(stream, tags)
-    keys = jnp.full((BATCH, tags.shape[1], WIDTH), float(value))
+    keys = jnp.full((BATCH, tags.shape[1], WIDTH), value, jnp.float32)
     for layer in range(JOINT):
         cache = cache.write_joint(jnp.int32(layer), stream, keys + layer / 10, -keys)
     if stream == cache.decodes:
@@ -94,6 +94,51 @@ def test_cache_is_carried_through_jit_and_loops():
     cache = jax.jit(lambda cache: jax.lax.fori_loop(0, 4, body, cache))(empty("generation"))
     assert int(cache.offset) == 4
     np.testing.assert_array_equal(cache.block[0, UNDERSTANDING:], [3, 3, 3, 3, 9, *[PAD_BLOCK] * 4])
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+@pytest.mark.parametrize("decodes", ["understanding", "generation"])
+def test_a_program_of_many_steps_runs_the_first_of_them(decodes, number):
+    """Tagged ahead for all steps, the slots of those that run have the tags that these write.
+
+    The last steps find no slot; that must not move the tags of the others.
+    """
+    kept, steps = (1, 6) if decodes == "understanding" else (2, 6)
+    tags = jnp.arange(2, 2 + steps * kept, dtype=jnp.int32)
+    first = write(empty(decodes), decodes, [0], 1.0).commit(1)
+    whole = jnp.broadcast_to(tags, (BATCH, steps * kept))
+
+    @jax.jit
+    def run(cache, number):
+        ahead = cache.tagged(whole)
+
+        def body(i, carry):
+            cache, same = carry
+            own = jax.lax.dynamic_slice(whole, (0, i * kept), (BATCH, kept))
+            cache = write(cache, decodes, own[0], 4.0 + i)
+            before = jnp.arange(cache.block.shape[1]) < cache._start(decodes) + kept
+            return cache.commit(kept), same & jnp.where(before, cache.block == ahead.block, True)
+
+        same = jnp.ones(cache.block.shape, bool)
+        return *jax.lax.fori_loop(0, number, body, (cache, same)), ahead
+
+    cache, same, ahead = run(first, number)
+    assert same.all() and int(cache.offset) == 1 + number * kept
+    one_by_one = first
+    for i in range(number):
+        one_by_one = write(one_by_one, decodes, tags[i * kept : (i + 1) * kept], 4.0 + i)
+        one_by_one = one_by_one.commit(kept)
+    for ours, expected in zip(*map(jax.tree.leaves, (cache, one_by_one)), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    start, end = (0, UNDERSTANDING) if decodes == "understanding" else (UNDERSTANDING, 14)
+    np.testing.assert_array_equal(ahead.block[1, start:end], [0, *tags][: end - start])
+    np.testing.assert_array_equal(np.delete(ahead.block, np.s_[start:end], axis=1), PAD_BLOCK)
+
+
+def test_slots_after_the_tags_are_emptied():
+    cache = write(empty("generation"), "generation", [1, 1, 5, 5], 1.0).commit(2)
+    ahead = cache.tagged(jnp.full((BATCH, 1), 2))
+    np.testing.assert_array_equal(ahead.block[0, UNDERSTANDING:], [1, 1, 2, *[PAD_BLOCK] * 6])
 
 
 @pytest.mark.parametrize("decodes", ["understanding", "generation"])
