@@ -50,8 +50,7 @@ def _stratified_square(side: int, seed: int, shuffle: bool) -> Int[np.ndarray, "
     if side == 1:
         return np.zeros((1, 2), np.int32)
     generator = random.Random(seed)
-    cells, chosen = [], np.zeros((side, side), bool)
-    blocks, size = [(0, 0)], side
+    cells, blocks, size = [], [(0, 0)], side
     while size > 1:
         size //= 2
         blocks = [
@@ -61,11 +60,11 @@ def _stratified_square(side: int, seed: int, shuffle: bool) -> Int[np.ndarray, "
         ]
         if shuffle:
             generator.shuffle(blocks)
+        visited = {(x - x % size, y - y % size) for x, y in cells}
         for x0, y0 in blocks:
-            if not chosen[y0 : y0 + size, x0 : x0 + size].any():
+            if (x0, y0) not in visited:
                 x = generator.randrange(x0, x0 + size)
                 y = generator.randrange(y0, y0 + size)
-                chosen[y, x] = True
                 cells.append((x, y))
     return np.array(cells, np.int32)
 

@@ -93,9 +93,10 @@ class RequestCase:
         self, model: config.Model, seeds: Sequence[int] | None = None
     ) -> list[plans.Segment]:
         """Returns the steps that are timed."""
-        plan, timed = self.plan(model, seeds), self.timed_steps(model)
+        plan = self.plan(model, seeds)
         if not self.steps_timed:
             return plan
+        timed = self.timed_steps(model)
         longest = max(range(len(plan)), key=lambda number: plan[number].num_steps)
         before = sum(part.num_steps for part in plan[:longest])
         return [plan[longest].steps(timed.start - before, timed.stop - before)]

@@ -5,7 +5,6 @@ A plan holds an order and a schedule for every row of a batch. Its steps are gro
 of one width, each of which is one compiled loop. NumPy on the host: nothing here is traced.
 """
 
-import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -232,21 +231,17 @@ def segments(
     is_clean = at == block - 1 if passes_clean == "newest" else at < block
     clean = _positions(is_clean & (at >= FIRST_BLOCK))
     rest = _positions((at > block) & passes_rest)
-    widths = np.stack([_used(part).max(axis=1) for part in (clean, plan.decode, rest)], axis=1)
-
-    def cut(part: np.ndarray, start: int, stop: int) -> np.ndarray:
-        return _fit(part[start:stop], _bucket(int(_used(part[start:stop]).max()), buckets))
-
-    return [
-        _segment(
-            block[start:stop, 0, 0],
-            cut(plan.decode, start, stop),
-            _used(plan.decode[start:stop]),
-            clean=cut(clean, start, stop),
-            rest=cut(rest, start, stop),
+    parts = [(part, _used(part)) for part in (clean, plan.decode, rest)]
+    widths = np.stack([used.max(axis=1) for _, used in parts], axis=1)
+    bucketed, count, result = _bucketed(widths, buckets), parts[1][1], []
+    for start, stop in _cuts(bucketed, max_segments, padding):
+        own = bucketed[start:stop].max(axis=0).tolist()
+        clean, decode, rest = (
+            _fit(part[start:stop], width) for (part, _), width in zip(parts, own, strict=True)
         )
-        for start, stop in _cuts(widths, buckets, max_segments, padding)
-    ]
+        steps = block[start:stop, 0, 0]
+        result.append(_segment(steps, decode, count[start:stop], clean=clean, rest=rest))
+    return result
 
 
 def code_segments(
@@ -285,9 +280,9 @@ def code_segments(
     positions = np.where(is_open, sorted_cells, np.int32(PAD_POSITION))
     widths = np.zeros((plan.num_steps, 3), int)
     widths[:, 1] = touched.sum(axis=-1).max(axis=1, initial=0)
-    result = []
-    for start, stop in _cuts(widths):  # only the head works on padding
-        width = min(_bucket(int(widths[start:stop].max()), BUCKETS), positions.shape[-1])
+    bucketed, result = _bucketed(widths, BUCKETS), []
+    for start, stop in _cuts(bucketed, MAX_SEGMENTS, PADDING):  # only the head works on padding
+        width = min(int(bucketed[start:stop].max()), positions.shape[-1])
         decode, rest = np.split(positions[start:stop], [width], axis=-1)
         own = sorted_cells[start:stop, :, :width, None]
         candidates = np.take_along_axis(now[start:stop], own, axis=2)
@@ -325,18 +320,19 @@ def in_passes(parts: list[Segment], passes: int, side: int, *, clean_once: bool)
 
 
 def _cuts(
-    widths: Int[np.ndarray, "k 3"],
-    buckets: Sequence[int] = BUCKETS,
-    max_segments: int = MAX_SEGMENTS,
-    padding: float = PADDING,
+    widths: Int[np.ndarray, "k 3"], max_segments: int, padding: float
 ) -> list[tuple[int, int]]:
-    """Returns the bounds of the segments, by dynamic programming over the last cut."""
+    """Returns the bounds of the segments, by dynamic programming over the last cut.
+
+    Args:
+        widths: of the parts of each step, already those of buckets: the bucket of the widest step
+            of a segment is the widest of their buckets.
+    """
     steps = len(widths)
     cost = np.full((steps + 1, steps + 1), np.inf)  # [i, j]: of a segment of the steps i to j - 1
     for i in range(steps):
         widest = np.maximum.accumulate(widths[i:], axis=0)
-        width = [sum(_bucket(int(part), buckets) for part in step) for step in widest]
-        cost[i, i + 1 :] = np.arange(1, steps - i + 1) * width
+        cost[i, i + 1 :] = np.arange(1, steps - i + 1) * widest.sum(axis=1)
     best = np.full(steps + 1, np.inf)  # of splitting the first j steps into s segments
     best[0] = 0
     totals, starts = [], []
@@ -355,21 +351,22 @@ def _cuts(
     return bounds[::-1]
 
 
-def _bucket(width: int, buckets: Sequence[int]) -> int:
-    """Returns the smallest allowed width that is large enough; 0 stays 0."""
-    if width == 0:
-        return 0
-    if width > buckets[-1]:
-        raise ValueError(f"a step holds {width} tokens, the widest bucket {buckets[-1]}: add one.")
-    return buckets[bisect.bisect_left(buckets, width)]
+def _bucketed(widths: Int[np.ndarray, "k 3"], buckets: Sequence[int]) -> Int[np.ndarray, "k 3"]:
+    """Returns the smallest allowed widths that are large enough; 0 stays 0."""
+    if too_wide := widths[widths > buckets[-1]].tolist():
+        raise ValueError(
+            f"a step holds {too_wide[0]} tokens, the widest bucket {buckets[-1]}: add one."
+        )
+    allowed = np.array([0, *buckets])
+    return allowed[np.searchsorted(allowed, widths)]
 
 
 def _positions(chosen: Bool[np.ndarray, "n b l"]) -> Int[np.ndarray, "n b w"]:
     """Returns the indices of the chosen positions of each row, ascending, padded at the end."""
-    order_of = np.argsort(~chosen, axis=-1, kind="stable").astype(np.int32)
     used = chosen.sum(axis=-1, keepdims=True)
-    packed = np.where(np.arange(chosen.shape[-1]) < used, order_of, np.int32(PAD_POSITION))
-    return packed[..., : used.max(initial=0)]
+    packed = np.full((*chosen.shape[:-1], used.max(initial=0)), PAD_POSITION, np.int32)
+    packed[np.arange(packed.shape[-1]) < used] = np.flatnonzero(chosen) % chosen.shape[-1]
+    return packed
 
 
 def _used(part: Int[np.ndarray, "n b w"]) -> Int[np.ndarray, "n b"]:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans, their segments and text plans, compared with explicit layouts."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from sparse_lavida_jax import orders
-from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sampling import plans, presets
 
 
 def plan_2x2(given=None):
@@ -57,14 +59,129 @@ def test_segment_without_truncation_passes_what_is_still_masked():
 
 
 def test_the_largest_image_takes_few_segments_with_little_padding():
-    plan = plans.image_plan(
-        orders.order("stratified", 32, 32, 42), schedule="shift", num_steps=64, shift=5.0
-    )
-    parts = plans.segments(plan, passes_clean="newest", passes_rest=False)
+    parts = plans.segments(largest_plan(), passes_clean="newest", passes_rest=False)
     assert len(parts) <= 7
     slots = sum(part.decode[:, 0].size + part.clean[:, 0].size for part in parts)
     tokens = 1024 + 1024 - orders.counts("shift", 64, 1024, 5.0)[-1]
     assert slots < 1.5 * tokens
+
+
+def plain_bucket(width, buckets):
+    return min(one for one in (0, *buckets) if one >= width)
+
+
+def plain_cuts(widths, buckets, max_segments, padding):
+    """Bounds of segments from their definition in `plans.segments`, one cut after the other."""
+
+    @functools.cache
+    def cost(start, stop):
+        widest = [max(of_steps) for of_steps in zip(*widths[start:stop], strict=True)]
+        return (stop - start) * sum(plain_bucket(width, buckets) for width in widest)
+
+    ways, whole = {0: (0, [])}, []  # by the steps they hold: the cheapest with so many segments
+    for _ in range(max_segments):
+        longer = {}
+        for stop in range(1, len(widths) + 1):
+            starts = [(ways[i][0] + cost(i, stop), i) for i in ways if i < stop]
+            if starts:
+                total, start = min(starts)
+                longer[stop] = total, [*ways[start][1], (start, stop)]
+        ways = longer
+        whole += [ways[len(widths)]] if len(widths) in ways else []
+    enough = min(total for total, _ in whole) * (1 + padding)
+    return next(bounds for total, bounds in whole if total <= enough)
+
+
+def a_plan(rng, length):
+    """A plan of one to three rows with any order, schedule and number of given cells."""
+    given = rng.random((rng.integers(1, 4), length)) < rng.choice([0, 0.2, 0.8])
+    given[0, 0] = False  # at least one step
+    return plans.image_plan(
+        np.stack([rng.permutation(length) for _ in given]).astype(np.int32),
+        schedule=str(rng.choice([*orders.SCHEDULES])),
+        num_steps=int(rng.integers(1, 13)),
+        shift=float(rng.choice([1 / 3, 1, 5])),
+        given=given,
+        merge=int(rng.choice([0, 3])),
+    )
+
+
+def largest_plan():
+    cells = orders.order("stratified", 32, 32, 42)
+    return plans.image_plan(cells, schedule="shift", num_steps=64, shift=5.0)
+
+
+@pytest.mark.parametrize("case", ["largest", *range(40)])
+def test_segments_are_those_of_a_plain_search(case):
+    """The same arrays, one position after the other, as a search without arrays finds."""
+    rng = np.random.default_rng(0 if case == "largest" else case)
+    plan = largest_plan() if case == "largest" else a_plan(rng, int(rng.integers(1, 40)))
+    newest, passes_rest = (bool(rng.integers(2)) for _ in range(2))
+    how = {"max_segments": int(rng.integers(1, 8)), "padding": float(rng.choice([0, 0.03, 0.5]))}
+    how["buckets"] = (plans.BUCKETS, presets.WIDE_BUCKETS, (3, 7, 50))[rng.integers(3)]
+    if case == "largest":
+        newest, passes_rest = True, False
+        how = {"buckets": plans.BUCKETS, "max_segments": 7, "padding": 0.125}
+    parts = plans.segments(
+        plan, passes_clean="newest" if newest else "all", passes_rest=passes_rest, **how
+    )
+    at, blocks = plan.decoded_at.tolist(), plan.block.tolist()
+    passed = {
+        "clean": [
+            [
+                [
+                    i
+                    for i, own in enumerate(row)
+                    if (own == now - 1 or not newest) and 2 <= own < now
+                ]
+                for row in at
+            ]
+            for now in blocks
+        ],
+        "decode": [[[i for i in row if i >= 0] for row in step] for step in plan.decode.tolist()],
+        "rest": [
+            [[i for i, own in enumerate(row) if own > now and passes_rest] for row in at]
+            for now in blocks
+        ],
+    }
+    widths = [
+        tuple(max(map(len, step)) for step in of_step)
+        for of_step in zip(*passed.values(), strict=True)
+    ]
+    bounds = plain_cuts(widths, how["buckets"], how["max_segments"], how["padding"])
+    for part, (start, stop) in zip(parts, bounds, strict=True):
+        assert part.block.tolist() == blocks[start:stop]
+        assert part.count.tolist() == [
+            [len(row) for row in one] for one in passed["decode"][start:stop]
+        ]
+        for name, of_steps in passed.items():
+            own = of_steps[start:stop]
+            width = plain_bucket(max(len(row) for step in own for row in step), how["buckets"])
+            found = getattr(part, name)
+            assert found.dtype == np.int32
+            assert found.tolist() == [
+                [row + [-1] * (width - len(row)) for row in step] for step in own
+            ]
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_segments_over_codes_are_those_of_a_plain_search(case):
+    rng = np.random.default_rng(case)
+    h, w, side = (int(rng.integers(1, 5)) for _ in range(3))
+    cells = rng.random((2, h * w)) < 0.2
+    cells[0, 0] = False
+    plan, _ = code_plan(h, w, side, num_steps=int(rng.integers(1, 13)), given=cells)
+    cell_of = np.arange(h * w).reshape(h, w).repeat(side, axis=0).repeat(side, axis=1).ravel()
+    touched = [
+        max(len({*cell_of[row == block].tolist()}) for row in plan.decoded_at)
+        for block in plan.block
+    ]
+    parts = plans.code_segments(plan, h, w, side)
+    bounds = plain_cuts([(width,) for width in touched], plans.BUCKETS, 7, 0.125)
+    for part, (start, stop) in zip(parts, bounds, strict=True):
+        assert part.block.tolist() == plan.block[start:stop].tolist()
+        width = plain_bucket(max(touched[start:stop]), plans.BUCKETS)
+        assert part.decode.shape[-1] == min(width, (~cells).sum(axis=1).max())
 
 
 @pytest.mark.parametrize("clean_once", [True, False])
