@@ -19,10 +19,10 @@ import time
 
 import numpy as np
 
-from sparse_lavida_jax import runtime
 from sparse_lavida_jax.bench.serving import WORDS, percentile
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
 
 PAGE = pathlib.Path(__file__).resolve().parent / "serving.md"
 BEGIN, END = "<!-- written by docs/joining.py -->", "<!-- end of docs/joining.py -->"
@@ -111,7 +111,7 @@ def spread(values: list[float]) -> tuple[str, ...]:
 
 def main() -> None:
     """Measures, simulates, and writes the table."""
-    runtime.keep_programs()
+    keep_programs()
     table = joining(SparseLaViDa.from_pretrained("scenes", batch_size=max(ROWS)))
     PAGE.write_text(markdown.with_part(PAGE.read_text(), BEGIN, END, table))
 

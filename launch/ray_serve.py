@@ -31,7 +31,6 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
-from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps import server
 from sparse_lavida_jax.apps.api import errors
 from sparse_lavida_jax.apps.api.guards import Guard, Rules
@@ -40,6 +39,7 @@ from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
 from sparse_lavida_jax.apps.hosting import KEY
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
 
@@ -93,7 +93,7 @@ class Replica:
     """A model with its queue, in a process of its own."""
 
     def __init__(self, settings: Settings):
-        runtime.keep_programs()
+        keep_programs()
         sizes = (part.split("=") for part in settings.mesh.split(",") if part)
         pipe = SparseLaViDa.from_pretrained(
             settings.checkpoint,

@@ -42,6 +42,7 @@ from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.models import quantize
+from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.training import runs
 
 MODEL_NAMES = "a model folder, a run directory, a bundled model, or one on the hub (org/name)"
@@ -115,7 +116,7 @@ def run(argv: list[str]) -> int:
         return 0
     asked, settings = parsed
     if asked.compilation_cache:
-        runtime.keep_programs(asked.compilation_cache)
+        keep_programs(asked.compilation_cache)
     try:
         # Training saves its state before it stops.
         with contextlib.nullcontext() if asked.mode == "train" else _cleared_up_when_stopped():
@@ -151,11 +152,11 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
             runtime.connect(*together)
             stack.callback(runtime.disconnect)
         if settings.train.stage == "denoiser":
-            from sparse_lavida_jax.kernels import attention
+            from sparse_lavida_jax.models.stack import admit_kernel_for
             from sparse_lavida_jax.training import start
 
             start.check(settings)
-            attention.admit_kernel()
+            admit_kernel_for(settings.model, gradients=True)
         runtime.keep_freed_memory()
         run = stack.enter_context(runs.Run(_workdir(asked, settings), settings))
         if settings.train.stage == "denoiser":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run, their memory, the folder of compiled programs, and Ctrl-C.
+"""The processes of a run, their memory, their folders in the user's cache, and Ctrl-C.
 
 When several processes train one model together, each runs the same program on its own devices.
 Arrays are spread over the devices of all of them, and every process takes part in every computation
@@ -21,7 +21,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import filelock
 import jax
 import numpy as np
 from jax._src import distributed  # the public part of it touches the devices
@@ -32,10 +31,8 @@ from sparse_lavida_jax.version import __version__
 T = TypeVar("T")
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
-MOST_BYTES = 5 * 2**30  # of compiled programs; beyond that the oldest are deleted
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")  # in the messages of XLA
 REPEAT_SECONDS = 0.05
-LOCK_SECONDS = 10  # to wait for the lock on their folder
 
 
 class ProcessError(Exception):
@@ -221,7 +218,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# Compiled programs.
+# Folders in the user's cache.
 
 
 def programs_folder() -> pathlib.Path:
@@ -236,44 +233,6 @@ def models_folder() -> pathlib.Path:
 
 def _cache() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-
-
-def keep_programs(folder: pathlib.Path | str | None = None) -> None:
-    """Keeps compiled programs, so that the next process does not compile them again.
-
-    Keeps at most `MOST_BYTES`, unless `JAX_COMPILATION_CACHE_MAX_SIZE` is set. Commands call this,
-    and a notebook may: a library should not change settings of its process.
-
-    Args:
-        folder: by default `JAX_COMPILATION_CACHE_DIR`, otherwise `programs_folder()`.
-    """
-    given = None if folder else os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    folder = pathlib.Path(given or folder or programs_folder()).expanduser()
-    if given is None:  # jax reads the variable itself
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
-        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
-        _complete(folder)
-
-
-def _complete(folder: pathlib.Path) -> None:
-    """Repairs programs in a folder that lack one of their two files.
-
-    jax keeps a program in one file and the time of its last use in another. A process without a
-    size limit writes only the first, as does one that is killed in between: afterwards every
-    process with a limit would fail to write, permanently. A time without its program is removed.
-    """
-    if not folder.is_dir():
-        return
-    lock = filelock.FileLock(folder / ".lockfile", timeout=LOCK_SECONDS)  # jax's own
-    with contextlib.suppress(OSError, filelock.Timeout), lock:
-        for program in folder.glob("*-cache"):
-            used = program.with_name(program.name.removesuffix("-cache") + "-atime")
-            if not used.exists():
-                used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
-        for used in folder.glob("*-atime"):
-            if not used.with_name(used.name.removesuffix("-atime") + "-cache").exists():
-                used.unlink()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ are those whose canvas entry is the mask id, and a token is decoded when all its
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,9 @@ from sparse_lavida_jax.kernels.attention import mesh_in_use, slot_multiple, take
 from sparse_lavida_jax.layout import GIVEN_BLOCK, AnyArray, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import StepTables
+from sparse_lavida_jax.models.stack import StepTables, implementation_of
+from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.programs.kept import Call, finish, kept, make
 from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.prefixes import Prefixes
@@ -37,6 +40,7 @@ from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     SamplerState,
     StepTokens,
+    attention,
     capacity,
     decodes,
     gather,
@@ -53,12 +57,12 @@ from sparse_lavida_jax.sampling.state import (
 )
 from sparse_lavida_jax.sequence import Kind
 
-# Segments are run in compiled loops of these lengths, so that requests with any number of steps
-# share them. Small models on CPUs compile faster as one loop.
-TRIPS = (16, 8, 4, 2, 1)
+# Steps in a program that is told how many of them to run, so that requests with any number of steps
+# share one program for each width. On CPUs a program holds just the steps of its segment.
+STEPS = 16
 
-# Without a kernel that skips empty slots, a segment reads the cache up to a multiple of so many
-# slots. Texts, whose blocks share a program if they read the same length, have at most so many
+# Without a kernel that skips empty slots, a segment on a CPU reads the cache up to a multiple of so
+# many slots. Texts, whose blocks share a program if they read the same length, have at most so many
 # lengths.
 READ_SLOTS, TEXT_LENGTHS = 16, 8
 
@@ -197,7 +201,7 @@ class Progress:
 Callback = Callable[[Progress], None]
 
 
-@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
+@kept(static=("settings",), donate=("state",), depends=attention)
 def run_segment(
     model: Denoiser,
     state: SamplerState,
@@ -206,13 +210,18 @@ def run_segment(
     *,
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
+    number: Int[AnyArray, ""] | None = None,
 ) -> SamplerState:
     """Runs the steps of one segment, all of equal width, in one compiled loop.
 
     It ends early if nothing is left to decode, which can happen only with some commit rules.
+
+    Args:
+        number: of the steps to run, from the first; None: all.
     """
     policy = draw.policy_of(settings.choice)
     num_steps = segment.block.shape[0]
+    asked = num_steps if number is None else number
     ahead = _tables_ahead(model, state, segment, prompt, settings)
 
     def body(i, state):
@@ -221,13 +230,13 @@ def run_segment(
         return step(model, state, now, prompt, **how)
 
     if not settings.choice.ends_early:
-        return jax.lax.fori_loop(0, num_steps, body, state)
+        return jax.lax.fori_loop(0, asked, body, state)
 
     def goes_on(carry):
         i, state = carry
         now = jax.tree.map(lambda x: x[jnp.minimum(i, num_steps - 1)], segment)
         *_, candidate = _open(state, now, _mask_id(model.settings, settings.kind))
-        return (i < num_steps) & candidate.any()
+        return (i < asked) & candidate.any()
 
     return jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), state))[1]
 
@@ -263,12 +272,13 @@ def _tables_ahead(
         return layout.position, layout.block, layout.horizon
 
     tags = jax.vmap(tags_of)(segment)
-    kept = segment.clean.shape[-1] if settings.preset.cache_response else 0
-    clean = jnp.moveaxis(tags[1][:, :, :kept], 0, 1)
-    stored = cache.begin(cache.decodes, clean.reshape(clean.shape[0], -1)) if kept else cache
+    stays = segment.clean.shape[-1] if settings.preset.cache_response else 0
+    clean = jnp.moveaxis(tags[1][:, :, :stays], 0, 1)
+    # Steps beyond those that are run may find no slots.
+    stored = cache.tagged(clean.reshape(clean.shape[0], -1)) if stays else cache
 
     def tables_of(i, *tags) -> StepTables:
-        return model.step_tables(TokenLayout(*tags), stored.commit(i * kept))
+        return model.step_tables(TokenLayout(*tags), stored.commit(i * stays))
 
     return jax.vmap(tables_of)(jnp.arange(segment.block.shape[0]), *tags)
 
@@ -300,7 +310,7 @@ def sample(
         making: what is made, a key of `state.NOISE`, which gives it noise of its own; also
             passed to `callback`. By default the kind.
         draws: recorded random numbers for every step of the plan.
-        in_trips: whether segments are run by programs of `TRIPS` steps; by default not on CPUs.
+        in_trips: whether segments are run by programs of `STEPS` steps; by default not on CPUs.
         prefixes: storage for shared prompt prefixes (`sampling/prefixes.py`) of this model.
 
     Returns:
@@ -321,7 +331,7 @@ def sample(
     canvas, given = _first_canvas(examples, mask_id)
     if callback is not None:
         tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
-    how = {"settings": settings, "prompt": prompt, "prefixes": prefixes}
+    how = {"settings": settings, "prompt": prompt, "prefixes": prefixes, "in_trips": in_trips}
     begun = begin(model, examples, segments, making=making, **how)
     state = begun.state
     if state is None:  # everything is given
@@ -330,7 +340,7 @@ def sample(
     for segment in segments:
         own = slice(start, start + len(segment.block))
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
-        state = advance(model, begun, state, segment, draws=recorded, in_trips=in_trips)
+        state = advance(model, begun, state, segment, draws=recorded)
         start = own.stop
         if callback is not None:
             blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
@@ -338,7 +348,7 @@ def sample(
             tell(int(seen[0]), seen[1], seen[2], blocks)
         # One segment is started ahead, and no more, so that an interrupt is noticed early.
         jax.block_until_ready(ended)
-        ended = jnp.copy(state.passes)  # the next segment overwrites the state
+        ended = _copy(state.passes)  # the next segment overwrites the state
         runtime.check_interrupt()
         if stop_early and ends and _has_ended(state, model.settings.end_of_text_id):
             break
@@ -348,6 +358,11 @@ def sample(
         ended = np.cumsum(_ends(state, model.settings.end_of_text_id), axis=1) > 0
         canvas[ended] = model.settings.end_of_text_id
     return canvas
+
+
+@kept()
+def _copy(x: Array) -> Array:
+    return jnp.copy(x)
 
 
 def _ends(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
@@ -375,6 +390,7 @@ class Begun:
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
         reach: by the first step of a segment: the slots that it reads, if these are not all.
+        in_trips: see `sample`.
     """
 
     canvas: Int[np.ndarray, "b l g"]
@@ -382,6 +398,41 @@ class Begun:
     program: StepSettings
     state: SamplerState | None
     reach: dict[int, int] = dataclasses.field(default_factory=dict)
+    in_trips: bool = False
+
+    def trips(self, segment: plans.Segment) -> Iterator["Trip"]:
+        """Yields the calls of `run_segment` for a segment."""
+        settings = dataclasses.replace(
+            self.program,
+            guided=bool(segment.guided[0]),
+            refreshing=bool(segment.refresh[0]),
+            num_registers=num_registers(segment, self.program),
+            reach=self.reach.get(int(segment.block[0])),
+        )
+        steps, end = StepTokens.of(segment), segment.num_steps
+        if not self.in_trips:
+            yield Trip(np.arange(end), steps, {"settings": settings})
+            return
+        for start in range(0, end, STEPS):
+            # The last step is repeated to fill the program, and not run again.
+            own = np.minimum(np.arange(start, start + STEPS), end - 1)
+            number = np.int32(min(STEPS, end - start))
+            part = jax.tree.map(lambda x, own=own: np.asarray(x)[own], steps)
+            yield Trip(own, part, {"settings": settings, "number": number})
+
+
+@dataclasses.dataclass(frozen=True)
+class Trip:
+    """A call of `run_segment`: the numbers of its steps in the segment, the steps, and options."""
+
+    own: Int[np.ndarray, " n"]
+    steps: StepTokens
+    options: dict[str, Any]
+
+    @property
+    def program(self) -> Hashable:
+        """What its program depends on, within a batch."""
+        return tuple(x.shape for x in jax.tree.leaves(self.steps)), self.options["settings"]
 
 
 def begin(
@@ -394,6 +445,7 @@ def begin(
     prompt: Prompt | None = None,
     prefixes: Prefixes | None = None,
     making: str = "",
+    in_trips: bool | None = None,
 ) -> Begun:
     """Lays a batch out, unless that was done already, and passes its prompts (`sample`)."""
     canvas, given = _first_canvas(examples, _mask_id(model.settings, settings.kind))
@@ -405,38 +457,79 @@ def begin(
     program = program_of(settings, greedy=not np.any(rows.temperature))
     if not segments:
         return Begun(canvas, None, program, None)
-    decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     if prompt is None:
         prompt = prepare(examples, model.settings, settings, prompt_len)
+    if in_trips is None:
+        in_trips = side_by_side.are_made_ahead()
+    decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     on_device, rows = jax.device_put((prompt, rows))
-    begun = model, canvas, decoded_at, rows
-    implementation = model.settings.attention_implementation or None
+    implementation = implementation_of(model.settings)
     room = capacity(prompt, segments, settings, _slot_multiple(implementation))
     reach = {}
-    if settings.uses_cache and not takes_tables(implementation):
+    if settings.uses_cache and not in_trips and not takes_tables(implementation):
         reach = _read_slots(prompt, segments, settings, room[settings.kind == "image"])
     with _over_mesh(model):
-        parts = []
+        parts, alone = [], jax.sharding.get_abstract_mesh().empty
         # Over a mesh, rows are split over devices; parts with few rows could not be.
-        if jax.sharding.get_abstract_mesh().empty:
+        if alone:
             if settings.caches_prompt:
                 keeping = prefixes is not None
                 parts = parted(prompt, settings.guidance_rows, keeping=keeping)
             elif not settings.uses_cache:
                 shapes = guidance_shapes(prompt, settings.guidance_rows)
                 program = dataclasses.replace(program, shapes=shapes)
-        if len(parts) <= 1:
-            state = prefill(*begun, on_device, settings=program, capacity=room)
-        else:
-            state = gather(
-                *begun,
-                _passed(model, parts, settings.kind, prefixes),
-                first=tuple(part.first for part in parts),
-                kind=settings.kind,
-                capacity=room,
-                prompt_len=own_len(prompt, decodes(settings.kind)),
-            )
-    return Begun(canvas, on_device, program, state, reach)
+        begun = Begun(canvas, on_device, program, None, reach, in_trips)
+        calls = functools.partial(_calls, (model, canvas, decoded_at, rows), begun, parts, room)
+        if alone and side_by_side.are_made_ahead():
+            trips = {one.program: one for part in segments for one in begun.trips(part)}
+            make(calls([*trips.values()]), len(parts) + 1 + len(trips))
+
+        def run(call: Call) -> Any:
+            if prefixes is None or not call.shared:
+                return call()
+            return prefixes.get(call.args[1], settings.kind, call)
+
+        return dataclasses.replace(begun, state=finish(calls(), run))
+
+
+def _calls(
+    arrays: tuple,
+    begun: Begun,
+    parts: Sequence[PromptPart],
+    room: tuple[int, int],
+    trips: Sequence[Trip] = (),
+) -> Generator[Call, Any, SamplerState]:
+    """Yields the calls of a prefill and of some trips; is sent the result, or type, of each.
+
+    Args:
+        arrays: the model, the canvas, when it was decoded, and the values of its rows.
+        parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
+        room: slots of the two regions of the cache.
+
+    Returns:
+        The state after the last call.
+    """
+    (model, *_), kind, prompt = arrays, begun.program.kind, begun.prompt
+    assert prompt is not None
+    if len(parts) <= 1:
+        whole = {"settings": begun.program, "capacity": room}
+        state = yield Call(prefill, (*arrays, prompt), whole)
+    else:
+        caches = []
+        for part in parts:
+            passed = Call(pass_prompt, (model, part.prompt), {"kind": kind}, part.keeps)
+            caches.append((yield passed))
+        joining = {
+            "first": tuple(part.first for part in parts),
+            "kind": kind,
+            "capacity": room,
+            "prompt_len": own_len(prompt, decodes(kind)),
+        }
+        state = yield Call(gather, (*arrays, tuple(caches)), joining)
+    for trip in trips:
+        given = model, state, trip.steps, prompt
+        state = yield Call(run_segment, given, trip.options)
+    return state
 
 
 def _read_slots(
@@ -471,22 +564,6 @@ def _over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if alone else mesh_in_use(model)
 
 
-def _passed(
-    model: Denoiser, parts: list[PromptPart], kind: Kind, prefixes: Prefixes | None
-) -> tuple[KVCache, ...]:
-    """Passes the parts of a batch, except for those that are cached."""
-
-    def make(part: PromptPart) -> KVCache:
-        return pass_prompt(model, part.prompt, kind=kind)
-
-    return tuple(
-        prefixes.get(part.prompt, kind, functools.partial(make, part))
-        if prefixes is not None and part.keeps
-        else make(part)
-        for part in parts
-    )
-
-
 def advance(
     model: Denoiser,
     begun: Begun,
@@ -494,36 +571,12 @@ def advance(
     segment: plans.Segment,
     *,
     draws: Draws | None = None,
-    in_trips: bool | None = None,
 ) -> SamplerState:
     """Runs the steps of a segment (`sample`) with the `draws` of these steps."""
-    if in_trips is None:
-        in_trips = jax.default_backend() != "cpu"
-    now = dataclasses.replace(
-        begun.program,
-        guided=bool(segment.guided[0]),
-        refreshing=bool(segment.refresh[0]),
-        num_registers=num_registers(segment, begun.program),
-        reach=begun.reach.get(int(segment.block[0])),
-    )
-    start = 0
-    for part in trips(segment) if in_trips and not now.choice.ends_early else [segment]:
-        steps = StepTokens.of(part)
-        own = slice(start, start + len(part.block))
-        start = own.stop
+    for trip in begun.trips(segment):
         recorded = {}
         if draws is not None:
-            recorded["draws"] = jax.tree.map(lambda x, own=own: x[own], draws)
+            recorded["draws"] = jax.tree.map(lambda x, own=trip.own: x[own], draws)
         with _over_mesh(model):
-            state = run_segment(model, state, steps, begun.prompt, settings=now, **recorded)
+            state = run_segment(model, state, trip.steps, begun.prompt, **trip.options, **recorded)
     return state
-
-
-def trips(segment: plans.Segment) -> list[plans.Segment]:
-    """Splits a segment into parts of `TRIPS` steps, longest first."""
-    parts, start = [], 0
-    for length in TRIPS:
-        while segment.num_steps - start >= length:
-            parts.append(segment.steps(start, start + length))
-            start += length
-    return parts

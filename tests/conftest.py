@@ -80,7 +80,19 @@ def room_for_programs():
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
-        jax.clear_caches()
+        from sparse_lavida_jax.programs import kept
+
+        kept.forget()
+
+
+@pytest.fixture(autouse=True)
+def programs_of_commands_end():
+    """What a command in this process says about keeping and making programs ends with its test."""
+    yield
+    from sparse_lavida_jax.programs import executables, side_by_side
+
+    executables.keep_in(None)
+    side_by_side.make_ahead(None)
 
 
 @pytest.fixture(scope="session")

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batches import SHARING, kind_of
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.programs import kept
 from sparse_lavida_jax.sample import Progress
 
 CLOSE_SECONDS = 30.0  # the longest that closing waits for running segments
@@ -552,6 +551,6 @@ class Batcher:
         Batches under way load theirs again, beside the device, before the next segment.
         """
         if len(self.known) >= self.limits.programs + self.warmed:
-            jax.clear_caches()
+            kept.forget()
             runtime.return_freed_memory()
             self.known.clear()

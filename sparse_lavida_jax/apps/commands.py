@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from sparse_lavida_jax import runtime, schema
+from sparse_lavida_jax import schema
 from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
@@ -25,6 +25,7 @@ from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
@@ -239,7 +240,7 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
     """
     if not 1 <= asked.batch_size <= MOST_ROWS:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
-    runtime.keep_programs()
+    keep_programs()
     recorded = recorded or {}
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
     adapters = asked.adapters or recorded.get("adapters") or ""

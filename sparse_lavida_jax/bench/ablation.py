@@ -18,11 +18,12 @@ import sys
 
 from absl import flags, logging
 
-from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import ablation_report, command
 from sparse_lavida_jax.bench.comparison import SUITE, Study
 from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.training import runs
 
 CONFIG = flags.DEFINE_string("config", "", "Config file, such as configs/ablation_registers.py.")
@@ -37,7 +38,7 @@ REPORT = flags.DEFINE_string("report", "", "Folder to write the report to.")
 def main(_: list[str]) -> None:
     """Trains and scores, or writes the report."""
     logging.set_verbosity(logging.WARNING)  # messages of the array store
-    runtime.keep_programs()
+    keep_programs()
     try:
         if REPORT.value:
             print(f"{ablation_report.write_report(pathlib.Path(REPORT.value))}: every ablation")

@@ -31,7 +31,7 @@ from absl import flags, logging
 from flax import nnx
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, diffusion, orders, runtime
+from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.bench import command
 from sparse_lavida_jax.bench.record import Bench, path_of, read_rows
 from sparse_lavida_jax.data import markdown
@@ -43,6 +43,7 @@ from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import Encoder, encoder_of
@@ -369,7 +370,7 @@ def main(_: list[str]) -> None:
     if TABLE.value:
         print(summary(read_rows(SUITE)))
         return
-    runtime.keep_programs()
+    keep_programs()
     here, bench = WORLDS[WORLD.value], Bench(SUITE)
     shared = config.changed(config.read(pathlib.Path(f"configs/{here.file}.py")), here.changes)
     ways = ways_of(shared)

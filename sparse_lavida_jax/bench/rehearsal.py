@@ -41,10 +41,11 @@ from typing import Any
 
 from absl import flags, logging
 
-from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import command, record, release, serving, timing
 from sparse_lavida_jax.bench.rehearsal_parts import INT8, MODEL, PARTS, RELEASED, Rehearsal
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.programs.folder import keep_programs
 
 TINY = flags.DEFINE_bool("tiny", False, "The tests' stand-in in place of the release's widths.")
 LAYERS = flags.DEFINE_integer(
@@ -115,7 +116,7 @@ def run_part(name: str, asked: Rehearsal) -> tuple[bool, str]:
         # If memory runs out, this process is to end, and no other.
         pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
     logging.set_verbosity(logging.WARNING)
-    runtime.keep_programs()
+    keep_programs()
     now = record.circumstances()
     how = asked.how | {"part": name, "software": now["software"]}
     there = [

@@ -146,13 +146,14 @@ class Timed:
         how, bucket = case.settings(settings), padded_lengths(case.prompt(settings))
         ends("host")
         begun = sample.begin(
-            model, requests, plan, settings=how, prompt_len=bucket, prefixes=self.prefixes
-        )
+            model, requests, plan, settings=how, prompt_len=bucket, prefixes=self.prefixes,
+            in_trips=case.in_trips,
+        )  # fmt: skip
         state = jax.block_until_ready(begun.state)
         ends("prefill")
         assert state is not None
         for segment in plan:
-            state = sample.advance(model, begun, state, segment, in_trips=case.in_trips)
+            state = sample.advance(model, begun, state, segment)
             if turn == 0:  # nothing runs while the next program is compiled
                 jax.block_until_ready(state)
         canvas = np.asarray(state.canvas)

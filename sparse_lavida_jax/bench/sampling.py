@@ -29,14 +29,15 @@ import numpy as np
 from absl import flags, logging
 from flax import nnx
 
-from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import command, record, requests, suites, table
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "scenes", "A model folder, a run, or a bundled name."
@@ -68,12 +69,11 @@ PRESETS = flags.DEFINE_list("presets", [], "Presets to time; default: all.")
 def main(_: list[str]) -> None:
     """Measures a suite, or all presets for images and then for text, and prints a table."""
     logging.set_verbosity(logging.WARNING)  # messages of the array store
-    runtime.keep_programs()
+    keep_programs()
     if bool(CONFIG.value) != RANDOM.value:
         sys.exit(
             "bench.sampling: --config and --random-weights go together, as a file has no weights."
         )
-    attention.admit_kernel()
     suite = SUITE.value or suites.PRESETS_SUITE
     try:
         suites.check_presets(PRESETS.value)
@@ -90,6 +90,7 @@ def main(_: list[str]) -> None:
 def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
     """Returns a model of random weights, fused as a loaded model would be for sampling."""
     settings = config.read(pathlib.Path(CONFIG.value))
+    admit_kernel_for(settings.model)
     model = _random_model(settings.model, suites.TASKS.get(SUITE.value or "", "both"))
     codec = None
     sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor

@@ -117,7 +117,7 @@ def _placed(stack: Any, array: Any, layer: int, wanted: jax.ShapeDtypeStruct) ->
     """Returns a parameter with an array put in: the whole parameter, or one layer of a stack."""
     where = wanted.sharding
     if layer < 0:
-        return array if where else jnp.asarray(array, wanted.dtype)
+        return array if where else _on_device(array, wanted.dtype)
     if stack is None and where:
         stack = jax.jit(lambda: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=where)()
     elif stack is None:
@@ -125,7 +125,14 @@ def _placed(stack: Any, array: Any, layer: int, wanted: jax.ShapeDtypeStruct) ->
     if where:
         return _put_layer(where)(stack, array, np.int32(layer))
     stack[layer] = array
-    return jnp.asarray(stack) if layer + 1 == len(stack) else stack
+    return _on_device(stack, wanted.dtype) if layer + 1 == len(stack) else stack
+
+
+def _on_device(array: Any, dtype: Any) -> jax.Array:
+    """Returns a copy on the device; `jnp.asarray` would compile a program for every shape."""
+    if isinstance(array, jax.Array):
+        return jnp.asarray(array, dtype)
+    return jax.device_put(np.asarray(array, dtype), may_alias=False)
 
 
 @functools.cache

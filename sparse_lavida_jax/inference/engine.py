@@ -34,6 +34,7 @@ from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_K
 from sparse_lavida_jax.models import parameters, quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of
+from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
@@ -435,6 +436,9 @@ class TaskRun:
     def draw_images(self, requests: Sequence[Request]) -> Result:
         """Draws the images of requests."""
         canvases = [self._canvas(request) for request in requests]
+        if side_by_side.are_made_ahead():
+            for cells in {canvas.cells for canvas in canvases}:
+                self.codec.decoding(cells, self.sampling.vq_dtype)  # while the others are made
         layouts = self._layouts(requests, canvases)
         examples = [
             self._image_example(canvas, layout)

@@ -15,7 +15,6 @@ Over a mesh, every device holds its own columns of queries, keys and values (and
 side by side, so that taking them apart moves nothing between devices.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -25,12 +24,14 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.sharded import HEADS_AXIS
 from sparse_lavida_jax.models import sharding, text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Branch, Layer, Linear, Rotary, rotate
 from sparse_lavida_jax.models.quantize import QuantizedLinear, side_by_side
 from sparse_lavida_jax.models.stack import STREAMS
+from sparse_lavida_jax.programs.kept import kept
 
 Task = Literal["image", "text", "both"]
 
@@ -56,8 +57,7 @@ class TiledHead(nnx.Module):
     """A `Linear` whose columns are stored in tiles, each a separate array (`text_head.draw`)."""
 
     def __init__(self, kernel: Float[Array, "e v"], tile: int):
-        starts = range(0, kernel.shape[-1], tile)
-        self.tiles = nnx.List([Matrix(kernel[:, i : i + tile]) for i in starts])
+        self.tiles = nnx.List([Matrix(columns) for columns in _tiles(kernel, tile=tile)])
 
     def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
         return jnp.concatenate([tile(x) for tile in self.tiles], axis=-1)
@@ -76,12 +76,18 @@ class FusedBranch(Branch):
 
     def __init__(self, branch: Branch, attn_out: Linear, dtype: jnp.dtype, devices: int = 1):
         def matrix(*linears: Linear, width: int | None = None) -> Linear:
-            def joined(arrays: Iterable[Array]) -> Array:
-                return _joined([one[..., :width] for one in arrays], devices)
+            def joined(arrays: Iterable[Array], dtype: jnp.dtype | None = None) -> Array:
+                given = [*arrays]
+                same_type = dtype in (None, given[0].dtype)
+                if len(given) == 1 and same_type and width in (None, given[0].shape[-1]):
+                    return given[0]
+                return _joined(given, width=width, dtype=dtype, devices=devices)
 
             narrow = [one for one in linears if isinstance(one, QuantizedLinear)]
-            wide = (_kernel(linear)[..., :width].astype(dtype) for linear in linears)
-            made = side_by_side(narrow, joined) if narrow else Matrix(joined(wide))
+            if narrow:
+                made = side_by_side(narrow, joined)
+            else:
+                made = Matrix(joined(map(_kernel, linears), dtype))
             # Otherwise all copies may be made before the first original is freed.
             return jax.block_until_ready(made)
 
@@ -140,10 +146,8 @@ class FusedDenoiser(Denoiser):
         own = ("joint_layers", "split_layers", *UNREAD[task])
         for name, value in vars(model).items():
             if not name.startswith("_") and name not in own:
-                narrow = ["text_embedding", "text_head"]
-                if model.settings.residual_dtype == "compute":
-                    narrow += ["image_head", "final_norm"]
-                setattr(self, name, _cast(value, dtype) if name in narrow else value)
+                is_narrow = name in _multiplied(model.settings)
+                setattr(self, name, _cast(value, dtype) if is_narrow else value)
         self.joint_layers, self.split_layers = (
             nnx.List(layers) if isinstance(layers, list) else layers for layers in (joint, split)
         )
@@ -222,7 +226,7 @@ def for_inference(
         del stack, whole  # so that one matrix at a time is held twice
         parts = []
         while leaves:
-            parts.append(jax.block_until_ready([*leaves.pop(0)]))
+            parts.append(jax.block_until_ready(_layers(leaves.pop(0))))
         return [jax.tree.unflatten(structure, one) for one in zip(*parts, strict=True)]
 
     joint, split = fused("joint_layers"), fused("split_layers")
@@ -238,28 +242,65 @@ def reads(task: Task) -> Callable[[str], bool]:
     return lambda name: not any(f"{name}/".startswith(f"{part}/") for part in UNREAD[task])
 
 
+def dtypes(settings: config.Model) -> Callable[[str], str]:
+    """Returns a function that tells, by its name, in which dtype a parameter is fused.
+
+    Loaded in it, the parameters are fused to the same bits, without being held in float32 before.
+    "" stands for the dtype that the parameter has.
+    """
+    parts = ("joint_layers", "split_layers", *_multiplied(settings))
+    return lambda name: settings.compute_dtype if name.split("/")[0] in parts else ""
+
+
+def _multiplied(settings: config.Model) -> tuple[str, ...]:
+    """Returns the parts outside the layers that are held in the dtype they are multiplied in."""
+    has_wide_residual = settings.residual_dtype != "compute"
+    return (
+        "text_embedding",
+        "text_head",
+        *(() if has_wide_residual else ("image_head", "final_norm")),
+    )
+
+
 def parameter_bytes(model: Denoiser) -> int:
     """Returns the bytes of all parameters."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
 
 
-def _joined(arrays: list[Array], devices: int) -> Array:
+# Kept, so that a model is loaded without compiling anything.
+
+
+@kept()
+def _layers(stack: Array) -> list[Array]:
+    return [*stack]
+
+
+@kept(static=("tile",))
+def _tiles(kernel: Float[Array, "e v"], *, tile: int) -> list[Float[Array, "e _c"]]:
+    return [kernel[:, start : start + tile] for start in range(0, kernel.shape[-1], tile)]
+
+
+@kept(static=("width", "dtype", "devices"))
+def _joined(
+    arrays: list[Array],
+    *,
+    width: int | None = None,
+    dtype: jnp.dtype | None = None,
+    devices: int = 1,
+) -> Array:
     """Concatenates columns, of each device separately; all at once if they cannot be split."""
-    if len(arrays) == 1:
-        return arrays[0]
-    return _concatenated(arrays, _dividing(devices, arrays[0].shape[-1]))
-
-
-@functools.partial(jax.jit, static_argnames="devices")
-def _concatenated(arrays: list[Array], devices: int) -> Array:
+    own = [one[..., :width].astype(dtype or one.dtype) for one in arrays]
+    if len(own) == 1:
+        return own[0]
     # As integers: XLA for CPUs converts bfloat16 to float32 first, and holds all of that.
-    bits = f"uint{8 * arrays[0].dtype.itemsize}"
-    own = [jax.lax.bitcast_convert_type(one, bits) for one in arrays]
+    found, bits = own[0].dtype, f"uint{8 * own[0].dtype.itemsize}"
+    shape = *own[0].shape[:-1], sum(one.shape[-1] for one in own)
+    devices = _dividing(devices, own[0].shape[-1])
+    own = [jax.lax.bitcast_convert_type(one, bits) for one in own]
     if devices > 1:  # a stack may have no layers, so that no axis can be -1
         own = [one.reshape(*one.shape[:-1], devices, one.shape[-1] // devices) for one in own]
-    shape = *arrays[0].shape[:-1], sum(one.shape[-1] for one in arrays)
     joined = jnp.concatenate(own, axis=-1).reshape(shape)
-    return jax.lax.bitcast_convert_type(joined, arrays[0].dtype)
+    return jax.lax.bitcast_convert_type(joined, found)
 
 
 def _parted(x: Float[Array, "b s _w"], number: int, devices: int) -> list[Float[Array, "b s _n"]]:
@@ -273,7 +314,10 @@ def _dividing(devices: int, width: int) -> int:
 
 
 def _cast(tree, dtype: jnp.dtype):
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+    def cast(leaf):
+        return leaf if leaf.dtype == dtype else _joined([leaf], dtype=dtype)
+
+    return jax.tree.map(cast, tree)
 
 
 def _kernel(linear: Linear) -> Float[Array, "*n i o"]:

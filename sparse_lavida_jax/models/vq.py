@@ -23,11 +23,14 @@ from jaxtyping import Array, Float, Int, UInt8
 from sparse_lavida_jax import config, runtime, schema, sequence
 from sparse_lavida_jax.data import files, grey, tensor_files
 from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.programs.kept import Program, kept
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
 FORMAT = "sparse-lavida-vq/1"
 FILES = ("config.json", "params.safetensors")
 MOST_SETTINGS = 2**20  # bytes of config.json
+MOST_WORKSPACE = 2**32  # bytes that an algorithm for a convolution may ask for
+SMALLEST_TILE = 8  # pixels per side
 
 
 class VQError(config.ConfigError):
@@ -40,11 +43,11 @@ class VQModel(nnx.Module):
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
         latent = settings.latent_channels
         self.encoder = Encoder(settings, rngs=rngs)
-        self.quant_conv = nnx.Conv(latent, latent, (1, 1), rngs=rngs)
+        self.quant_conv = Conv(latent, latent, (1, 1), rngs=rngs)
         self.codebook = nnx.Param(
             jax.random.normal(rngs.params(), (settings.codebook_size, latent))
         )
-        self.post_quant_conv = nnx.Conv(latent, latent, (1, 1), rngs=rngs)
+        self.post_quant_conv = Conv(latent, latent, (1, 1), rngs=rngs)
         self.decoder = Decoder(settings, rngs=rngs)
         self.settings = settings
 
@@ -181,7 +184,7 @@ class UpBlock(Block):
         if last:
             self.upsampler = None
         elif self.shuffle:
-            self.upsampler = nnx.Conv(after, 4 * after, (1, 1), rngs=rngs)
+            self.upsampler = Conv(after, 4 * after, (1, 1), rngs=rngs)
         else:
             self.upsampler = _conv3x3(after, after, rngs=rngs)
 
@@ -218,7 +221,7 @@ class Resnet(nnx.Module):
         self.norm2 = Norm(settings, after)
         # Starts close to the identity (ours): deep, narrow stacks learn faster.
         self.conv2 = _conv3x3(after, after, rngs=rngs, variance=0.1)
-        self.conv_shortcut = nnx.Conv(before, after, (1, 1), rngs=rngs) if before != after else None
+        self.conv_shortcut = Conv(before, after, (1, 1), rngs=rngs) if before != after else None
 
     def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x d"]:
         h = self.conv1(jax.nn.silu(self.norm1(x)))
@@ -263,7 +266,76 @@ class Norm(nnx.Module):
 
 def _conv3x3(before: int, after: int, *, rngs: nnx.Rngs, variance: float = 1.0) -> nnx.Conv:
     init = jax.nn.initializers.variance_scaling(variance, "fan_in", "truncated_normal")
-    return nnx.Conv(before, after, (3, 3), padding=1, kernel_init=init, rngs=rngs)
+    return Conv(before, after, (3, 3), padding=1, kernel_init=init, rngs=rngs)
+
+
+class Conv(nnx.Conv):
+    """A convolution with stride 1 whose result has the size of its input.
+
+    A compiler for GPUs tries several algorithms for each convolution, and each allocates what it
+    asks for. Large images are cut into tiles that overlap by the border of the kernel, so that none
+    asks for more than `MOST_WORKSPACE`; the results are the same.
+    """
+
+    def __call__(self, inputs: Float[Array, "b y x c"]) -> Float[Array, "b y x d"]:
+        turns, rows, columns = tiling(inputs.shape, self.kernel.shape, inputs.dtype.itemsize)
+        if turns * rows * columns == 1:
+            return super().__call__(inputs)
+        arrays = (inputs, self.kernel[...], self.bias[...])  # type: ignore
+        inputs, kernel, bias = self.promote_dtype(arrays, dtype=self.dtype)
+        if kernel.shape[:2] == (1, 1):
+            return inputs @ kernel[0, 0] + bias[None, None, None]
+        (batch, height, width, _), border = inputs.shape, kernel.shape[0] // 2
+        y, x = -(-height // rows), -(-width // columns)
+        below, right = rows * y - height, columns * x - width  # rows and columns that fill up
+        sides = (0, 0), (border, border + below), (border, border + right), (0, 0)
+        at_y = y * np.arange(rows)[:, None] + np.arange(y + 2 * border)
+        at_x = x * np.arange(columns)[:, None] + np.arange(x + 2 * border)
+        tiles = jnp.pad(inputs, sides)[:, at_y[:, None, :, None], at_x[:, None]]
+        tiles = tiles.reshape(turns, -1, *tiles.shape[3:])
+
+        def convolved(tiles):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return jax.lax.conv_general_dilated(
+                tiles, kernel, (1, 1), "VALID", dimension_numbers=numbers
+            )
+
+        done = convolved(tiles[0]) if turns == 1 else jax.lax.map(convolved, tiles)
+        done = done.reshape(batch, rows, columns, y, x, -1)
+        whole = einops.rearrange(done, "b r c y x d -> b (r y) (c x) d")
+        return whole[:, :height, :width] + bias[None, None, None]
+
+
+def tiling(image: tuple[int, ...], kernel: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
+    """Returns in how many turns a convolution is computed, and its rows and columns of tiles.
+
+    They are as few as `MOST_WORKSPACE` allows, turns first; all 1: as a whole. An algorithm asks
+    for the larger of:
+
+    * patches side by side: for each pixel of the result what the kernel sees of the input;
+    * Fourier transforms of images, results and filters padded to their size, in complex64. cuDNN
+      has none in bfloat16.
+
+    Args:
+        image: shape [b y x c] of the input.
+        kernel: shape [h w c d].
+        itemsize: bytes of a number.
+    """
+    (batch, height, width, before), after, border = image, kernel[3], kernel[0] - 1
+    for turns in (1, 2, 4, 8, 16, 32, 64):
+        rows = columns = 1
+        while True:
+            y, x = -(-height // rows), -(-width // columns)
+            tiles, rest = divmod(batch * rows * columns, turns)
+            patches = tiles * y * x * kernel[0] * kernel[1] * before * itemsize
+            filters, images = before * after, tiles * (before + after)
+            spectra = (filters + images) * (y + border) * (x + border) * 8 * (itemsize > 2)
+            if not rest and max(patches, spectra) <= MOST_WORKSPACE:
+                return turns, rows, columns
+            if max(y, x) <= SMALLEST_TILE:
+                break
+            rows, columns = (2 * rows, columns) if y >= x else (rows, 2 * columns)
+    return 1, 1, 1
 
 
 def _blocks(kind: type, settings: config.VQ, channels: tuple[int, ...], *, rngs: nnx.Rngs):
@@ -323,12 +395,12 @@ def decode_codes(
     return _in_batches(_decode, model, codes, batch)
 
 
-@jax.jit
+@kept()
 def _encode(model, pixels):
     return model.encode(to_float(pixels))
 
 
-@jax.jit
+@kept()
 def _decode(model, codes):
     return to_uint8(model.decode(codes))
 
@@ -414,7 +486,7 @@ def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
         )
     if wrong := [name for name, array in given.items() if not np.isfinite(array).all()]:
         raise VQError(f"{path} holds NaN or infinite numbers in {wrong[0]}. Get it again.")
-    leaves = [jnp.asarray(given[name]) for name in expected]
+    leaves = [jax.device_put(given[name], may_alias=False) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(model), leaves), settings
 
 
@@ -502,9 +574,21 @@ class ImageCodec:
         if self.vq is None:
             return np.stack([grey.render(codes) for codes in cells])
         codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
+        return decode_codes(self._decoder(dtype), np.asarray(codes), batch=1)
+
+    def decoding(self, cells: tuple[int, int], dtype: str = "float32") -> list[Program]:
+        """Starts to make the program that decodes an image of rows and columns of cells."""
+        if self.vq is None:
+            return []
+        shape = 1, cells[0] * self.side, cells[1] * self.side
+        codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
+        return [_decode.program(parameters.taken_apart(self._decoder(dtype)), codes)]
+
+    def _decoder(self, dtype: str) -> VQModel:
+        assert self.vq is not None
         if dtype not in self._decoders:
             self._decoders[dtype] = for_decoding(self.vq, dtype)
-        return decode_codes(self._decoders[dtype], np.asarray(codes), batch=1)
+        return self._decoders[dtype]
 
 
 class ImageEncoder:

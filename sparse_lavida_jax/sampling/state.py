@@ -2,9 +2,9 @@
 """The state of a batch while it is sampled, its prefill, and what each step passes."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -25,7 +25,8 @@ from sparse_lavida_jax.layout import (
 )
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import STREAMS, StepTables
+from sparse_lavida_jax.models.stack import STREAMS, StepTables, implementation_of
+from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import Prompt, cut_rows, padded_lengths
@@ -34,6 +35,14 @@ from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOISE = {"text": 0, "layout": 1, "image": 2}  # so that kinds with one seed differ in noise
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
+
+
+def attention(model: Denoiser, *_: Any, **__: Any) -> str:
+    """Returns the implementation of attention that programs of a model are traced with.
+
+    It may be another one after the device's kernel was checked again (`kernels.admission`).
+    """
+    return implementation_of(model.settings)
 
 
 @flax.struct.dataclass
@@ -74,13 +83,15 @@ def rows_of(examples: Sequence[Example], settings: StepSettings, making: str = "
     )
     ends = np.array([ends_from(example) for example in examples], np.int32)
     scales = own("temperature"), own("guidance"), own("guidance_image")
-    return Rows(_keys(seeds, attempts, NOISE[making or settings.kind]), *scales, ends)
+    return Rows(_keys(seeds, attempts, making=NOISE[making or settings.kind]), *scales, ends)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-@functools.partial(jax.vmap, in_axes=(0, 0, None))
-def _keys(seed: Int[Array, ""], attempt: Int[Array, ""], making: int) -> Key[Array, ""]:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), making), attempt)
+@kept(static=("making",))
+def _keys(seed: Int[Array, " b"], attempt: Int[Array, " b"], *, making: int) -> Key[Array, " b"]:
+    def key(seed, attempt):
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), making), attempt)
+
+    return jax.vmap(key)(seed, attempt)
 
 
 def ends_from(example: Example) -> int:
@@ -144,7 +155,7 @@ class StepTokens:
         return cls(*(getattr(segment, field.name) for field in dataclasses.fields(cls)))
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "capacity"))
+@kept(static=("settings", "capacity"), depends=attention)
 def prefill(
     model: Denoiser,
     canvas: Int[Array, "b l g"],
@@ -171,14 +182,14 @@ def prefill(
     return SamplerState(canvas, decoded_at, rows, features, cache, passes)
 
 
-@functools.partial(jax.jit, static_argnames=("kind",))
+@kept(static=("kind",), depends=attention)
 def pass_prompt(model: Denoiser, prompt: Prompt, *, kind: Kind) -> KVCache:
     """Returns a cache that holds just the prompts of some rows, without spare slots."""
     cache = model.empty_cache(prompt.length.shape[0], *padded_lengths(prompt), decodes(kind))
     return _written(model, prompt, _see(model, prompt), cache)
 
 
-@functools.partial(jax.jit, static_argnames=("first", "kind", "capacity", "prompt_len"))
+@kept(static=("first", "kind", "capacity", "prompt_len"))
 def gather(
     model: Denoiser,
     canvas: Int[Array, "b l g"],

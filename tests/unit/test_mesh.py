@@ -116,7 +116,7 @@ def test_a_command_names_the_mesh(monkeypatch):
 def test_arrays_that_are_not_split_are_left_alone():
     """A width that the devices do not divide, and a model on one device."""
     arrays = [jax.numpy.arange(6.0).reshape(2, 3) + i for i in range(3)]
-    joined = fuse._joined(arrays, 2)
+    joined = fuse._joined(arrays, devices=2)
     np.testing.assert_array_equal(joined, np.concatenate(arrays, axis=-1))
     for array, part in zip(arrays, fuse._parted(joined[None], 3, 2), strict=True):
         np.testing.assert_array_equal(part[0], array)

@@ -138,7 +138,7 @@ def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_
         )
         plan = traces.plan(requests, settings)
         with traces._patched(
-            **dict.fromkeys(("prefill", "gather", "_passed"), mock.Mock(return_value=None))
+            **dict.fromkeys(("prefill", "gather", "pass_prompt"), mock.Mock(return_value=None))
         ):
             begun = sample.begin(tiny.denoiser(SETTINGS), requests, plan, settings=settings)
         first, second, third = begun.program.shapes or (None,) * 3

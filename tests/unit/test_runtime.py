@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled programs are cached, whether freed memory is kept, and Ctrl-C on a device."""
+"""Whether freed memory is kept, and Ctrl-C on a device."""
 
-import contextlib
 import ctypes
 import os
 import pathlib
@@ -12,56 +11,8 @@ import types
 
 import jax
 import pytest
-from jax._src import lru_cache
 
 from sparse_lavida_jax import runtime
-
-
-@pytest.fixture
-def updated(monkeypatch):
-    found = {}
-    monkeypatch.setattr(jax.config, "update", found.__setitem__)
-    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return found
-
-
-def test_compiled_programs_are_kept_in_the_users_cache(updated, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runtime.keep_programs()
-    assert updated == {
-        "jax_compilation_cache_dir": str(tmp_path / "sparse-lavida-jax"),
-        "jax_compilation_cache_max_size": runtime.MOST_BYTES,
-    }
-
-
-def test_a_folder_that_is_asked_for_stays(updated, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
-    runtime.keep_programs()
-    assert updated == {"jax_compilation_cache_max_size": runtime.MOST_BYTES}
-
-
-def test_a_limit_that_was_asked_for_stays(updated, monkeypatch, tmp_path):
-    (tmp_path / "jit_f-1-cache").write_bytes(b"of no limit")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
-    runtime.keep_programs(tmp_path)
-    assert updated == {"jax_compilation_cache_dir": str(tmp_path)}
-    assert [path.name for path in tmp_path.iterdir()] == ["jit_f-1-cache"]
-
-
-def test_programs_of_which_one_file_is_missing_do_not_stop_others_from_being_kept(
-    updated, tmp_path
-):
-    """Processes without a limit leave such programs, and so do killed ones."""
-    (tmp_path / "jit_f-1-cache").write_bytes(b"a program")
-    (tmp_path / "jit_g-2-atime").write_bytes(bytes(8))
-    limited = lru_cache.LRUCache(str(tmp_path), max_size=1000)
-    with contextlib.suppress(FileNotFoundError):  # which jax 0.12 no longer raises
-        limited.put("jit_h-3", b"another")
-    runtime.keep_programs(tmp_path)
-    limited.put("jit_h-3", b"another")
-    assert (limited.get("jit_f-1"), limited.get("jit_h-3")) == (b"a program", b"another")
-    assert not (tmp_path / "jit_g-2-atime").exists()
 
 
 @pytest.fixture

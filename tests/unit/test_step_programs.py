@@ -4,6 +4,7 @@
 import dataclasses
 import re
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -11,6 +12,7 @@ import traces
 
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.bench import requests
+from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.sampling import plans, prompts
 
 VOCABULARY, CODES = 53, 29  # sizes that nothing else has
@@ -92,20 +94,76 @@ def test_what_is_thrown_away_changes_nothing(kind):
     np.testing.assert_array_equal(*same)
 
 
-def test_segments_are_cut_into_few_lengths():
-    def lengths(steps):
+def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
+    _, part, settings = program("image")
+
+    def numbers(steps, *, in_trips=True):
         whole = dataclasses.replace(part, **{
             field.name: np.repeat(getattr(part, field.name)[:1], steps, axis=0)
             for field in dataclasses.fields(plans.Segment)
         })  # fmt: skip
         numbered = dataclasses.replace(whole, block=np.arange(steps))
-        parts = sample.trips(numbered)
-        np.testing.assert_array_equal(np.concatenate([p.block for p in parts]), np.arange(steps))
-        return [p.num_steps for p in parts]
+        begun = sample.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, {}, in_trips)
+        found, own = [], []
+        for trip in begun.trips(numbered):
+            length = len(trip.steps.block)
+            found.append((length, int(trip.options.get("number", length))))
+            np.testing.assert_array_equal(trip.steps.block, trip.own)
+            own += [*trip.steps.block[: found[-1][1]]]
+            assert (trip.steps.block[found[-1][1] :] == own[-1]).all()
+        np.testing.assert_array_equal(own, np.arange(steps))
+        return found
 
-    _, part, _ = program("image")
-    assert lengths(1) == [1] and lengths(16) == [16]
-    assert lengths(40) == [16, 16, 8] and lengths(31) == [16, 8, 4, 2, 1]
+    assert numbers(1) == [(16, 1)] and numbers(16) == [(16, 16)]
+    assert numbers(40) == [(16, 16), (16, 16), (16, 8)]
+    assert numbers(40, in_trips=False) == [(40, 40)]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The functions whose programs are traced or compiled, made ahead as on an accelerator."""
+    seen = []
+
+    def note(name, _, **of):
+        if name.startswith("/jax/core/compile/"):
+            seen.append((name.rpartition("/")[2], str(of.get("fun_name"))))
+
+    side_by_side.make_ahead(True)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize(("kind", "guidance"), [("image", 0.0), ("image", 2.0), ("text", 0.0)])
+def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkeypatch):
+    """Nothing is traced after them, and what comes out has the same bits."""
+    model_settings = tiny.model_settings(vocab_size=67, codebook_size=31)  # no test has compiled it
+    settings = traces.settings_of("sparse", kind, model_settings, guidance=guidance)
+    asked = [tiny.request(kind, model_settings, 0, words=3)]
+    plan = traces.plan(
+        asked, settings, num_steps=3, **({"max_segments": 2} if kind == "image" else {})
+    )
+    model, make, numbers = tiny.denoiser(model_settings), sample.make, []
+
+    def counted(calls, number):
+        numbers.append(number)
+        make(calls, number)
+        made.append([name for event, name in compiled if "backend" in event])
+        del compiled[:]
+
+    made = []
+    monkeypatch.setattr(sample, "make", counted)
+    first = sample.sample(model, asked, plan, settings=settings, stop_early=False)
+    assert {name for _, name in compiled} <= {"_copy", "jit(_copy)"}
+    names = ("prefill", "pass_prompt", "gather", "run_segment")
+    own = [name for name in made[0] if name in {f"jit({name})" for name in names}]
+    assert len(own) <= numbers[0] and "jit(run_segment)" in own
+    del compiled[:]
+    second = sample.sample(model, asked, plan, settings=settings, stop_early=False)
+    assert not compiled
+    whole = sample.sample(model, asked, plan, settings=settings, stop_early=False, in_trips=False)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, whole)
 
 
 def test_a_response_does_not_depend_on_how_it_is_cut():

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of compiled programs: jax's own cache, and the executables of this package.
+
+jax finds a program there by its lowered module, so that it has to be traced and lowered first. An
+executable of `programs.executables` is found by what it was made from.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import filelock
+import jax
+from jax._src import compilation_cache  # no public function replaces what cannot be read
+
+from sparse_lavida_jax import runtime
+from sparse_lavida_jax.programs import executables
+
+MOST_BYTES = 5 * 2**30  # of jax's cache; beyond that the oldest programs are deleted
+LOCK_SECONDS = 10  # to wait for the lock on jax's cache
+
+
+def keep_programs(folder: pathlib.Path | str | None = None) -> None:
+    """Keeps compiled programs, so that the next process does not compile them again.
+
+    jax's cache holds at most `MOST_BYTES`, unless `JAX_COMPILATION_CACHE_MAX_SIZE` is set, and
+    executables at most `executables.MOST_BYTES`. Commands call this, and a notebook may: a library
+    should not change settings of its process.
+
+    Args:
+        folder: by default `JAX_COMPILATION_CACHE_DIR`, otherwise `runtime.programs_folder()`; "":
+            nothing is kept.
+    """
+    if folder == "":
+        jax.config.update("jax_enable_compilation_cache", False)
+        executables.keep_in(None)
+        return
+    given = None if folder else os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    folder = pathlib.Path(given or folder or runtime.programs_folder()).expanduser()
+    if given is None:  # jax reads the variable itself
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+        _complete(folder)
+    compilation_cache.get_executable_and_time = _replacing(
+        getattr(_read, "__wrapped__", _read), folder
+    )
+    executables.keep_in(None if "://" in str(folder) else folder / "executables")
+
+
+_read = compilation_cache.get_executable_and_time
+
+
+def _replacing(read: Callable[..., Any], folder: pathlib.Path) -> Callable[..., Any]:
+    """Returns jax's function that reads a program, with damaged files deleted.
+
+    jax warns of such a file in every process and never replaces it. Without the file it compiles
+    the program again and keeps it.
+    """
+
+    @functools.wraps(read)
+    def read_or_delete(cache_key: str, *args: Any, **named: Any) -> Any:
+        try:
+            return read(cache_key, *args, **named)
+        except Exception:  # of whatever decompresses or loads it
+            (folder / f"{cache_key}-cache").unlink(missing_ok=True)
+            return None, None
+
+    return read_or_delete
+
+
+def _complete(folder: pathlib.Path) -> None:
+    """Repairs programs in a folder that lack one of their two files.
+
+    jax keeps a program in one file and the time of its last use in another. A process without a
+    size limit writes only the first, as does one that is killed in between: afterwards every
+    process with a limit would fail to write, permanently. A time without its program is removed.
+    """
+    if not folder.is_dir():
+        return
+    lock = filelock.FileLock(folder / ".lockfile", timeout=LOCK_SECONDS)  # jax's own
+    with contextlib.suppress(OSError, filelock.Timeout), lock:
+        for program in folder.glob("*-cache"):
+            used = program.with_name(program.name.removesuffix("-cache") + "-atime")
+            if not used.exists():
+                used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
+        for used in folder.glob("*-atime"):
+            if not used.with_name(used.name.removesuffix("-atime") + "-cache").exists():
+                used.unlink()

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `jax.jit` whose programs can be made before they run, and whose executables are kept on disk.
+
+A program is found by its types, without being traced or lowered: by the function, the code of this
+package, versions, the device, flags and jax's settings, static arguments, and the structure and
+types of its arrays.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+import os
+import pathlib
+import pickle
+import re
+import threading
+from collections.abc import Callable, Generator, Hashable, Sequence
+from importlib import metadata
+from typing import Any, TypeVar, cast
+
+import jax
+from jax import core
+from jax._src import config as jax_config  # no public function returns the settings of a thread
+from jax.experimental import serialize_executable
+
+from sparse_lavida_jax.programs import executables, side_by_side
+
+T = TypeVar("T")
+
+PACKAGE = pathlib.Path(__file__).parents[1]
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# jax's settings that say nothing about what a program computes.
+OTHER_SETTINGS = ("cache", "compilation", "log", "dir", "distributed", "platforms", "traceback")
+
+
+def kept(
+    static: Sequence[str] = (),
+    donate: Sequence[str] = (),
+    depends: Callable[..., Hashable] | None = None,
+) -> "Callable[[Callable[..., Any]], Kept]":
+    """Returns a decorator: `jax.jit` with kept programs (`Kept`).
+
+    Args:
+        static: names of static arguments, which are given by name. Their representation has to say
+            all of what they hold.
+        donate: names of arguments whose arrays are overwritten.
+        depends: returns, from the same arguments, what else the program depends on.
+    """
+    return lambda function: Kept(function, static, donate, depends)
+
+
+class Kept:
+    """A jitted function. Anything but a call is an attribute of `jax.jit`'s result.
+
+    On one device, programs are kept in memory here and, after `folder.keep_programs`, on disk. Over
+    a mesh, in a run of several processes, and inside other programs it is just the jitted function:
+    there the placement of each result is known only when its program has been compiled.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        static: Sequence[str],
+        donate: Sequence[str],
+        depends: Callable[..., Hashable] | None,
+    ):
+        self.jitted = jax.jit(function, static_argnames=(*static,), donate_argnames=(*donate,))
+        self.function, self.static, self.depends = function, frozenset(static), depends
+        names = [*inspect.signature(function).parameters]
+        self.donated = frozenset(names.index(name) for name in donate)
+        self._programs: dict[Hashable, Program] = {}
+        self._lock = threading.Lock()
+        functools.update_wrapper(self, function)
+        _all.append(self)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if not _are_used() or not _is_alone(args):
+            return self.jitted(*args, **named)
+        program, leaves = self._program(args, named)
+        return program(*leaves)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.jitted, name)
+
+    def program(self, *args: Any, **named: Any) -> "Program":
+        """Returns the program for arguments, or for their types; it is being made if it is new."""
+        return self._program(args, named)[0]
+
+    def _program(self, args: tuple, named: dict[str, Any]) -> "tuple[Program, list[Any]]":
+        static = {name: value for name, value in named.items() if name in self.static}
+        leaves, structure = self._taken_apart(args, named)
+        more = self.depends(*args, **named) if self.depends else None
+        types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
+        key = types, structure, tuple(sorted(static.items())), more, jax_config.trace_context()
+        with self._lock:
+            if key not in self._programs:
+                name = self._name(key)
+                self._programs[key] = Program(self, leaves, structure, static, name)
+            return self._programs[key], leaves
+
+    def _taken_apart(self, args: tuple, named: dict[str, Any]) -> tuple[list[Any], Any]:
+        """Returns the leaves of all arrays and their structure, which is of two tuples."""
+        names = sorted(name for name in named if name not in self.static)
+        both = args, tuple(named[name] for name in names)
+        return _leaves(both), (_structure(both), (*names,))
+
+    def _name(self, key: tuple) -> str:
+        """Returns the name of the kept executable; empty if it is not kept."""
+        if not executables.are_kept():
+            return ""
+        types, *rest = key
+        told = self.__module__, self.__qualname__, [(*one,) for one in types], rest
+        # Functions of a module, such as those of flax's convolutions, are told by their names.
+        described = re.sub(r" at 0x[0-9a-f]+", "", repr((told, _circumstances())))
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def forget(self) -> None:
+        """Frees the programs in memory."""
+        with self._lock:
+            self._programs.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a kept function.
+
+    Attributes:
+        args: arrays, or their types if it is only to be made.
+        named: further arguments.
+        shared: whether other requests make the same call.
+    """
+
+    function: Callable[..., Any]
+    args: tuple
+    named: dict[str, Any]
+    shared: bool = False
+
+    def __call__(self) -> Any:
+        return self.function(*self.args, **self.named)
+
+
+def finish(calls: Generator[Call, Any, T], run: Callable[[Call], Any]) -> T:
+    """Runs calls, each of which is yielded once the last one's result was sent."""
+    result = None
+    while True:
+        try:
+            call = calls.send(result)
+        except StopIteration as end:
+            return end.value
+        result = run(call)
+
+
+def make(calls: Generator[Call, Any, Any], number: int) -> None:
+    """Makes the programs of calls side by side, unless they are there, and waits for all.
+
+    Args:
+        calls: yields calls, with types as arguments; is sent the types of their results.
+        number: of the programs, at most, for the line of progress.
+    """
+    programs: dict[int, Program] = {}
+
+    def made(call: Call) -> Any:
+        program = cast(Kept, call.function).program(*call.args, **call.named)
+        programs[id(program)] = program
+        progress.show([one.future for one in programs.values()])
+        return program.out
+
+    with side_by_side.Progress(number) as progress:
+        finish(calls, made)
+        side_by_side.wait([one.future for one in programs.values()], progress)
+
+
+_all: list[Kept] = []
+
+
+def forget() -> None:
+    """Frees all compiled programs of this process; those on disk stay."""
+    for one in _all:
+        one.forget()
+    jax.clear_caches()
+
+
+@dataclasses.dataclass(frozen=True)
+class Types:
+    """The types of a tree of arrays, such as of what a program will return."""
+
+    leaves: list[jax.ShapeDtypeStruct]
+    structure: Any
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, Types):
+        return tree.leaves
+    if type(tree) is tuple:
+        return [leaf for part in tree for leaf in _leaves(part)]
+    return jax.tree.leaves(tree)
+
+
+def _structure(tree: Any) -> Any:
+    if isinstance(tree, Types):
+        return tree.structure
+    if type(tree) is tuple:
+        return jax.tree_util.treedef_tuple([_structure(part) for part in tree])
+    return jax.tree.structure(tree)
+
+
+class Program:
+    """A program that is being made in another thread: loaded if it was kept, else compiled.
+
+    It takes leaves, whatever the structure they are in: to take a model apart is slower than
+    everything else in a call.
+
+    Args:
+        leaves: arrays, or their types.
+        structure: of the positional and the named arguments, and the names.
+        static: further arguments.
+        name: of the kept executable; empty: it is not kept.
+
+    Attributes:
+        out: the types of what it returns.
+        future: the executable, once it is made.
+    """
+
+    def __init__(
+        self, kept: Kept, leaves: list[Any], structure: tuple, static: dict[str, Any], name: str
+    ):
+        types = [*map(_type_of, leaves)]
+        whole, names = structure
+        args, _ = whole.children()
+        counts = [one.num_leaves for one in args.children()]
+        ends = [*itertools.accumulate(counts, initial=0)]
+        donated = [i for arg in kept.donated for i in range(ends[arg], ends[arg + 1])]
+
+        def flat(*leaves: Any) -> list:
+            args, named = jax.tree.unflatten(whole, leaves)
+            returned = kept.function(*args, **dict(zip(names, named, strict=True)), **static)
+            leaves_out, structure_out = jax.tree.flatten(returned)
+            self.out = Types([*map(_type_of, leaves_out)], structure_out)
+            return leaves_out
+
+        flat.__name__ = kept.__name__  # by which jax reports it
+
+        def lower() -> jax.stages.Lowered:
+            with side_by_side.uncollected():
+                return jax.jit(flat, donate_argnums=donated).trace(*types).lower()
+
+        self._lower, self._name = lower, name
+        found = _read(name)
+        self._was_kept = found is not None
+        if found is None:
+            self.future = self._compiled()
+        else:
+            self.out, payload = found
+            number = len(self.out.leaves)
+            self.future = side_by_side.start(lambda: _load(payload, len(types), number))
+
+    def __call__(self, *leaves: Any) -> Any:
+        """Runs it as soon as it is made.
+
+        Raises:
+            jax.errors.JaxRuntimeError: it cannot be compiled, or fails, such as for lack of memory.
+        """
+        self._wait()
+        if self._was_kept and self.future.exception():  # damaged, or of another machine
+            self._was_kept = False
+            executables.delete(self._name)
+            self.future = self._compiled()
+            self._wait()
+        return jax.tree.unflatten(self.out.structure, self.future.result()(*leaves))
+
+    def _wait(self) -> None:
+        if not self.future.done():
+            side_by_side.wait([self.future])
+
+    def _compiled(self) -> "side_by_side.Future":
+        lowered = self._lower()
+        return side_by_side.start(lambda: _compile(lowered, self.out, self._name))
+
+
+def _compile(lowered: jax.stages.Lowered, out: Types, name: str) -> jax.stages.Compiled:
+    """Compiles a program, and keeps it if it has a name."""
+    compiled = lowered.compile()
+    if name:
+        with contextlib.suppress(ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+            payload, *_ = serialize_executable.serialize(compiled)  # not every program can be
+            executables.write(name, pickle.dumps((out, payload)))
+    return compiled
+
+
+def _load(payload: bytes, given: int, returned: int) -> jax.stages.Compiled:
+    """Loads a kept program that is given, and returns, so many arrays."""
+    trees = (((0,) * given, {}), [0] * returned)
+    return serialize_executable.deserialize_and_load(
+        payload, *map(jax.tree.structure, trees), execution_devices=jax.devices()[:1]
+    )
+
+
+def _read(name: str) -> tuple[Types, bytes] | None:
+    """Returns the types of what a kept program returns, and the program; None if there is none."""
+    contents = executables.read(name) if name else None
+    if contents is None:
+        return None
+    try:
+        return pickle.loads(contents)
+    except Exception:  # of another version: unpickling raises anything then
+        return None
+
+
+def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def _are_used() -> bool:
+    return executables.are_kept() or side_by_side.are_made_ahead()
+
+
+def _is_alone(args: tuple) -> bool:
+    """Whether arguments are arrays on the first device, and this process is the only one."""
+    if jax.process_count() > 1 or not jax.sharding.get_abstract_mesh().empty:
+        return False
+    leaves = _leaves(args)
+    if any(isinstance(leaf, core.Tracer) for leaf in leaves):
+        return False
+    first = next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)
+    return first is None or first.sharding.device_set == {jax.devices()[0]}
+
+
+@functools.cache
+def _circumstances() -> str:
+    """Returns a digest of everything that all programs of this process depend on."""
+    digest, device = hashlib.sha256(), jax.devices()[0]
+    for pattern in ("*.py", "*.json"):
+        for path in sorted(PACKAGE.rglob(pattern)):
+            digest.update(path.read_bytes())
+    settings = {
+        name: value
+        for name, value in sorted(jax.config.values.items())
+        if not any(word in name for word in OTHER_SETTINGS)
+    }
+    flags = {name: os.environ.get(name) for name in FLAGS}
+    versions = [metadata.version(name) for name in ("jax", "jaxlib", "flax")]
+    versions.append(device.client.platform_version)
+    told = device.device_kind, jax.device_count(), versions, settings, flags, _processor(device)
+    digest.update(repr(told).encode())
+    return digest.hexdigest()
+
+
+def _processor(device: Any) -> str:
+    """Returns what a CPU can do, since several machines may share a home folder."""
+    if device.platform != "cpu":
+        return ""
+    with contextlib.suppress(OSError):
+        told = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return "".join(re.findall(r"^(?:flags|Features|model name)\s*:.*", told, re.M)[:2])
+    return ""

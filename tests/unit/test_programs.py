@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs are kept for the next process, found by what they depend on, and replaced."""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import lru_cache
+
+from sparse_lavida_jax.programs import executables, folder, side_by_side
+from sparse_lavida_jax.programs.kept import Call, Types, finish, kept, make
+
+# ---------------------------------------------------------------------------------------------
+# jax's cache.
+
+
+@pytest.fixture
+def updated(monkeypatch):
+    found = {}
+    monkeypatch.setattr(jax.config, "update", found.__setitem__)
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(updated, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder.keep_programs()
+    assert updated == {
+        "jax_compilation_cache_dir": str(tmp_path / "sparse-lavida-jax"),
+        "jax_compilation_cache_max_size": folder.MOST_BYTES,
+    }
+
+
+def test_a_folder_that_is_asked_for_stays(updated, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    folder.keep_programs()
+    assert updated == {"jax_compilation_cache_max_size": folder.MOST_BYTES}
+
+
+def test_a_limit_that_was_asked_for_stays(updated, monkeypatch, tmp_path):
+    (tmp_path / "jit_f-1-cache").write_bytes(b"of no limit")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
+    folder.keep_programs(tmp_path)
+    assert updated == {"jax_compilation_cache_dir": str(tmp_path)}
+    assert [path.name for path in tmp_path.iterdir()] == ["jit_f-1-cache"]
+
+
+def test_programs_of_which_one_file_is_missing_do_not_stop_others_from_being_kept(
+    updated, tmp_path
+):
+    """Processes without a limit leave such programs, and so do killed ones."""
+    (tmp_path / "jit_f-1-cache").write_bytes(b"a program")
+    (tmp_path / "jit_g-2-atime").write_bytes(bytes(8))
+    limited = lru_cache.LRUCache(str(tmp_path), max_size=1000)
+    with contextlib.suppress(FileNotFoundError):  # which jax 0.12 no longer raises
+        limited.put("jit_h-3", b"another")
+    folder.keep_programs(tmp_path)
+    limited.put("jit_h-3", b"another")
+    assert (limited.get("jit_f-1"), limited.get("jit_h-3")) == (b"a program", b"another")
+    assert not (tmp_path / "jit_g-2-atime").exists()
+
+
+def test_a_damaged_program_of_jax_is_compiled_again_and_replaced(tmp_path):
+    """Jax itself warns of it in every process, and keeps it."""
+    command = f"""
+import warnings, sys
+warnings.simplefilter("error")
+import jax
+from sparse_lavida_jax.programs import folder
+folder.keep_programs({str(tmp_path)!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+seen = []
+jax.monitoring.register_event_listener(lambda name, **_: seen.append(name))
+jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
+print(any("cache_hits" in name for name in seen))
+"""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("JAX_")
+    } | {"JAX_PLATFORMS": "cpu"}
+
+    def found() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", command], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert [found(), found()] == ["False", "True"]
+    for path in tmp_path.glob("*-cache"):
+        path.write_bytes(path.read_bytes()[:-9])
+    assert [found(), found()] == ["False", "True"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Executables.
+
+
+@pytest.fixture
+def place(tmp_path):
+    executables.keep_in(tmp_path / "executables")
+    return tmp_path / "executables"
+
+
+def a_step():
+    """A function that this process has not compiled."""
+
+    @kept(static=("power",), donate=("state",))
+    def step(model, state, *, number, power):
+        def body(_, x):
+            return {"key": x["key"], "value": jnp.sin(x["value"] @ model["w"]) ** power}
+
+        return jax.lax.fori_loop(0, number, body, state)
+
+    return step
+
+
+def arguments():
+    model = {"unused": jnp.ones(3), "w": jnp.arange(16.0).reshape(4, 4) / 16}
+    return model, {"key": jax.random.key(3), "value": jnp.ones((2, 4))}
+
+
+def result(step, power=2):
+    made = step(*arguments(), number=np.int32(3), power=power)
+    return np.asarray(made["value"]).tolist(), jax.random.key_data(made["key"]).tolist()
+
+
+@pytest.fixture
+def traced():
+    """Functions that are traced, lowered or compiled."""
+    seen = []
+
+    def note(name, _, **of):
+        if name.startswith("/jax/core/compile/") and "step" in str(of.get("fun_name")):
+            seen.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_a_kept_program_is_loaded_without_being_traced(place, traced):
+    expected = result(a_step())
+    assert len([*place.iterdir()]) == 1 and len(traced) == 3
+    del traced[:]
+    assert result(a_step()) == expected
+    assert not traced
+
+
+def test_what_a_program_depends_on_finds_another_one(place):
+    plain = result(a_step())
+    assert result(a_step(), power=3) != plain
+    with jax.default_matmul_precision("highest"):  # a setting of this thread alone
+        result(a_step())
+    assert len([*place.iterdir()]) == 3
+
+
+@pytest.mark.parametrize("damage", [
+    lambda whole: whole[:-100], lambda whole: b"", lambda whole: bytes(len(whole)),
+    lambda whole: executables.hashlib.sha256(b"no pickle").digest() + b"no pickle",
+    lambda whole: (
+        executables.hashlib.sha256(foreign := pickle.dumps((kept_types(), b"foreign"))).digest()
+        + foreign
+    ),
+])  # fmt: skip
+def test_damaged_and_foreign_files_are_compiled_again_and_replaced(place, traced, damage):
+    expected = result(a_step())
+    (path,) = place.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert result(a_step()) == expected
+    del traced[:]
+    assert len(path.read_bytes()) > 1000
+    assert result(a_step()) == expected and not traced
+
+
+def kept_types():
+    shapes = jax.eval_shape(lambda: arguments()[1])
+    leaves, structure = jax.tree.flatten(shapes)
+    return Types(leaves, structure)
+
+
+def test_a_folder_that_others_may_write_to_is_not_read(place, traced, caplog):
+    expected = result(a_step())
+    (path,) = place.iterdir()
+    before = path.read_bytes()
+    executables._is_private.cache_clear()
+    place.chmod(0o770)
+    del traced[:]
+    assert result(a_step()) == expected and traced
+    assert path.read_bytes() == before
+    assert caplog.text.count("others may write there") == 1
+    place.chmod(0o700)
+    executables._is_private.cache_clear()
+
+
+def test_a_link_or_a_pipe_in_the_folder_is_not_opened(place, tmp_path):
+    result(a_step())
+    (path,) = place.iterdir()
+    (tmp_path / "elsewhere").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    assert executables.read(path.name) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert executables.read(path.name) is None
+
+
+def test_the_files_used_longest_ago_are_deleted(place, monkeypatch):
+    monkeypatch.setattr(executables, "MOST_BYTES", 250)
+    assert executables.are_kept()
+    for number, name in enumerate(["a", "b", "c"]):
+        executables.write(name, bytes(50))
+        os.utime(place / name, (number, number))
+    assert executables.read("a") == bytes(50)  # and is used now
+    executables.write("d", bytes(50))
+    assert {path.name for path in place.iterdir()} == {"a", "c", "d"}
+
+
+def test_an_empty_name_of_the_folder_keeps_nothing(place, tmp_path, monkeypatch):
+    before = jax.config.jax_enable_compilation_cache
+    folder.keep_programs("")
+    try:
+        assert not executables.are_kept() and not jax.config.jax_enable_compilation_cache
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+# ---------------------------------------------------------------------------------------------
+# Side by side.
+
+
+def test_calls_are_made_from_types_alone_and_then_run(traced):
+    side_by_side.make_ahead(True)
+    first, second = a_step(), a_step()
+
+    def calls(power):
+        model, state = arguments()
+        more = {"number": np.int32(3), "power": power}
+        state = yield Call(first, (model, state), more)
+        return (yield Call(second, (model, state), more))
+
+    make(calls(2), 2)
+    del traced[:]
+    made = finish(calls(2), lambda call: call())
+    assert not traced
+    again = first(*arguments(), number=np.int32(6), power=2)
+    np.testing.assert_array_equal(made["value"], again["value"])
+
+
+def test_an_error_is_raised_by_the_call():
+    side_by_side.make_ahead(True)
+
+    @kept()
+    def wrong(x):
+        return jax.pure_callback(lambda _: 1 / 0, jax.ShapeDtypeStruct((), "float32"), x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="division"):
+        jax.block_until_ready(wrong(jnp.ones(())))
+
+
+def test_an_interrupt_ends_the_wait(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side.runtime, "check_interrupt", interrupted)
+    side_by_side.make_ahead(True)
+    with pytest.raises(KeyboardInterrupt):
+        result(a_step())
+
+
+def test_progress_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(side_by_side, "QUIET_S", 0.0)
+    done = side_by_side.start(lambda: None)
+    side_by_side.wait([done])
+    with side_by_side.Progress(2) as progress:
+        progress.show([done])
+        progress.show([done, done])
+    assert capsys.readouterr().err == "compiling: 2 programs, 0 s\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with side_by_side.Progress(2) as progress:
+        progress.show([done])
+    shown, last = capsys.readouterr().err.rsplit("\r", 1)
+    assert shown == "\rcompiling: program 2 of 2, 0 s"
+    assert last.rstrip() == "compiling: 2 programs, 0 s" and len(last) == len(shown)
