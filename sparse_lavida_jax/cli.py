@@ -28,7 +28,7 @@ from sparse_lavida_jax.apps.arguments import ARGUMENTS
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, SECTION, UsageError, about_path
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.apps.terminal import quiet, say, warnings_said
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import model_folder, room
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import LONGEST_MESSAGE, MISTAKE, MISTAKES, STOPPED
 from sparse_lavida_jax.sampling import options
@@ -154,7 +154,7 @@ def _explained(error: Exception, name: str) -> tuple[str, int]:
     if name in COMMANDS:
         said = SECTION.sub("", said)
         said = _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')}=", said)
-    if isinstance(error, model_folder.WriteError):
+    if isinstance(error, (model_folder.WriteError, room.RoomError)):
         return said, FAILURE
     if not isinstance(error, MISTAKES) and (sentence := about_path(error)):
         return sentence, FAILURE if isinstance(error, OSError) else MISTAKE

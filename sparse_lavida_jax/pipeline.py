@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import cards, model_folder
+from sparse_lavida_jax.checkpoints import cards, model_folder, room
 from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.data.example import Example, RowRequest
@@ -122,7 +122,8 @@ class SparseLaViDa:
         Args:
             mesh: splits the parameters over several devices (`sharding.RULES`), to the results of
                 one up to rounding; or its sizes, such as {"fsdp": 2, "tensor": 4} for all eight.
-            dtype: of the parameters in memory, "float32" (the default) or "bfloat16".
+            dtype: of the parameters in memory, "float32" or "bfloat16"; by default float32, and
+                where they are fused the dtype that they are multiplied in.
             task: "image" for images without a layout in text, "text" for text: parameters that
                 only the other task reads are dropped, and requests that need them are refused.
             revision, local_files_only: for a model `org/name` on the hub: see `hub.fetch`.
@@ -133,6 +134,7 @@ class SparseLaViDa:
 
         Raises:
             model_folder.CheckpointError: there is no such model, or it is damaged.
+            room.RoomError: its parameters are larger than the memory of the device.
             ValueError: a wrong mesh (`sharding.automatic`), or `task` next to unmerged adapters.
         """
         if not merge_adapters and task != "both":
@@ -145,7 +147,13 @@ class SparseLaViDa:
         weights = lora_folders.parse(adapters)
         split = None if mesh is None else sharding.over(mesh)
         wanted = None if weights else fuse.reads(task)  # adapters are for all layers
-        loaded = model_folder.load_model(folder, sharding=split, dtype=dtype, wanted=wanted)
+        platform = jax.default_backend()
+        fused = platform == "gpu" or (platform == "tpu" and mesh is None) or task != "both"
+        kinds: Any = dtype
+        if fused and not (dtype or weights):
+            kinds = fuse.dtypes(model_folder.read_config(folder).model)
+        room.check(folder, task="both" if weights else task, dtype=kinds, mesh=mesh)
+        loaded = model_folder.load_model(folder, sharding=split, dtype=kinds, wanted=wanted)
         settings, model = loaded.config, loaded.model
         if weights:
             added = lora_folders.added(model, settings, folder, weights, merge=merge_adapters)
@@ -160,8 +168,7 @@ class SparseLaViDa:
             raise model_folder.CheckpointError(str(error)) from error
         named = f"{name}@{revision}" if revision else str(name)
         source = Origin(named, lora_folders.digest(folder, weights), lora_folders.written(weights))
-        platform, over = jax.default_backend(), attention.mesh_of(model)
-        fused = platform == "gpu" or (platform == "tpu" and mesh is None) or task != "both"
+        over = attention.mesh_of(model)
         if merge_adapters and fused:
             model = fuse.for_inference(model, task=task, mesh=over, consume=True)
         return cls(model, settings, prompts, codec, batch_size, source)

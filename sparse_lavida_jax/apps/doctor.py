@@ -1,28 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed, which devices there are, which models fit them, and whether kernels work."""
 
+import contextlib
 import dataclasses
 import os
+import pathlib
 import platform
+import re
 import shutil
+import subprocess
+from collections.abc import Collection
 from typing import Any
 
 import jax
 
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import model_folder, room
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
-# Models that people may want to run, with the size of their parameters in bytes (docs/lavida_o.md).
+# Models that people may want to run, with the size of their parameters in bytes (docs/gpus.md).
 OTHER_MODELS = {
-    "LaViDa-O, converted": 22_200_000_000,
-    "LaViDa-O, drawing alone (Python: task='image')": 14_900_000_000,
-    "LaViDa-O in 8 bits (export --dtype=int8)": 12_500_000_000,
+    "LaViDa-O, converted": 22_830_000_000,
+    "LaViDa-O, drawing alone (Python: task='image')": 15_750_000_000,
+    "LaViDa-O in 8 bits (export --dtype=int8)": 13_440_000_000,
+    "LaViDa-O in 8 bits, drawing alone": 9_380_000_000,
 }
-ROOM = 1.2  # times the size of the parameters (ours): cache and activations need memory too
+DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+# By version of CUDA: the oldest driver (docs.nvidia.com/deploy/cuda-compatibility), and the extra.
+DRIVERS = {"13": (580, "gpu"), "12": (525, "gpu-cuda12")}
+SECONDS = 10  # to wait for nvidia-smi
 
 
 def report() -> dict[str, Any]:
@@ -40,9 +49,11 @@ def report() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "packages": {name: circumstances.version(name) or "missing" for name in PACKAGES},
         "devices": devices,
+        "driver": driver(),
+        "cuda": [cuda for cuda in DRIVERS if circumstances.version(f"jax-cuda{cuda}-plugin")],
         "disk_free": shutil.disk_usage(".").free,
         "bundled_models": sizes,
-        "fits": {name: ROOM * size <= most for name, size in (sizes | OTHER_MODELS).items()},
+        "fits": {name: room.SPARE * size <= most for name, size in (sizes | OTHER_MODELS).items()},
     }
 
 
@@ -57,10 +68,48 @@ def text(found: dict[str, Any]) -> str:
     for i, device in enumerate(found["devices"]):
         memory = f"{device['memory'] / 1e9:.1f} GB"
         lines.append(f"device {i}: {device['kind']} ({device['platform']}), {memory}")
+    lines += filter(None, [driver_text(found["driver"], found["cuda"])])
     lines.append(f"bundled models: {', '.join(bundled) or 'none'}")
     for name, fits in found["fits"].items():
         lines.append(f"{'fits' if fits else 'does not fit'} one device: {name}")
     return "\n".join(lines)
+
+
+def driver() -> str:
+    """Returns the version of the NVIDIA driver without using a device; "": there is none."""
+    with contextlib.suppress(OSError):
+        if loaded := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", DRIVER.read_text()):
+            return loaded[1]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # as in WSL
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    reported = re.match(r"\d+(\.\d+)+", done.stdout)
+    return reported[0] if reported else ""
+
+
+def driver_text(version: str, installed: Collection[str]) -> str:
+    """Returns a line about a driver and what to install for it; "" if there is no driver.
+
+    Args:
+        installed: versions of CUDA that jax has a plugin for.
+    """
+    if not version:
+        return ""
+    major = int(version.partition(".")[0])
+    able = next((cuda for cuda, (least, _) in DRIVERS.items() if major >= least), "")
+    line = f"NVIDIA driver {version}"
+    install = f"pip install -e '.[{DRIVERS[able][1]}]'" if able else ""
+    if not installed:
+        return f"{line}, but jax is installed without a GPU: {install}" if able else line
+    cuda = max(installed)
+    least = DRIVERS[cuda][0]
+    if major >= least:
+        return f"{line}, new enough for CUDA {cuda}"
+    names = f"jax-cuda{cuda}-plugin jax-cuda{cuda}-pjrt"
+    instead = able and f", or take CUDA {able}: pip uninstall {names}; {install}"
+    return f"{line} is too old for CUDA {cuda}, which needs {least}: update it{instead}"
 
 
 def kernels() -> dict[str, Any]:

@@ -101,12 +101,12 @@ def load_model(
             f"the matrices in {folder} are in 8 bits ({stored}), which is for sampling: train from"
             " the model that it was made of."
         )
-    module = _shapes(settings, stored, make_model)
+    module = shapes(settings, stored, make_model)
     model = stores.load_params(
         folder,
         module,
         sharding=sharding,
-        dtype=_wide_dtypes(module, dtype) if stored else dtype,
+        dtype=wide_dtypes(module, dtype) if stored else dtype,
         digests=arrays.read_digests(folder),
         check_finite=check_finite,
         wanted=wanted,
@@ -125,7 +125,7 @@ def verify(folder: pathlib.Path) -> int:
     """
     count = manifest.verify(folder)
     store, digests = stores.open_params(folder), arrays.read_digests(folder)
-    module = _shapes(read_config(folder), stores.narrow_dtype(folder))
+    module = shapes(read_config(folder), stores.narrow_dtype(folder))
     store.check({name: leaf.shape for name, leaf in arrays.by_layer(module).items()})
     for name in store.leaves:
         store.check_array(name, store.read_one(name), digests)
@@ -133,7 +133,7 @@ def verify(folder: pathlib.Path) -> int:
     return count
 
 
-def _shapes(
+def shapes(
     settings: config.Config,
     stored: str,
     make_model: Callable[[config.Config], nnx.Module] | None = None,
@@ -148,8 +148,13 @@ def _shapes(
     return jax.eval_shape(lambda whole: quantize.quantized(whole, method), module)
 
 
-def _wide_dtypes(module: Any, dtype: str | ChooseDtype | None) -> ChooseDtype:
-    """Returns a function that chooses the dtype of each parameter; 8-bit ones keep theirs."""
+def wide_dtypes(module: Any, dtype: str | ChooseDtype | None) -> ChooseDtype:
+    """Returns a function that chooses the dtype of each parameter; 8-bit ones keep theirs.
+
+    Args:
+        module: holds shapes.
+        dtype: see `stores.load_params`.
+    """
     leaves = {name: leaf.dtype for name, leaf in parameters.by_name(module).items()}
     narrow = {name.rpartition("/")[0] for name, kind in leaves.items() if kind.itemsize == 1}
 

@@ -16,7 +16,7 @@ CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
-PAGES = ("lavida_o", "method", "extending", "serving", "troubleshooting")
+PAGES = ("gpus", "lavida_o", "method", "extending", "serving", "troubleshooting")
 # A command is in backticks, or on a line of its own after a prompt sign.
 COMMANDS = re.compile(
     r"`((?:sparse-lavida|python -m sparse_lavida_jax\.main) [^`]+)`"
@@ -31,6 +31,7 @@ QUOTED = (
     "jax cannot use the device that was asked for:",
     "attention runs without a kernel, in blocks of tokens, and slower:",
     "has none for compute capability",
+    "and jax may use ",
     "the device has not enough memory: ",
     "lower --batch-size",
     "the device has not enough memory: ask for less.",
