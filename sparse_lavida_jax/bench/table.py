@@ -303,10 +303,9 @@ def _held(
             it do not count.
     """
     for kind, patterns in asked.items():
-        name, at_most = kind.replace("_", " "), kind in AT_MOST
+        name = kind.replace("_", " ")
         for pattern, wanted in patterns.items():
-            bounds = wanted if isinstance(wanted, list) else [wanted]
-            asked_for = ("<= " if at_most else ">= ") + ", stretch ".join(f"{x:g}" for x in bounds)
+            asked_for = _required(kind, wanted)
             found = [*_measured(rows, kind, pattern)]
             if not found:
                 bar = f"{name}: {pattern.replace(' ', ' over ')}"
@@ -314,14 +313,41 @@ def _held(
             for of, value, both in found:
                 line = {"bar": f"{name}: {of}", "rows": both[-1]["batch"], "value": value}
                 line |= {"wanted": asked_for, "told": ()}
-                reached = [value <= x if at_most else value >= x for x in bounds]
-                held = _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
+                held = _result(kind, value, wanted)
                 slow = dense_side and kind == "times_faster"
                 slow = slow and both[-1]["loop_share_of_matmul"] < dense_side
-                if slow or not reached[0]:
+                if slow or not held.startswith("met"):
                     line["told"] = [*filter(None, map(tell, both))]
                 told = "does not count: the dense side is slow" if slow else held
                 yield line | {"held": told}
+
+
+def _bounds(wanted: Any) -> list[Any]:
+    return wanted if isinstance(wanted, list) else [wanted]
+
+
+def _required(kind: str, wanted: Any) -> str:
+    """Returns a bar in words."""
+    sign = "<= " if kind in AT_MOST else ">= "
+    return sign + ", stretch ".join(f"{x:g}" for x in _bounds(wanted))
+
+
+def _result(kind: str, value: float, wanted: Any) -> str:
+    """Returns whether a value meets a bar, and its stretch goal."""
+    reached = [value <= x if kind in AT_MOST else value >= x for x in _bounds(wanted)]
+    return _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
+
+
+def by_hand_table() -> str:
+    """Returns what was measured by hand on a GPU, `by_hand` of `bars.toml`, with its bars."""
+    lines = []
+    for line in bars()["by_hand"]:
+        section, kind, name = line["bar"]
+        wanted, value = bars()[section][kind][name], line.get("value")
+        result = _verdict(False) if value is None else _result(kind, value, wanted)
+        told = {"wanted": _required(kind, wanted), "held": result}
+        lines.append({"told": "" if value is None else f"{value:g}", **line, **told})
+    return table("by_hand", lines)
 
 
 def _measured(rows: list[View], kind: str, pattern: str) -> Iterator[tuple[str, float, list[View]]]:

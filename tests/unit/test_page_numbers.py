@@ -94,6 +94,18 @@ def test_full_size_is_as_it_was_measured():
     assert f"in {sparse / 60:.0f} minutes instead of {dense / 60:.0f}" in told
 
 
+def test_what_was_measured_by_hand_is_told_with_its_bars():
+    assert table.by_hand_table() in page("docs/speed.md")
+    by_hand = {tuple(line["bar"]): line.get("value") for line in table.bars()["by_hand"]}
+    for name in ("README.md", "docs/speed.md"):
+        told = on_one_line(page(name))
+        for case in ("t2i1024/sparse/b1", "edit1024/sparse/b1", "reasoning/sparse/b1/k8"):
+            value = by_hand["speed", "at_most_s", case]
+            assert f" {value:g} s".replace(" 0.", " .") in told, (name, case)
+    for sentence in re.findall(r"[^.|]*\bH200\b(?:[^.]|\.\d)*", on_one_line(page("README.md"))):
+        assert "random weights" in sentence
+
+
 def test_the_memory_of_a_conversion_is_that_of_the_rows():
     for layers in (2, 6, 32):
         row = of_release("convert", layers)
