@@ -47,9 +47,11 @@ from sparse_lavida_jax.inference.requests import (
 )
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
@@ -139,11 +141,13 @@ class SparseLaViDa:
         """
         if not merge_adapters and task != "both":
             raise ValueError(f"next to adapters, all parameters are kept: leave task={task!r} out.")
-        attention.admit_kernel()
         where: Any = {"revision": revision, "local_files_only": local_files_only}
         if convert:
+            # This uses the device, which must be unused when the kernel is checked.
+            attention.admit_kernel(RELEASE_HEAD_DIM, "bfloat16", None)
             from_torch.convert_from_hub(name, **where)
         folder = model_folder.find_model(name, **where)
+        admit_kernel_for(model_folder.read_config(folder).model)
         weights = lora_folders.parse(adapters)
         split = None if mesh is None else sharding.over(mesh)
         wanted = None if weights else fuse.reads(task)  # adapters are for all layers

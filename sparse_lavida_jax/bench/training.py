@@ -37,9 +37,10 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import aot, command, memory, objectives
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.table import table
-from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import optimizer
 
@@ -95,7 +96,6 @@ def main(_: list[str]) -> None:
 
 def _compare() -> None:
     """Times the ways to train on this device; counts the memory of the loss over many words."""
-    attention.admit_kernel()
     bench, subject = Bench("training"), _subject()
     rows = objectives.measure(*subject, runs=RUNS.value, batch=BATCH.value)
     for name, row in rows.items():
@@ -120,12 +120,15 @@ def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:
     """Returns settings without a moving average, parameters and examples."""
     if CONFIG.value:
         settings = config.read(pathlib.Path(CONFIG.value))
+        admit_kernel_for(settings.model, gradients=True)
         params = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
         dtype_of = optimizer.dtypes(settings)  # with adapters, some other parameters train too
         params = parameters.mapped(lambda name, x: x.astype(dtype_of(name)), params)
         make_example = objectives.random_examples(settings.model, settings.seed)
     else:
-        pipe = SparseLaViDa.from_pretrained(CHECKPOINT.value)
+        folder = model_folder.find_model(CHECKPOINT.value)
+        admit_kernel_for(model_folder.read_config(folder).model, gradients=True)
+        pipe = SparseLaViDa.from_pretrained(folder)
         settings, params = pipe.settings, pipe.model
         make_example = objectives.scene_examples(pipe.encoder, settings.seed)
     plain = dataclasses.replace(settings.optimizer, ema=0.0)

@@ -5,14 +5,16 @@ Before a process first uses the device, `admitted` runs `kernels.trial` in a chi
 time limit; it compares the device's kernel with the reference and with blockwise attention. The
 child must end before the device is used here, since a TPU belongs to one process at a time, and
 on a GPU the first process takes most of the memory. The verdict is kept in the user's cache, for
-these devices, this version of jax and this code. A kernel that is wrong, slower than blockwise
-attention, hangs or crashes is refused; the next one in line (`SECOND`) is then checked in the same
-way, and if there is none, attention runs blockwise (`attention.default_implementation`).
+these devices, this version of jax and this code; those of some devices are part of the package
+(`SHIPPED`). A kernel that is wrong, slower than blockwise attention, hangs or crashes is refused;
+the next one in line (`SECOND`) is then checked in the same way, and if there is none, attention
+runs blockwise (`attention.default_implementation`). Gradients are checked before training only; a
+verdict without them is then completed.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -22,19 +24,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 from jax._src import xla_bridge  # no public function tells whether a device is in use
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.version import __version__
+from sparse_lavida_jax.programs import side_by_side
 
 COMMAND = "sparse-lavida doctor --kernels"
 CHILD = (sys.executable, "-m", "sparse_lavida_jax.kernels.trial")
 LIMIT_S = 300.0  # time limit of the child, which compiles some twenty programs
 END_S = 10.0  # wait for a killed child; one stuck in its driver may not end
+LOOK_S = 0.5  # between looks at what the child has printed
+SHIPPED = pathlib.Path(__file__).with_name("verdicts")
 SECOND = {"pallas_gpu": "pallas_triton"}  # what is checked if a device's kernel is refused
 MOST_OFF = 2e-2  # largest error against the reference, for bfloat16
 SLOWER = 1.05  # refused above this multiple of blockwise attention's time; less may be noise
@@ -52,6 +57,7 @@ class Verdict:
         why: why the kernel is refused; empty if it is admitted.
         checks: the result of each check (`trial.main`).
         passed_over: why the device's first kernel was refused, if this is its second.
+        gradients: whether they were checked too.
     """
 
     device: str = ""
@@ -59,6 +65,16 @@ class Verdict:
     why: str = ""
     checks: tuple[dict[str, Any], ...] = ()
     passed_over: str = ""
+    gradients: bool = False
+
+    @property
+    def lacks_gradients(self) -> bool:
+        """Whether the kernel is admitted, and its gradients were not checked."""
+        return bool(self.kernel and not self.why and not self.gradients)
+
+
+# Of this process, by accelerators and whether gradients were asked for.
+_verdicts: dict[tuple[tuple[str, ...], bool], Verdict | None] = {}
 
 
 def chosen(kernel: str, device: str, accelerators: tuple[str, ...]) -> tuple[str | None, str]:
@@ -80,8 +96,7 @@ def chosen(kernel: str, device: str, accelerators: tuple[str, ...]) -> tuple[str
     return None if why else found, told
 
 
-@functools.cache
-def admitted(accelerators: tuple[str, ...]) -> Verdict | None:
+def admitted(accelerators: tuple[str, ...], gradients: bool = False) -> Verdict | None:
     """Returns the verdict on this machine's kernel, checking the kernel first if there is none.
 
     None if there is no verdict and the device is already in use. In a run of several processes, all
@@ -89,34 +104,60 @@ def admitted(accelerators: tuple[str, ...]) -> Verdict | None:
 
     Args:
         accelerators: of this machine (`devices.accelerators`); likewise below.
+        gradients: whether they are checked too, if the device is not in use.
     """
+    for asked in (True, gradients):
+        if (accelerators, asked) in _verdicts:
+            return _verdicts[accelerators, asked]
 
     def decide() -> str:
         verdict = remembered(accelerators)
-        if verdict is None and not xla_bridge.backends_are_initialized():
-            log.warning("attention's kernel is checked, once for this device: some minutes.")
-            verdict = check(accelerators)
+        if verdict is None or (gradients and verdict.lacks_gradients):
+            if not xla_bridge.backends_are_initialized():
+                log.warning("attention's kernel is checked, once for this device.")
+                verdict = check(accelerators, gradients=gradients, known=verdict)
+            elif verdict is not None:
+                log.warning(
+                    "the gradients of %s were never checked on this device, which is in use:"
+                    " once it is not, `%s` checks them.", verdict.kernel, COMMAND,
+                )  # fmt: skip
         return json.dumps(verdict and dataclasses.asdict(verdict))
 
-    found = runtime.first_decides("attention", decide, 3 * LIMIT_S)
-    return _verdict(json.loads(found))
+    question = "attention and its gradients" if gradients else "attention"
+    found = runtime.first_decides(question, decide, 3 * LIMIT_S)
+    _verdicts[accelerators, gradients] = verdict = _verdict(json.loads(found))
+    return verdict
 
 
 def check(
-    accelerators: tuple[str, ...], command: Sequence[str] = CHILD, limit_s: float = LIMIT_S
+    accelerators: tuple[str, ...],
+    command: Sequence[str] = CHILD,
+    limit_s: float = LIMIT_S,
+    *,
+    gradients: bool = True,
+    known: Verdict | None = None,
 ) -> Verdict:
     """Checks the kernel in a child process, or a second one if it is refused; caches the verdict.
 
     Args:
-        command: of the child, which prints the same lines as `trial.main`, of the kernel that is
-            its last word or, without one, of the device's first kernel.
+        command: of the child, which prints the same lines as `trial.main` called with further
+            words: what is checked and, unless it is the device's first kernel, its name.
         limit_s: seconds until the child is killed.
+        gradients: whether they are checked too.
+        known: the verdict that admitted a kernel without its gradients: only these are checked.
     """
-    verdict = judged(*_run(command, limit_s))
+    part = "all" if gradients else "sampling"
+    if known is None:
+        verdict = judged(*_run((*command, part), limit_s))
+    else:
+        verdict = judged(*_run((*command, "gradients", str(known.kernel)), limit_s))
+        checks = (*known.checks, *verdict.checks)
+        verdict = dataclasses.replace(verdict, checks=checks, passed_over=known.passed_over)
     if verdict.why and (second := SECOND.get(verdict.kernel or "")):
-        other = judged(*_run((*command, second), limit_s))
+        other = judged(*_run((*command, part, second), limit_s))
         if other.kernel == second and not other.why:
             verdict = dataclasses.replace(other, passed_over=verdict.why)
+    verdict = dataclasses.replace(verdict, gradients=gradients and verdict.kernel is not None)
     if verdict.kernel or (verdict.device and accelerators):
         with contextlib.suppress(OSError):  # without a writable cache, nothing is remembered
             _remember(verdict, memory(accelerators))
@@ -134,7 +175,7 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
     for line in lines:
         if "check" in line:
             checks.setdefault(line["check"], {}).update(line)
-        else:
+        elif "kernel" in line:
             found = line
     if not found:
         return Verdict(why=f"the device could not be used: {ended or 'nothing was printed'}")
@@ -151,17 +192,19 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
 
 
 def remembered(accelerators: tuple[str, ...]) -> Verdict | None:
-    """Returns the cached verdict; None if there is none, or it cannot be read."""
-    try:
-        return _verdict(json.loads(memory(accelerators).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+    """Returns the cached or the shipped verdict; None if there is none that can be read."""
+    cached = memory(accelerators)
+    for path in (cached, SHIPPED / cached.name):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return _verdict(json.loads(path.read_text(encoding="utf-8")))
+    return None
 
 
 def memory(accelerators: tuple[str, ...]) -> pathlib.Path:
     """Returns the cache file of the verdict for these devices, this jax version and this code."""
-    digest = hashlib.sha256(repr((accelerators, jax.__version__, __version__)).encode())
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.*")):
+    digest = hashlib.sha256(repr((accelerators, jax.__version__)).encode())
+    here = pathlib.Path(__file__).parent
+    for path in (*sorted(here.glob("*.*")), here.parent / "visibility.py"):
         digest.update(path.read_bytes())
     folder = runtime.programs_folder().expanduser() / "kernels"
     return folder / f"{digest.hexdigest()[:16]}.json"
@@ -200,7 +243,7 @@ def _run(command: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], 
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_environment()
         )
         try:
-            status = child.wait(limit_s)
+            status = _wait(child, out, limit_s)
             ended = "" if status == 0 else f"ended with status {status}"
         except subprocess.TimeoutExpired:
             ended = f"did not end within {limit_s:g} s"
@@ -214,6 +257,28 @@ def _run(command: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], 
         if ended and last:
             ended += f" ({last[0][:200]})"
         return [json.loads(line) for line in out if line.startswith("{") and "}\n" in line], ended
+
+
+def _wait(child: subprocess.Popen, out: IO[str], limit_s: float) -> int:
+    """Waits for a child, and shows which of its programs is compiled; returns its status."""
+    end = time.monotonic() + limit_s
+    with side_by_side.Progress(0, "attention's kernel is checked") as progress:
+        while True:
+            try:
+                return child.wait(max(0, min(LOOK_S, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= end:
+                    raise
+            # Read without moving the place in the file where the child writes.
+            printed = os.pread(out.fileno(), os.fstat(out.fileno()).st_size, 0).splitlines()
+            found = [json.loads(line) for line in printed if line.startswith(b'{"program"')]
+            if found:
+                progress.number = found[-1]["of"]
+                progress.show([_DONE] * found[-1]["program"])
+
+
+_DONE: concurrent.futures.Future = concurrent.futures.Future()
+_DONE.set_result(None)
 
 
 def _environment() -> dict[str, str]:

@@ -117,6 +117,7 @@ def make_tables(
     implementation: str | None = None,
     key_deals: Sequence[Deal] = (),
     sizes: Any = None,
+    gradients: bool = True,
 ) -> Tables | GpuTables | None:
     """Returns the tile tables of one set of tags, and the tags, for all layers; None if not needed.
 
@@ -126,6 +127,7 @@ def make_tables(
         head_dim, dtype: of the queries; the choice of implementation depends on them.
         implementation, key_deals: as in the call.
         sizes: of tiles; by default those of the device.
+        gradients: whether the tables have the lists for gradients; a pass over a cache needs none.
     """
     lengths = query_block.shape[1], key_block.shape[1]
     chosen = _chosen(implementation, *lengths, head_dim, dtype)
@@ -136,7 +138,8 @@ def make_tables(
 
     def make(*tags) -> Tables | GpuTables:
         lengths = tags[0].shape[1], tags[2].shape[1]
-        return _listed(kernel, tags, sizes or devices.sizes_of(chosen, *lengths, head_dim))
+        own = sizes or devices.sizes_of(chosen, *lengths, head_dim)
+        return _listed(kernel, tags, own, gradients)
 
     split = sharded.split_of(*query_block.shape)
     return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
@@ -207,20 +210,37 @@ def run_kernel(
         leaves, structure = jax.tree.flatten(tables)
         out, lse = _differentiable(kernel, shape, structure, q, k, v, leaves)  # type: ignore
     else:
-        out, lse = kernel.forward(q, k, v, layer, tables, shape)
+        out, lse = _forward(kernel, q, k, v, layer, tables, shape)
     return out[:, :length], lse.reshape(*lse.shape[:2], -1)[:, :, :length]
 
 
-def _listed(kernel: ModuleType, tags: Tags, sizes: Any) -> Any:
+def _listed(kernel: ModuleType, tags: Tags, sizes: Any, gradients: bool = True) -> Any:
     """Returns the tables of a call, with its tags as the kernel reads them."""
-    made = tiles.make_tables(*tags, sizes=sizes)
+    made = tiles.make_tables(*tags, sizes=sizes, gradients=gradients)
     return dataclasses.replace(made, tags=kernel.laid_out(tags, sizes))
+
+
+# Jitted inside the programs that call them, so that all layers of one form share a kernel: it is
+# traced and lowered once for all calls with the same shapes, and compiled once. Otherwise every
+# layer's module would have a name of its own. Inside `shard_map` as well, where every device has
+# this one module; the loops of `blockwise` are shared in the same way. The reference is not: it has
+# no module, and is a part of its layer.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _forward(kernel, q, k, v, layer, tables, shape) -> tuple[Array, Array]:
+    return tuple(kernel.forward(q, k, v, layer, tables, shape))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 8))
+def _backward(kernel, q, k, v, tables, out, lse, cotangents, shape) -> tuple[Array, Array, Array]:
+    return tuple(kernel.backward(q, k, v, tables, out, lse, cotangents, shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _differentiable(kernel, shape, structure, q, k, v, leaves) -> tuple[Array, Array]:
     tables = jax.tree.unflatten(structure, leaves)
-    return tuple(kernel.forward(q, k[None], v[None], 0, tables, shape))
+    return _forward(kernel, q, k[None], v[None], 0, tables, shape)
 
 
 def _run_and_save(kernel, shape, structure, q, k, v, leaves):
@@ -233,7 +253,7 @@ def _run_and_save(kernel, shape, structure, q, k, v, leaves):
 def _gradients(kernel, shape, structure, saved, cotangents):
     q, k, v, leaves, out, lse = saved
     tables = jax.tree.unflatten(structure, leaves)
-    return (*kernel.backward(q, k, v, tables, out, lse, cotangents, shape), None)
+    return (*_backward(kernel, q, k, v, tables, out, lse, cotangents, shape), None)
 
 
 _differentiable.defvjp(_run_and_save, _gradients)
@@ -243,15 +263,25 @@ _differentiable.defvjp(_run_and_save, _gradients)
 # The choice of an implementation.
 
 
-def admit_kernel() -> None:
+def admit_kernel(
+    head_dim: int, dtype: DTypeLike, implementation: str | None, *, gradients: bool = False
+) -> None:
     """Checks the kernel of this machine's accelerator before this process first uses the device.
 
-    Runs once per device, jax version and code (`kernels.admission`); does nothing on a CPU.
+    Runs once per device, jax version and code (`kernels.admission`). Does nothing on a CPU, for a
+    model that names its implementation, and for one whose heads no kernel of these devices takes.
+
+    Args:
+        head_dim, dtype, implementation: of the model (`implementation_for`).
+        gradients: whether they are checked too, for training.
     """
-    if accelerators := devices.accelerators():
+    accelerators = devices.accelerators()
+    gpus = all(number.startswith(devices.NVIDIA) for number in accelerators)
+    taken = not gpus or any(takes(kernel, dtype, head_dim) for kernel in devices.OF_GPUS)
+    if accelerators and taken and not implementation:
         from sparse_lavida_jax.kernels import admission  # the CPU does without
 
-        admission.admitted(accelerators)
+        admission.admitted(accelerators, gradients)
 
 
 def device_kernel() -> str | None:
@@ -267,39 +297,45 @@ def device_kernel() -> str | None:
     return "pallas_triton" if known and _has_triton() else None
 
 
-@functools.cache
 def default_implementation() -> str:
     """Returns the attention implementation for this machine's first device.
 
     This is its kernel, if admitted, or the next one in line; a warning is logged if it is not its
     first. Calls a GPU's kernel does not take, and small calls, may get another one (`make_tables`).
     """
+    return _default()[0]
+
+
+@functools.cache
+def _default() -> tuple[str, str]:
+    """Returns `default_implementation`, and why it is not the device's first kernel."""
     kernel = device_kernel()
     if kernel is None:
         if jax.default_backend() != "gpu":
-            return "reference"
+            return "reference", ""
         why = f"jax {jax.__version__} has none for compute capability {_capability()}"
     else:
         from sparse_lavida_jax.kernels import admission  # the CPU does without
 
         kind = jax.devices()[0].device_kind
         kernel, why = admission.chosen(kernel, kind, devices.accelerators())
-    if kernel is None:
-        _announce(why)
-    elif why:
+    if kernel and why:
         log.warning("attention runs with %s: %s.", kernel, why)
-    return kernel or "blockwise"
+    return kernel or "blockwise", why
 
 
 def implementation_for(head_dim: int, dtype: DTypeLike, implementation: str | None = None) -> str:
     """Returns the implementation for long calls of this type: the given one, or the best."""
     if implementation is not None:
         return implementation
-    best = default_implementation()
-    if takes(best, dtype, head_dim):
-        return best
-    _announce(f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}")
-    return "blockwise"
+    # A kernel that does not take such calls need not have been admitted.
+    return default_implementation() if _is_taken(head_dim, dtype) else "blockwise"
+
+
+def _is_taken(head_dim: int, dtype: DTypeLike) -> bool:
+    """Whether the device's kernel, if it has one, takes this type and head size."""
+    kernel = device_kernel()
+    return kernel is None or takes(kernel, dtype, head_dim)
 
 
 def takes(implementation: str, dtype: DTypeLike, head_dim: int) -> bool:
@@ -310,7 +346,8 @@ def takes(implementation: str, dtype: DTypeLike, head_dim: int) -> bool:
 
 def runs_here(implementation: str) -> bool:
     """Whether an implementation runs on this device, uninterpreted and admitted."""
-    return implementation in ("reference", "blockwise", default_implementation())
+    portable = implementation in ("reference", "blockwise")
+    return portable or implementation == default_implementation()
 
 
 def takes_tables(implementation: str | None = None) -> bool:
@@ -373,8 +410,14 @@ def _chosen(
 ) -> str:
     """Returns the implementation of a call: the given one, or the best for its sizes."""
     best = implementation_for(head_dim, dtype, implementation)
-    few = implementation is None and query_len * key_len <= devices.FEW_PAIRS
-    return "reference" if few and best == "blockwise" else best
+    if implementation is not None or best != "blockwise":
+        return best
+    on_gpu = jax.default_backend() == "gpu"
+    if query_len * key_len <= (devices.FEW_PAIRS_OF_GPU if on_gpu else devices.FEW_PAIRS):
+        return "reference"
+    untaken = f"the GPU kernel takes no {jnp.dtype(dtype)} with {head_dim=}"
+    _announce(_default()[1] if _is_taken(head_dim, dtype) else untaken)
+    return best
 
 
 def _check_call(q, k, num_heads: int, num_kv_heads: int, layer, implementation) -> None:

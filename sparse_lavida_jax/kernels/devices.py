@@ -54,7 +54,8 @@ DEVICES = {
 
 # PCI numbers of the vendors whose accelerators have a kernel here, and the packages with which jax
 # uses them. A machine with none of these packages computes on its CPU, whatever hardware it has.
-VENDORS = {"0x10de": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "0x1ae0": ("libtpu",)}
+NVIDIA = "0x10de"
+VENDORS = {NVIDIA: ("jax_cuda12_plugin", "jax_cuda13_plugin"), "0x1ae0": ("libtpu",)}
 PCI = pathlib.Path("/sys/bus/pci/devices")
 
 TABLE = pathlib.Path(__file__).with_name("tile_sizes.json")
@@ -68,8 +69,11 @@ OF_GPUS = ("pallas_gpu", "pallas_triton")
 HOPPER, AMPERE = "9.", 8
 # Queries times keys of a call up to which the reference is used if there is no kernel. On a CPU
 # core the reference takes .7 of the time of blockwise attention at 640 tokens and twice as long at
-# 1024 (forward; docs/kernels.md); on a GPU nothing was measured.
-FEW_PAIRS = 2**19
+# 1024 (forward; docs/kernels.md). On a GPU, a loop over tiles keeps few of its processors busy: on
+# an H200, training `configs/scenes.py` with the reference made 760 steps in 55 s (by hand, on 26
+# November 2026), and was slower in blocks. Its limit there is set by memory, not by a measurement:
+# 16 MB of logits for each head and row.
+FEW_PAIRS, FEW_PAIRS_OF_GPU = 2**19, 2**22
 LARGEST_BLOCK = 512  # logits of such a tile for 32 heads are 34 MB; ours, not tuned on a GPU
 
 

@@ -282,6 +282,7 @@ def forward(q, k, v, layer, tables: Tables, shape: Shape):
 def backward(q, k, v, tables: Tables, out, lse, cotangents, shape: Shape):
     """Returns the gradients of q [b s (h d)], k and v [b t (hk d)]."""
     ((_, across), (down, _)), (dout, _) = tables.tags, cotangents
+    assert tables.by_key is not None, "the tables were made with gradients=False"
     delta = common.row_sums(out, cotangents, shape.num_heads)  # [b h 1 s]
     inputs = [
         (across, f"batch {SUBLANES} queries"),

@@ -207,6 +207,7 @@ def forward(q, k, v, layer, tables: GpuTables, shape: Shape):
 
 def backward(q, k, v, tables: GpuTables, out, lse, cotangents, shape: Shape):
     """Returns the gradients of q [b s (h d)], k and v [b t (hk d)]."""
+    assert tables.for_dq and tables.for_dkv, "the tables were made with gradients=False"
     delta = common.row_sums(out, cotangents, shape.num_heads)  # [b h s]
     inputs = (q, k, v, cotangents[0], lse, delta, tables.tags)
     name, sizes = "step_causal_attention", shape.sizes

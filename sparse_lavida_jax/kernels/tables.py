@@ -71,13 +71,13 @@ class Tables:
 
     Attributes:
         by_query: rows are tiles of queries: forward, and the gradient of the queries.
-        by_key: rows are tiles of keys: the gradient of keys and values.
+        by_key: rows are tiles of keys: the gradient of keys and values. None without gradients.
         sizes: static.
         tags: in the form that the kernel reads.
     """
 
     by_query: TileList
-    by_key: TileList
+    by_key: TileList | None
     sizes: TileSizes = flax.struct.field(pytree_node=False)
     tags: Any = None
 
@@ -234,11 +234,14 @@ class RowLists:
 
 @flax.struct.dataclass
 class GpuTables:
-    """Row lists of the three kernels; rows are tiles of queries, but of keys in `for_dkv`."""
+    """Row lists of the three kernels; rows are tiles of queries, but of keys in `for_dkv`.
+
+    Without gradients, their lists are None.
+    """
 
     forward: RowLists
-    for_dq: RowLists
-    for_dkv: RowLists
+    for_dq: RowLists | None
+    for_dkv: RowLists | None
     sizes: GpuSizes = flax.struct.field(pytree_node=False)
     tags: Any = None  # as in `Tables`
 
@@ -251,25 +254,34 @@ def make_tables(
     key_segment: Int[AnyArray, "b t"] | None = None,
     *,
     sizes: TileSizes | GpuSizes,
+    gradients: bool = True,
 ) -> Any:
     """Returns the `Tables` of one set of tags, or `GpuTables` for `GpuSizes`.
 
     Lengths need not be whole numbers of tiles.
+
+    Args:
+        gradients: whether there are lists for gradients.
     """
     tags = (query_block, query_horizon, key_block, query_segment, key_segment)
     if isinstance(sizes, TileSizes):
         classes = part_classes(*tags, sizes=sizes)
-        return Tables(_tile_list(classes), _tile_list(classes.swapaxes(1, 2)), sizes)
+        by_key = _tile_list(classes.swapaxes(1, 2)) if gradients else None
+        return Tables(_tile_list(classes), by_key, sizes)
     fills = (PAD_BLOCK, PAD_HORIZON, PAD_BLOCK, 0, 0)
     whole: list[Any] = [  # all arrays are padded to whole rows
         None if tag is None else padded_tags(tag, GPU_ROWS, fill)
         for tag, fill in zip(tags, fills, strict=True)
     ]
-    forward, dq, dkv = (
-        part_classes(*whole, sizes=tile)[..., 0] for tile in (sizes.forward, sizes.dq, sizes.dkv)
-    )
-    for_dkv = dataclasses.replace(_row_lists(dkv.swapaxes(1, 2)), order=None)
-    return GpuTables(_row_lists(forward), _row_lists(dq), for_dkv, sizes)
+
+    def classes_of(tile: TileSizes) -> Int[Array, "b rows cols"]:
+        return part_classes(*whole, sizes=tile)[..., 0]
+
+    forward = _row_lists(classes_of(sizes.forward))
+    if not gradients:
+        return GpuTables(forward, None, None, sizes)
+    for_dkv = dataclasses.replace(_row_lists(classes_of(sizes.dkv).swapaxes(1, 2)), order=None)
+    return GpuTables(forward, _row_lists(classes_of(sizes.dq)), for_dkv, sizes)
 
 
 def _row_lists(classes: Int[Array, "b rows cols"]) -> RowLists:

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the kernel of this machine's device; `kernels.admission` runs this as a child.
 
-    python -m sparse_lavida_jax.kernels.trial [KERNEL]
+    python -m sparse_lavida_jax.kernels.trial [all|sampling|gradients] [KERNEL]
 
 Outputs and gradients are computed twice, on tags from the model's own training and decoding, and
 compared with the reference. Then a few calls at full size are timed against blockwise attention.
 """
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,9 @@ import numpy as np
 
 from sparse_lavida_jax.kernels import attention, shapes
 from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
+from sparse_lavida_jax.programs import side_by_side
+
+Part = Literal["all", "sampling", "gradients"]
 
 LAYERS, LAYER = 3, 2  # the layers of the stacked cache, and the one that is read
 RUNS = 10  # timed runs of each implementation
@@ -31,12 +37,14 @@ class Trial:
     """A call that a kernel is tried on.
 
     Attributes:
-        shape: from `kernels/shapes.py`; a decoding step runs forward only, on a stacked cache.
+        shape: from `kernels/shapes.py`; a decoding step runs on a stacked cache.
+        gradients: whether they are computed too.
         heads, head_dim, dtype: of q, k and v.
         every: uses every n-th token of the shape; 1: all.
     """
 
     shape: str
+    gradients: bool = False
     heads: int = 8
     head_dim: int = RELEASE_HEAD_DIM
     dtype: str = "bfloat16"
@@ -44,7 +52,8 @@ class Trial:
 
     @property
     def name(self) -> str:
-        return f"{self.shape}, {self.heads} heads of {self.head_dim} in {self.dtype}"
+        kind = "gradients of " if self.gradients else ""
+        return f"{kind}{self.shape}, {self.heads} heads of {self.head_dim} in {self.dtype}"
 
     @property
     def decodes(self) -> bool:
@@ -55,49 +64,106 @@ class Trial:
         found = vars(shapes.tags(self.shape))
         return {name: tag[None, :: self.every] for name, tag in found.items() if tag is not None}
 
-    def numbers(self) -> list[jax.Array]:
-        """Returns q, k, v and the gradient of the output."""
+    def types(self, dtype: str) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of `numbers`, with a dtype."""
         tags, width = self.tags(), self.heads * self.head_dim
-        rng = np.random.default_rng(0)
         queries, keys = ((*tags[name].shape, width) for name in ("query_block", "key_block"))
         cached = (LAYERS, *keys) if self.decodes else keys
-        drawn = [rng.standard_normal(of, np.float32) for of in (queries, cached, cached, queries)]
-        return [jnp.asarray(x, self.dtype) for x in drawn]
+        return [jax.ShapeDtypeStruct(of, dtype) for of in (queries, cached, cached, queries)]
+
+    def numbers(self) -> list[jax.Array]:
+        """Returns q, k, v and the gradient of the output."""
+        rng, types = np.random.default_rng(0), self.types(self.dtype)
+        return [jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype) for x in types]
 
 
+# What is both checked and raced is compiled once.
 CHECKED = (
-    Trial("t2i_1536"),
+    Trial("t2i_1536", heads=32),
     Trial("decode_early"),
     Trial("decode_late"),
-    Trial("packed_8192", every=2),
     Trial("edit_3456"),
     Trial("t2i_1536", head_dim=64),
     Trial("t2i_1536", dtype="float32"),
+    Trial("t2i_1536", gradients=True, heads=32),
+    Trial("packed_8192", gradients=True, every=2),
+    Trial("edit_3456", gradients=True),
+    Trial("t2i_1536", gradients=True, head_dim=64),
+    Trial("t2i_1536", gradients=True, dtype="float32"),
 )
-RACED = (Trial("t2i_1536", heads=32), Trial("decode_mid", heads=32))
+RACED = (
+    Trial("t2i_1536", heads=32),
+    Trial("decode_mid", heads=32),
+    Trial("t2i_1536", gradients=True, heads=32),
+)
 
 
-def main(kernel: str | None = None) -> None:
+def main(part: Part = "all", kernel: str | None = None) -> None:
     """Prints the device and a kernel, by default its own, then each check's name, and its result.
 
-    Each is a line of JSON; the name comes first on its own line, to show where a child hung.
+    Each is a line of JSON; the name comes first on its own line, to show where a child hung. Before
+    the checks, there is a line for every program that is compiled, with their number.
+
+    Args:
+        part: what is checked: that which sampling needs, gradients, or both.
     """
     kernel = kernel or attention.device_kernel()
     _say({"device": jax.devices()[0].device_kind, "kernel": kernel})
     if kernel is None:
         return
-    for name, run in checks(kernel):
+    if side_by_side.are_made_ahead():
+        _compile(part, kernel)
+    for name, run in checks(part, kernel):
         _say({"check": name})
         _say({"check": name, **run()})
 
 
-def checks(kernel: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
+def checks(part: Part, kernel: str) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
     """Yields the name of each check, and a function that runs it."""
-    for one in CHECKED:
-        if attention.takes(kernel, one.dtype, one.head_dim):
-            yield one.name, lambda one=one: agreement(one, kernel)
-    for one in RACED:
+    checked, raced = _trials(part, kernel)
+    for one in checked:
+        yield one.name, lambda one=one: agreement(one, kernel)
+    for one in raced:
         yield f"race: {one.name}", lambda one=one: race(one, kernel)
+
+
+def _trials(part: Part, kernel: str) -> tuple[list[Trial], list[Trial]]:
+    """Returns the trials of a part that a kernel takes: those that are checked, and raced."""
+    checked, raced = (
+        [
+            one
+            for one in trials
+            if attention.takes(kernel, one.dtype, one.head_dim)
+            and part in ("all", "gradients" if one.gradients else "sampling")
+        ]
+        for trials in (CHECKED, RACED)
+    )
+    return checked, raced
+
+
+def _compile(part: Part, kernel: str) -> None:
+    """Compiles the programs of all checks side by side.
+
+    What cannot be lowered or compiled is left to its check, which then fails.
+    """
+    checked, raced = _trials(part, kernel)
+    programs = dict.fromkeys(
+        [(one, kernel, one.dtype) for one in (*checked, *raced)]
+        + [(one, "blockwise", one.dtype) for one in raced]
+        + [(one, "reference", "float32") for one in checked]
+    )
+    finished, futures = itertools.count(1), []
+
+    def compile_one(lowered: jax.stages.Lowered) -> None:
+        lowered.compile()
+        _say({"program": next(finished), "of": len(programs)})
+
+    with side_by_side.uncollected():
+        for program in programs:
+            with contextlib.suppress(Exception):
+                lowered = _lowered(*program)
+                futures.append(side_by_side.start(functools.partial(compile_one, lowered)))
+    side_by_side.wait(futures)
 
 
 def agreement(one: Trial, kernel: str) -> dict[str, Any]:
@@ -106,11 +172,10 @@ def agreement(one: Trial, kernel: str) -> dict[str, Any]:
     The error is the largest difference from the reference in float32, divided by the largest
     absolute value of the reference if that exceeds 1.
     """
-    numbers, run = one.numbers(), _program(one, kernel)
+    numbers, run = one.numbers(), _lowered(one, kernel, one.dtype).compile()
     found, again = (jax.device_get(run(*numbers)) for _ in range(2))
-    with jax.default_matmul_precision("highest"):
-        wide = (x.astype(jnp.float32) for x in numbers)
-        wanted = jax.device_get(_program(one, "reference")(*wide))
+    wide = (x.astype(jnp.float32) for x in numbers)
+    wanted = jax.device_get(_lowered(one, "reference", "float32").compile()(*wide))
     off = [
         np.abs(ours.astype(np.float32) - theirs).max() / max(np.abs(theirs).max(), 1)
         for ours, theirs in zip(found, wanted, strict=True)
@@ -122,9 +187,10 @@ def agreement(one: Trial, kernel: str) -> dict[str, Any]:
 def race(one: Trial, kernel: str) -> dict[str, float]:
     """Returns the median microseconds of a kernel and of blockwise attention, run alternately."""
     numbers = one.numbers()
-    runs = {"kernel_us": _program(one, kernel), "blocks_us": _program(one, "blockwise")}
+    names = {"kernel_us": kernel, "blocks_us": "blockwise"}
+    runs = {name: _lowered(one, of, one.dtype).compile() for name, of in names.items()}
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(RUNS + 1):  # the first compiles
+    for _ in range(RUNS + 1):  # the first may load what the others need
         for name, run in runs.items():
             begin = time.perf_counter()
             jax.block_until_ready(run(*numbers))
@@ -132,10 +198,11 @@ def race(one: Trial, kernel: str) -> dict[str, float]:
     return {name: statistics.median(own[1:]) for name, own in taken.items()}
 
 
-def _program(one: Trial, implementation: str) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a function of q, k, v and the output's gradient.
+@functools.cache
+def _lowered(one: Trial, implementation: str, dtype: str) -> jax.stages.Lowered:
+    """Returns a program of q, k, v and the output's gradient, which is compiled only once.
 
-    It computes attention and, except in decoding, its gradients.
+    It computes attention and, in a trial of gradients, these; the reference as exactly as possible.
     """
     tags, layer = one.tags(), LAYER if one.decodes else None
 
@@ -146,17 +213,20 @@ def _program(one: Trial, implementation: str) -> Callable[..., tuple[jax.Array, 
 
     @jax.jit
     def run(q, k, v, pulled):
-        if one.decodes:
+        if not one.gradients:
             return (attend(q, k, v),)
         out, pull_back = jax.vjp(attend, q, k, v)
         return (out, *pull_back(pulled))
 
-    return run
+    exact = implementation == "reference"
+    with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+        return run.lower(*one.types(dtype))
 
 
 def _say(values: Mapping[str, Any]) -> None:
-    print(json.dumps(values), flush=True)
+    sys.stdout.write(json.dumps(values) + "\n")  # at once, from any thread
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels import sharded
 from sparse_lavida_jax.kernels.attention import (
+    admit_kernel,
     implementation_for,
     make_tables,
     query_tile,
@@ -53,8 +54,21 @@ class StepTables:
 
 def implementation_of(settings: config.Model) -> str:
     """Returns the implementation that computes a model's attention here, when it is large."""
+    return implementation_for(*_of_attention(settings))
+
+
+def admit_kernel_for(settings: config.Model, *, gradients: bool = False) -> None:
+    """Checks the kernel that a model would use here, before the device is used.
+
+    Args:
+        gradients: whether they are checked too, for training.
+    """
+    admit_kernel(*_of_attention(settings), gradients=gradients)
+
+
+def _of_attention(settings: config.Model) -> tuple[int, str, str | None]:
     asked = settings.attention_implementation or None
-    return implementation_for(settings.head_dim, settings.compute_dtype, asked)
+    return settings.head_dim, settings.compute_dtype, asked
 
 
 def step_tables(
@@ -67,7 +81,7 @@ def step_tables(
         cache: its state before the pass; only its tags are read.
     """
     cache = cache.begin(name, layout.block)
-    one = _Pass(settings, {name: layout}, {}, {}, cache)
+    one = _Pass(settings, {name: layout}, {}, {}, cache, gradients=False)
     attentions = one.joint([name]), one.split(name)
     return StepTables(*(attention.keywords["tables"] for attention in attentions))
 
@@ -101,7 +115,7 @@ def run_layers(
         The residual streams that are wanted and present, and the updated cache.
     """
     present: list[StreamName] = [name for name in STREAMS if name in x]
-    implementation = settings.attention_implementation or None
+    implementation = implementation_of(settings)
     if cache is not None:
         for name in present:
             cache = cache.begin(name, layouts[name].block)
@@ -123,7 +137,8 @@ def run_layers(
         name: rotary(layouts[name].position, settings.head_dim, settings.rope_theta)
         for name in present
     }
-    one = _Pass(settings, layouts, turns, deals, cache if attend_cache else None)
+    stored = cache if attend_cache else None
+    one = _Pass(settings, layouts, turns, deals, stored, gradients=cache is None)
     ahead = tables or StepTables()
     x, cache = _run_joint(one, joint, x, cache, wanted, ahead.joint)
     if x:
@@ -171,6 +186,8 @@ def _run(settings: config.Model, body, layers: Layer | Sequence[Layer], number: 
         # A loop is already a barrier: inside it the compiler cannot reuse earlier results.
         body = jax.checkpoint(body, policy=policy, prevent_cse=unroll)
     if not isinstance(layers, Layer):
+        # Traced and lowered once for all layers of one form, also over a mesh.
+        body = jax.jit(body)
         for index in range(number):
             (x, cache), _ = body((x, cache), (layers[index], jnp.int32(index)))
         return x, cache
@@ -195,6 +212,7 @@ class _Pass:
         turns: rotations of their tokens, by position; empty if nothing is rotated.
         deals: how their tokens are distributed over a mesh; empty if they are not.
         cache: provides the tags of the keys; None if tokens attend only to this pass.
+        gradients: whether there may be any: not in a pass that writes a cache.
     """
 
     settings: config.Model
@@ -202,6 +220,7 @@ class _Pass:
     turns: dict[StreamName, Rotary]
     deals: Deals
     cache: KVCache | None
+    gradients: bool
 
     def joint(
         self, asking: Sequence[StreamName], tables: AnyTables | None = None
@@ -252,7 +271,9 @@ class _Pass:
             "key_deals": [self.deals[name] for name in names if self.deals],
         }
         head_dim, dtype = self.settings.head_dim, jnp.dtype(self.settings.compute_dtype)
-        tables = tables or make_tables(**tags, **how, head_dim=head_dim, dtype=dtype)
+        if tables is None:
+            of_type = {"head_dim": head_dim, "dtype": dtype, "gradients": self.gradients}
+            tables = make_tables(**tags, **how, **of_type)
         heads = self.settings.num_heads
         return functools.partial(
             step_causal_attention, **tags, **how, num_heads=heads, tables=tables

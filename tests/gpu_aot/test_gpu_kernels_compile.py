@@ -157,6 +157,23 @@ TRITON = textwrap.dedent("""
 
     compile_kernel(pallas_triton, devices.gpu_rule("pallas_triton"))
 """)
+LAYERS = DEVICE + textwrap.dedent("""
+    import sys
+
+    import kernel_programs
+
+    widths = {
+        "num_heads": 32, "width": 4096, "mlp_hidden": 12_288, "generation_width": 2048,
+        "generation_mlp_hidden": 8192, "codebook_size": 8192,
+    }
+    module, implementation = sys.argv[1:]
+    for layers in (4, 8):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = kernel_programs.step(implementation, layers, "cuda", sharding, **widths)
+        print("modules:", layers, lowered.as_text().count(f"custom_call @{module}"))
+    assert "step_causal_attention" in lowered.compile().as_text()
+    print("compiled")
+""")
 SEGMENT = DEVICE + textwrap.dedent("""
     import sys
 
@@ -274,6 +291,19 @@ def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind, implemen
     """The segment program of `sample.py` at the release's widths, including kernels."""
     told, _ = run(SEGMENT, kind, implementation)
     assert "copied:" not in told, told
+
+
+@pytest.mark.parametrize(
+    ("module", "implementation"),
+    [("mosaic_gpu", "pallas_gpu"), ("__gpu$xla.gpu.triton", "pallas_triton")],
+)
+def test_a_program_holds_two_modules_of_its_kernel_whatever_the_number_of_layers(
+    module, implementation
+):
+    """One of the joint layers, one of the split layers, whose widths are those of the release."""
+    told, _ = run(LAYERS, module, implementation)
+    found = [line.split()[1:3] for line in told.splitlines() if line.startswith("modules:")]
+    assert found == [["4", "2"], ["8", "2"]], told
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])

@@ -96,6 +96,17 @@ def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
     assert not segment_programs.copies(program.hlo, program.cache_shapes)
 
 
+def test_layers_of_their_own_share_two_kernels():
+    """One for joint layers and one for split ones, of 4 layers as of 8."""
+    sharding, found = described("v5e:2x2"), []
+    for layers in (4, 8):
+        with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+            lowered = kernel_programs.step("pallas_tpu", layers, "tpu", sharding)
+        found.append(lowered.as_text().count("custom_call @tpu_custom_call"))
+    assert found == [2, 2]
+    assert "step_causal_attention" in lowered.compile().as_text()
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_fused_layers_are_read_where_they_lie_and_cycles_go_into_products(topology):
     """The bar is .75 of the layers' cycles; the compiler has no estimate for our kernel."""

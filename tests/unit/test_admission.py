@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+import pathlib
+import shutil
 import sys
 import types
 
@@ -11,11 +13,12 @@ import pytest
 import tiny
 from jax._src import distributed, xla_bridge
 
-from sparse_lavida_jax import cli, runtime
+from sparse_lavida_jax import cli, runtime, visibility
 from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.kernels import admission, attention, devices, trial
 from sparse_lavida_jax.models.stack import implementation_of
+from sparse_lavida_jax.programs import side_by_side
 
 HERE = ("0x10de:0x2335",)
 GPU = {"device": "a GPU", "kernel": "pallas_gpu"}
@@ -27,7 +30,7 @@ import os, time
 from sparse_lavida_jax.kernels import attention, pallas_tpu, trial
 
 attention.device_kernel = lambda: "pallas_tpu"
-trial.CHECKED = (trial.Trial("t2i_1536", heads=1, head_dim=8, every=12),)
+trial.CHECKED = (trial.Trial("t2i_1536", gradients=True, heads=1, head_dim=8, every=12),)
 trial.RACED = ()
 sound = pallas_tpu.forward
 
@@ -39,7 +42,7 @@ def forward(*given):
 pallas_tpu.forward = forward
 trial.main()
 """
-ON = "t2i_1536, 1 heads of 8 in bfloat16"
+ON = "gradients of t2i_1536, 1 heads of 8 in bfloat16"
 
 
 def child(planted: str) -> list[str]:
@@ -52,13 +55,28 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(devices, "accelerators", lambda: HERE)
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
-    caches = (admission.admitted, attention.default_implementation, attention._announce)
-    for cached in caches:
-        cached.cache_clear()
+    forget()
     yield
     monkeypatch.undo()
-    for cached in caches:
-        cached.cache_clear()
+    forget()
+
+
+def forget():
+    """Makes this process a new one, which has to choose an implementation again."""
+    admission._verdicts.clear()
+    attention._default.cache_clear()
+    attention._announce.cache_clear()
+
+
+def admit(**changes):
+    """Loads a model with heads that the kernels take."""
+    attention.admit_kernel(
+        **{"head_dim": 128, "dtype": "bfloat16", "implementation": None} | changes
+    )
+
+
+def chosen_for_a_long_call():
+    return attention._chosen(None, 4096, 4096, 128, "bfloat16")
 
 
 @pytest.fixture
@@ -139,11 +157,138 @@ def test_a_device_is_checked_once(gpu, monkeypatch):
     ran = []
     monkeypatch.setattr(admission, "_run", lambda *given: ran.append(given) or ([GPU], ""))
     for _ in range(2):  # two processes
-        admission.admitted.cache_clear()
-        attention.default_implementation.cache_clear()
-        attention.admit_kernel()
+        forget()
+        admit()
         assert attention.default_implementation() == "pallas_gpu"
     assert len(ran) == 1
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Children that admit what is asked of them; returns their last words."""
+    words = []
+
+    def run(command, limit_s):
+        own = command[len(admission.CHILD) :]
+        words.append(own)
+        kernel = {"kernel": own[1]} if len(own) > 1 else {}
+        return [GPU | kernel, {"check": f"{own[0]} of it", "off": 0.01, "same_bits": True}], ""
+
+    monkeypatch.setattr(admission, "_run", run)
+    return words
+
+
+def test_gradients_are_checked_only_before_training_and_complete_a_verdict(children, gpu):
+    admit()
+    assert children == [("sampling",)]
+    first = admission.remembered(HERE)
+    assert not first.gradients
+    for _ in range(2):
+        forget()
+        admit(gradients=True)
+        whole = admission.remembered(HERE)
+        assert whole.gradients and whole.checks == (*first.checks, {**first.checks[0],
+            "check": "gradients of it"})  # fmt: skip
+        assert attention.default_implementation() == "pallas_gpu"
+    forget()
+    admit()
+    assert children == [("sampling",), ("gradients", "pallas_gpu")]
+
+
+def test_wrong_gradients_refuse_a_kernel_that_was_admitted_for_sampling(children, monkeypatch):
+    admit()
+    forget()
+    sound = admission._run
+
+    def run(command, limit_s):
+        lines, ended = sound(command, limit_s)
+        if command[-1] == "pallas_gpu":
+            lines[1]["off"] = 0.3
+        return lines, ended
+
+    monkeypatch.setattr(admission, "_run", run)
+    admit(gradients=True)
+    verdict = admission.remembered(HERE)
+    assert (verdict.kernel, verdict.why, verdict.gradients) == ("pallas_triton", "", True)
+    assert "off by 0.3 on gradients of it" in verdict.passed_over
+    assert children[-1] == ("all", "pallas_triton")
+
+
+def test_a_device_in_use_keeps_its_verdict_and_one_line_names_what_was_not_checked(
+    children, monkeypatch, caplog
+):
+    admit()
+    forget()
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
+    caplog.clear()
+    admit(gradients=True)
+    (said,) = caplog.messages
+    assert "gradients of pallas_gpu were never checked" in said and admission.COMMAND in said
+    assert not admission.admitted(HERE, True).why and len(children) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 48}, {"dtype": "float32"}, {"implementation": "reference"}],
+)
+def test_a_model_that_uses_no_kernel_waits_for_no_check(changes, children):
+    admit(**changes)
+    assert children == []
+
+
+def test_a_tpu_takes_all_heads(children, monkeypatch):
+    monkeypatch.setattr(devices, "accelerators", lambda: ("0x1ae0:0x0063",))
+    admit(head_dim=48, dtype="float32")
+    assert children == [("sampling",)]
+
+
+def test_a_shipped_verdict_is_found_by_the_code_and_not_by_the_version(monkeypatch, tmp_path):
+    monkeypatch.setattr(admission, "SHIPPED", tmp_path / "verdicts")
+    assert admission.remembered(HERE) is None
+    admission._remember(ADMITTED, admission.SHIPPED / admission.memory(HERE).name)
+    assert admission.remembered(HERE) == ADMITTED
+    own = dataclasses.replace(ADMITTED, why="refused by a check on this machine")
+    admission._remember(own, admission.memory(HERE))
+    assert admission.remembered(HERE) == own
+    copy, released = tmp_path / "package", admission.memory(HERE)
+    shutil.copytree(pathlib.Path(admission.__file__).parent, copy / "kernels")
+    shutil.copy(pathlib.Path(visibility.__file__), copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "__file__", str(copy / "kernels" / "admission.py"))
+        (copy / "kernels" / "verdicts" / "a.json").write_text("{}")
+        seen = [admission.memory(HERE)]
+        assert seen == [released]
+        for changed in ("visibility.py", "kernels/tables.py"):
+            (copy / changed).write_text("other code")
+            assert admission.memory(HERE) not in seen
+            seen.append(admission.memory(HERE))
+
+
+def test_what_the_child_compiles_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(admission, "LOOK_S", 0.05)
+    monkeypatch.setattr(side_by_side, "QUIET_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    compiled = printing(GPU, {"program": 2, "of": 7}, then="time.sleep(1)")
+    lines, ended = admission._run(compiled, 60.0)
+    assert not ended and admission.judged(lines, ended) == ADMITTED
+    assert "\rattention's kernel is checked: program 3 of 7, " in capsys.readouterr().err
+
+
+def test_programs_are_compiled_side_by_side_and_then_run(monkeypatch, capsys):
+    monkeypatch.setattr(trial.attention, "device_kernel", lambda: "blockwise")
+    small = {"heads": 1, "head_dim": 8, "every": 12}
+    checked = [trial.Trial("t2i_1536", **small), trial.Trial("t2i_1536", True, **small)]
+    monkeypatch.setattr(trial, "CHECKED", checked)
+    monkeypatch.setattr(trial, "RACED", checked[:1])
+    monkeypatch.setattr(side_by_side, "are_made_ahead", lambda: True)
+    trial.main("sampling")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    compiled = sorted(line["program"] for line in lines if line.get("of") == 2)
+    assert compiled == [1, 2]
+    names = [checked[0].name, f"race: {checked[0].name}"]
+    assert [line["check"] for line in lines if "check" in line] == [names[0]] * 2 + [names[1]] * 2
+    verdict = admission.judged(lines, "")
+    assert verdict.kernel == "blockwise" and verdict.checks[0]["off"] < admission.MOST_OFF
 
 
 def test_another_version_of_jax_or_another_device_is_checked_again(monkeypatch):
@@ -158,11 +303,11 @@ def test_another_version_of_jax_or_another_device_is_checked_again(monkeypatch):
 def test_a_refused_kernel_gives_way_to_blocks_and_one_line_says_so(gpu, monkeypatch, caplog):
     wrong = [GPU, {"check": "a", "off": 0.3, "same_bits": True}]
     monkeypatch.setattr(admission, "_run", lambda *_: (wrong, ""))
-    attention.admit_kernel()
+    admit()
     caplog.clear()
     for _ in range(2):
-        attention.default_implementation.cache_clear()
-        assert attention.default_implementation() == "blockwise"
+        attention._default.cache_clear()
+        assert chosen_for_a_long_call() == "blockwise"
     (said,) = caplog.messages
     assert "off by 0.3 on a" in said and "please report what `sparse-lavida doctor" in said
     assert not attention.runs_here("pallas_gpu") and attention.runs_here("blockwise")
@@ -173,12 +318,13 @@ def test_a_second_kernel_is_checked_if_the_first_is_refused(gpu, monkeypatch, ca
 
     def run(command, limit_s):
         second = command[-1] == "pallas_triton"
+        assert command[len(admission.CHILD)] in ("all", "sampling")
         kernel = GPU | ({"kernel": "pallas_triton"} if second else {})
         return [kernel, {"check": "a", "off": 0.01 if second else 0.3, "same_bits": True}], ""
 
     monkeypatch.setattr(admission, "_run", run)
     for _ in range(2):
-        attention.default_implementation.cache_clear()
+        attention._default.cache_clear()
         assert attention.default_implementation() == "pallas_triton"
         assert attention.runs_here("pallas_triton") and not attention.runs_here("pallas_gpu")
     said = caplog.messages[-1]
@@ -192,7 +338,7 @@ def test_a_device_that_is_in_use_gets_blocks_and_one_line_names_the_command(
     gpu, monkeypatch, caplog
 ):
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
-    assert attention.default_implementation() == "blockwise"
+    assert chosen_for_a_long_call() == "blockwise"
     (said,) = caplog.messages
     assert "never checked" in said and admission.COMMAND in said
 
@@ -232,9 +378,9 @@ def test_a_record_asks_for_the_attention_that_drew_it(caplog):
 
 def test_a_cpu_has_nothing_to_check(monkeypatch):
     monkeypatch.undo()  # no accelerator
-    monkeypatch.setattr(admission, "admitted", lambda _: pytest.fail("checked"))
+    monkeypatch.setattr(admission, "admitted", lambda *_: pytest.fail("checked"))
     assert devices.accelerators() == ()
-    attention.admit_kernel()
+    admit()
     assert attention.default_implementation() == "reference"
 
 
@@ -261,7 +407,8 @@ def test_the_doctor_prints_a_table_and_remembers(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "a GPU: pallas_gpu is admitted" in told
     assert "| a | yes | 0.0123 | | |" in told and "| race: a | | | 10 | 40 |" in told
-    assert admission.remembered(HERE) == admission.judged(lines, "")
+    judged = dataclasses.replace(admission.judged(lines, ""), gradients=True)
+    assert admission.remembered(HERE) == judged
 
 
 def test_the_doctor_says_where_there_is_no_kernel():
@@ -272,12 +419,13 @@ def test_the_doctor_says_where_there_is_no_kernel():
 
 def test_a_race_is_timed_on_both_sides():
     small = trial.Trial("t2i_1536", heads=1, head_dim=8, every=12)
-    taken = trial.race(small, "reference")
+    taken = trial.race(small, "blockwise")
     assert set(taken) == {"kernel_us", "blocks_us"} and min(taken.values()) > 0
 
 
 @pytest.mark.parametrize("shape", ["t2i_1536", "decode_late"])
 def test_the_triton_kernel_passes_its_trial_when_interpreted(shape):
-    small = trial.Trial(shape, heads=1, head_dim=64, every=4)
+    gradients = not shape.startswith("decode")
+    small = trial.Trial(shape, gradients=gradients, heads=1, head_dim=64, every=4)
     found = trial.agreement(small, "pallas_triton")
     assert found["same_bits"] and found["off"] < admission.MOST_OFF

@@ -3,6 +3,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -212,11 +214,11 @@ def gpu(monkeypatch):
         admitted = admission.Verdict(Device.device_kind, attention.device_kernel())
         monkeypatch.setattr(admission, "admitted", lambda _: admitted)
 
-    for cached in (attention.default_implementation, attention._announce):
+    for cached in (attention._default, attention._announce):
         cached.cache_clear()
     yield pretend
     monkeypatch.undo()
-    attention.default_implementation.cache_clear()
+    attention._default.cache_clear()
 
 
 GPUS = {
@@ -239,18 +241,39 @@ def test_every_gpu_has_its_kernel_or_runs_in_blocks_and_says_so_once(
     if name == "jax without Triton":
         monkeypatch.setattr(attention, "_has_triton", lambda: False)
     gpu(*given)
+    assert attention._chosen(None, 64, 64, 128, jnp.bfloat16) in (expected, "reference")
+    assert not caplog.messages  # such a call does not run in blocks
     for _ in range(2):
-        attention.default_implementation.cache_clear()
-        assert attention.default_implementation() == expected
+        attention._default.cache_clear()
+        assert attention._chosen(None, LONG, LONG, 128, jnp.bfloat16) == expected
     assert len(caplog.messages) == bool(why)
     assert why in caplog.text
+
+
+def test_layers_of_one_form_share_a_kernel():
+    """A program calls one function for all of them, forward and backward, and another form's."""
+    attend = functools.partial(step_causal_attention, num_heads=HEADS, implementation="blockwise")
+
+    def loss(x, block, horizon):
+        for length in (5, 5, 5, 3):
+            tags = block[:, :length], horizon[:, :length], block[:, : x.shape[1]]
+            x = x[:, :length] + attend(x[:, :length], x, x, *tags)
+        return x.sum()
+
+    wide = jax.ShapeDtypeStruct((2, 5, HEADS * HEAD_DIM), jnp.float32)
+    tag = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    lowered = jax.jit(jax.grad(loss)).lower(wide, tag, tag).as_text()
+    for function in ("_forward", "_backward"):
+        defined = re.findall(rf"func private @({function}\w*)\(", lowered)
+        assert len(defined) == 2
+        assert len(re.findall(rf"call @{function}\w*\(", lowered)) == 4
 
 
 def test_on_the_cpu_it_is_the_reference():
     assert attention.default_implementation() == "reference"
 
 
-LONG = 1024  # squared, too many pairs for the reference
+LONG = 2304  # squared, too many pairs for the reference, also on a GPU
 
 
 @pytest.mark.parametrize(
@@ -306,7 +329,28 @@ def test_few_pairs_get_the_reference_where_there_is_no_kernel(gpu):
         jax.eval_shape(make, jax.ShapeDtypeStruct((1, length), jnp.int32))
         return made != [None]
 
-    assert [makes(512), makes(LONG), makes(512, "blockwise")] == [False, True, True]
+    assert [makes(2048), makes(LONG), makes(512, "blockwise")] == [False, True, True]
+
+
+def test_a_model_whose_heads_no_kernel_takes_asks_for_no_kernel(gpu, monkeypatch, caplog):
+    """It was not admitted, so that asking would warn of a kernel that was never checked."""
+    gpu("9.0")
+    monkeypatch.setattr(admission, "admitted", lambda _: pytest.fail("asked for"))
+    for length, expected in ((2048, "reference"), (LONG, "blockwise")):
+        assert attention._chosen(None, length, length, 48, jnp.bfloat16) == expected
+    assert attention.runs_here("reference")
+    assert "runs without a kernel" in caplog.text and "head_dim=48" in caplog.text
+
+
+def test_no_kernel_asks_for_the_size_of_its_grid():
+    """A kernel that is called with several grids may see that of the first (jax issue 40847).
+
+    So it is from jax 0.11.0 to 0.12.0; kernels here are called with several grids in one program.
+    """
+    folder = pathlib.Path(attention.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in folder.glob("*.py")]
+    assert any("pallas_call" in source for source in sources)
+    assert not [source for source in sources if "num_programs" in source]
 
 
 REFUSALS = {
