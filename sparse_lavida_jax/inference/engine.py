@@ -31,10 +31,11 @@ from sparse_lavida_jax.inference.requests import (
     of_row,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
-from sparse_lavida_jax.models import parameters, quantize
+from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of
 from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
@@ -149,7 +150,7 @@ class Engine:
         with self._making:
             if method not in self._models:
                 model = quantize.as_asked(self.model, method)
-                self._models[method] = parameters.taken_apart(model)
+                self._models[method] = taken_apart(model)
             return self._models[method]
 
 

@@ -5,8 +5,8 @@ If some parameters of a model are frozen, it is represented by two models of the
 each with None where the other has an array. JAX sees no leaf there: no gradient, moments, average.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,38 +62,6 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     ]
     more = [f"  and {len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else []
     return "\n".join([*lines[:MOST_NAMED], *more])
-
-
-@jax.tree_util.register_pytree_node_class
-class _TakenApart:
-    """The result of `taken_apart`: it has the class and the attributes of the module."""
-
-    def __init__(self, module: Any):
-        self._module = module
-        self._arrays, self._structure = jax.tree.flatten(module)
-
-    @property
-    def __class__(self) -> type:
-        return type(self._module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self._arrays, self._structure
-
-    @staticmethod
-    def tree_unflatten(structure: Any, arrays: Iterable[Any]) -> Any:
-        return jax.tree.unflatten(structure, arrays)
-
-
-def taken_apart(module: M) -> M:
-    """Returns a module whose arrays are already listed, as an argument of compiled programs.
-
-    A program flattens the module itself again in every call, which takes the host longer than
-    everything else in the call. Inside the program it is the original module.
-    """
-    return cast(M, _TakenApart(module))
 
 
 def parted(

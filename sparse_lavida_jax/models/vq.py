@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from sparse_lavida_jax import config, runtime, schema, sequence
 from sparse_lavida_jax.data import files, grey, tensor_files
 from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.programs.kept import Program, kept
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
@@ -289,9 +290,10 @@ class Conv(nnx.Conv):
         y, x = -(-height // rows), -(-width // columns)
         below, right = rows * y - height, columns * x - width  # rows and columns that fill up
         sides = (0, 0), (border, border + below), (border, border + right), (0, 0)
-        at_y = y * np.arange(rows)[:, None] + np.arange(y + 2 * border)
-        at_x = x * np.arange(columns)[:, None] + np.arange(x + 2 * border)
-        tiles = jnp.pad(inputs, sides)[:, at_y[:, None, :, None], at_x[:, None]]
+        padded = jnp.pad(inputs, sides)
+        bands = jnp.stack([padded[:, i * y :][:, : y + 2 * border] for i in range(rows)], 1)
+        tiles = [bands[..., i * x :, :][..., : x + 2 * border, :] for i in range(columns)]
+        tiles = jnp.stack(tiles, 2)
         tiles = tiles.reshape(turns, -1, *tiles.shape[3:])
 
         def convolved(tiles):
@@ -412,7 +414,7 @@ def _in_batches(call, model, items, batch):
     # No items count as one empty batch, so that the result has the right shape.
     fill = size if len(items) == 0 else -len(items) % size
     padded = np.concatenate([items, np.zeros((fill, *items.shape[1:]), items.dtype)])
-    model, results = parameters.taken_apart(model), []
+    model, results = taken_apart(model), []
     for i in range(0, len(padded), size):
         results.append(call(model, padded[i : i + size]))
         runtime.check_interrupt()
@@ -582,7 +584,7 @@ class ImageCodec:
             return []
         shape = 1, cells[0] * self.side, cells[1] * self.side
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
-        return [_decode.program(parameters.taken_apart(self._decoder(dtype)), codes)]
+        return [_decode.program(taken_apart(self._decoder(dtype)), codes)]
 
     def _decoder(self, dtype: str) -> VQModel:
         assert self.vq is not None

@@ -22,11 +22,11 @@ from importlib import metadata
 from typing import Any, TypeVar, cast
 
 import jax
-from jax import core
 from jax._src import config as jax_config  # no public function returns the settings of a thread
 from jax.experimental import serialize_executable
 
 from sparse_lavida_jax.programs import executables, side_by_side
+from sparse_lavida_jax.programs.arguments import Arguments, Types, arguments, type_of
 
 T = TypeVar("T")
 
@@ -77,44 +77,46 @@ class Kept:
         _all.append(self)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        if not _are_used() or not _is_alone(args):
-            return self.jitted(*args, **named)
-        program, leaves = self._program(args, named)
-        return program(*leaves)
+        if _are_used() and _is_alone():
+            given = self._given(args, named)
+            if given.are_here:
+                return self._program(given, args, named)(*given.leaves)
+        return self.jitted(*args, **named)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
 
     def program(self, *args: Any, **named: Any) -> "Program":
         """Returns the program for arguments, or for their types; it is being made if it is new."""
-        return self._program(args, named)[0]
+        return self._program(self._given(args, named), args, named)
 
-    def _program(self, args: tuple, named: dict[str, Any]) -> "tuple[Program, list[Any]]":
+    def _given(self, args: tuple, named: dict[str, Any]) -> Arguments:
+        """Takes the arrays among the arguments apart; named ones are in order of their names."""
+        return arguments((args, tuple(named[name] for name in self._names(named))))
+
+    def _names(self, named: dict[str, Any]) -> list[str]:
+        return sorted(name for name in named if name not in self.static)
+
+    def _program(self, given: Arguments, args: tuple, named: dict[str, Any]) -> "Program":
         static = {name: value for name, value in named.items() if name in self.static}
-        leaves, structure = self._taken_apart(args, named)
+        names = tuple(self._names(named))
         more = self.depends(*args, **named) if self.depends else None
-        types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
-        key = types, structure, tuple(sorted(static.items())), more, jax_config.trace_context()
+        told = names, tuple(sorted(static.items())), more, jax_config.trace_context()
         with self._lock:
-            if key not in self._programs:
-                name = self._name(key)
-                self._programs[key] = Program(self, leaves, structure, static, name)
-            return self._programs[key], leaves
+            found = self._programs.get((given.key, told))
+            if found is None:
+                name = self._name(given, told)
+                found = self._programs[given.key, told] = Program(self, given, names, static, name)
+            return found
 
-    def _taken_apart(self, args: tuple, named: dict[str, Any]) -> tuple[list[Any], Any]:
-        """Returns the leaves of all arrays and their structure, which is of two tuples."""
-        names = sorted(name for name in named if name not in self.static)
-        both = args, tuple(named[name] for name in names)
-        return _leaves(both), (_structure(both), (*names,))
-
-    def _name(self, key: tuple) -> str:
+    def _name(self, given: Arguments, told: tuple) -> str:
         """Returns the name of the kept executable; empty if it is not kept."""
         if not executables.are_kept():
             return ""
-        types, *rest = key
-        told = self.__module__, self.__qualname__, [(*one,) for one in types], rest
+        types = [(x.shape, str(x.dtype), getattr(x, "weak_type", False)) for x in given.leaves]
+        whole = self.__module__, self.__qualname__, given.structure, types, told, _circumstances()
         # Functions of a module, such as those of flax's convolutions, are told by their names.
-        described = re.sub(r" at 0x[0-9a-f]+", "", repr((told, _circumstances())))
+        described = re.sub(r" at 0x[0-9a-f]+", "", repr(whole))
         return hashlib.sha256(described.encode()).hexdigest()
 
     def forget(self) -> None:
@@ -183,30 +185,6 @@ def forget() -> None:
     jax.clear_caches()
 
 
-@dataclasses.dataclass(frozen=True)
-class Types:
-    """The types of a tree of arrays, such as of what a program will return."""
-
-    leaves: list[jax.ShapeDtypeStruct]
-    structure: Any
-
-
-def _leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, Types):
-        return tree.leaves
-    if type(tree) is tuple:
-        return [leaf for part in tree for leaf in _leaves(part)]
-    return jax.tree.leaves(tree)
-
-
-def _structure(tree: Any) -> Any:
-    if isinstance(tree, Types):
-        return tree.structure
-    if type(tree) is tuple:
-        return jax.tree_util.treedef_tuple([_structure(part) for part in tree])
-    return jax.tree.structure(tree)
-
-
 class Program:
     """A program that is being made in another thread: loaded if it was kept, else compiled.
 
@@ -214,8 +192,7 @@ class Program:
     everything else in a call.
 
     Args:
-        leaves: arrays, or their types.
-        structure: of the positional and the named arguments, and the names.
+        given: positional arguments, and those with `names`.
         static: further arguments.
         name: of the kept executable; empty: it is not kept.
 
@@ -225,20 +202,23 @@ class Program:
     """
 
     def __init__(
-        self, kept: Kept, leaves: list[Any], structure: tuple, static: dict[str, Any], name: str
+        self,
+        kept: Kept,
+        given: Arguments,
+        names: Sequence[str],
+        static: dict[str, Any],
+        name: str,
     ):
-        types = [*map(_type_of, leaves)]
-        whole, names = structure
-        args, _ = whole.children()
-        counts = [one.num_leaves for one in args.children()]
-        ends = [*itertools.accumulate(counts, initial=0)]
+        types, structure = [*map(type_of, given.leaves)], given.structure
+        args, _ = structure.children()
+        ends = [*itertools.accumulate((one.num_leaves for one in args.children()), initial=0)]
         donated = [i for arg in kept.donated for i in range(ends[arg], ends[arg + 1])]
 
         def flat(*leaves: Any) -> list:
-            args, named = jax.tree.unflatten(whole, leaves)
+            args, named = jax.tree.unflatten(structure, leaves)
             returned = kept.function(*args, **dict(zip(names, named, strict=True)), **static)
             leaves_out, structure_out = jax.tree.flatten(returned)
-            self.out = Types([*map(_type_of, leaves_out)], structure_out)
+            self.out = Types([*map(type_of, leaves_out)], structure_out)
             return leaves_out
 
         flat.__name__ = kept.__name__  # by which jax reports it
@@ -309,23 +289,13 @@ def _read(name: str) -> tuple[Types, bytes] | None:
         return None
 
 
-def _type_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-
-
 def _are_used() -> bool:
     return executables.are_kept() or side_by_side.are_made_ahead()
 
 
-def _is_alone(args: tuple) -> bool:
-    """Whether arguments are arrays on the first device, and this process is the only one."""
-    if jax.process_count() > 1 or not jax.sharding.get_abstract_mesh().empty:
-        return False
-    leaves = _leaves(args)
-    if any(isinstance(leaf, core.Tracer) for leaf in leaves):
-        return False
-    first = next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)
-    return first is None or first.sharding.device_set == {jax.devices()[0]}
+def _is_alone() -> bool:
+    """Whether programs run on one device of one process."""
+    return jax.process_count() == 1 and jax.sharding.get_abstract_mesh().empty
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import pytest
 import tiny
 
 from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.programs.arguments import taken_apart
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_a_program_is_given_the_module_of_one_taken_apart(model):
         given.append(one)
         return jax.tree.map(lambda x: 2 * x, one)
 
-    apart, again = (parameters.taken_apart(tiny.denoiser(model.settings)) for _ in range(2))
+    apart, again = (taken_apart(tiny.denoiser(model.settings)) for _ in range(2))
     doubled = program(apart)
     program(again)
     assert [type(one) for one in given] == [type(model)], "once for both"

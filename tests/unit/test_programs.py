@@ -14,7 +14,8 @@ import pytest
 from jax._src import lru_cache
 
 from sparse_lavida_jax.programs import executables, folder, side_by_side
-from sparse_lavida_jax.programs.kept import Call, Types, finish, kept, make
+from sparse_lavida_jax.programs.arguments import Types
+from sparse_lavida_jax.programs.kept import Call, finish, kept, make
 
 # ---------------------------------------------------------------------------------------------
 # jax's cache.
