@@ -344,7 +344,7 @@ def by_hand_table() -> str:
     for line in bars()["by_hand"]:
         section, kind, name = line["bar"]
         wanted, value = bars()[section][kind][name], line.get("value")
-        result = _verdict(False) if value is None else _result(kind, value, wanted)
+        result = _verdict(False) if value is None else _result(kind, float(value), wanted)
         told = {"wanted": _required(kind, wanted), "held": result}
         lines.append({"told": "" if value is None else f"{value:g}", **line, **told})
     return table("by_hand", lines)
