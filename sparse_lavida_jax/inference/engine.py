@@ -482,6 +482,10 @@ class TaskRun:
         learned = self.prompts.lays_out(task)
         if asked[0] and not learned:
             raise RequestError(f"this checkpoint was not trained to lay out images of {task!r}.")
+        if getattr(self.engine.model, "task", "both") == "image":  # `fuse.for_inference`
+            if asked[0]:
+                raise RequestError("parameters for images alone write no layout: use task='both'.")
+            return None
         wanted = self.sampling.plan if asked[0] is None else asked[0]
         if not wanted or not learned:
             return None

@@ -393,3 +393,12 @@ def test_a_model_is_loaded_with_adapters_and_says_so(tmp_path):
     np.testing.assert_array_equal(apart.model.joint_layers.attn_out.kernel[...], before)
     with pytest.raises(ValueError, match="next to adapters, all parameters are kept"):
         load(adapters=half.source.adapters, merge_adapters=False, task="text")
+
+
+def test_parameters_for_images_alone_draw_without_a_layout_and_refuse_to_write_one():
+    given = stand_ins.settings(data={"tasks": PLANS})
+    narrow = fuse.for_inference(tiny.denoiser(given.model), task="image")
+    pipe = pipeline.SparseLaViDa(narrow, given, stand_ins.prompts(given), stand_ins.Codec())
+    assert not pipe.generate("a red circle").plans
+    with pytest.raises(RequestError, match="use task='both'"):
+        pipe.generate("a red circle", plan=True)
