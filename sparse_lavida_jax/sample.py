@@ -435,7 +435,82 @@ class Trip:
         return tuple(x.shape for x in jax.tree.leaves(self.steps)), self.options["settings"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A batch laid out, before its prefill.
+
+    Attributes:
+        begun: without a state.
+        arrays: the model, the canvas, when it was decoded, and the values of its rows.
+        parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
+        room: slots of the two regions of the cache.
+    """
+
+    begun: Begun
+    arrays: tuple
+    parts: Sequence[PromptPart] = ()
+    room: tuple[int, int] = (0, 0)
+
+    def calls(self, trips: Sequence[Trip] = ()) -> Generator[Call, Any, SamplerState]:
+        """Yields the calls of the prefill and of some trips; is sent the result, or type, of each.
+
+        Returns:
+            The state after the last call.
+        """
+        (model, *_), program, prompt = self.arrays, self.begun.program, self.begun.prompt
+        assert prompt is not None
+        if len(self.parts) <= 1:
+            whole = {"settings": program, "capacity": self.room}
+            state = yield Call(prefill, (*self.arrays, prompt), whole)
+        else:
+            caches = []
+            for part in self.parts:
+                passed = Call(pass_prompt, (model, part.prompt), {"kind": program.kind}, part.keeps)
+                caches.append((yield passed))
+            joining = {
+                "first": tuple(part.first for part in self.parts),
+                "kind": program.kind,
+                "capacity": self.room,
+                "prompt_len": own_len(prompt, decodes(program.kind)),
+            }
+            state = yield Call(gather, (*self.arrays, tuple(caches)), joining)
+        for trip in trips:
+            given = model, state, trip.steps, prompt
+            state = yield Call(run_segment, given, trip.options)
+        return state
+
+    def make(self, segments: Sequence[plans.Segment]) -> None:
+        """Makes all programs of a plan side by side."""
+        trips = {trip.program: trip for part in segments for trip in self.begun.trips(part)}
+        make(self.calls([*trips.values()]), len(self.parts) + 1 + len(trips))
+
+
 def begin(
+    model: Denoiser,
+    examples: Sequence[Example],
+    segments: list[plans.Segment],
+    *,
+    prefixes: Prefixes | None = None,
+    **how: Any,
+) -> Begun:
+    """Lays a batch out (`prepared`), and passes its prompts."""
+    batch = prepared(model, examples, segments, keeping=prefixes is not None, **how)
+    if not segments:
+        return batch.begun
+    with _over_mesh(model):
+        alone = jax.sharding.get_abstract_mesh().empty
+        if alone and side_by_side.are_made_ahead():
+            batch.make(segments)
+
+        def run(call: Call) -> Any:
+            if prefixes is None or not call.shared:
+                return call()
+            return prefixes.get(call.args[1], batch.begun.program.kind, call)
+
+        return dataclasses.replace(batch.begun, state=finish(batch.calls(), run))
+
+
+def prepared(
     model: Denoiser,
     examples: Sequence[Example],
     segments: list[plans.Segment],
@@ -443,11 +518,16 @@ def begin(
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
     prompt: Prompt | None = None,
-    prefixes: Prefixes | None = None,
+    keeping: bool = False,
     making: str = "",
     in_trips: bool | None = None,
-) -> Begun:
-    """Lays a batch out, unless that was done already, and passes its prompts (`sample`)."""
+) -> Prepared:
+    """Lays a batch out (`sample`), unless that was done already; no program of the model runs.
+
+    Args:
+        model: arrays, or their types.
+        keeping: whether shared prompt prefixes are kept, and so passed by themselves.
+    """
     canvas, given = _first_canvas(examples, _mask_id(model.settings, settings.kind))
     if segments and segments[0].decode.shape[1] != len(examples):
         raise ValueError(
@@ -456,7 +536,7 @@ def begin(
     rows = rows_of(examples, settings, making)
     program = program_of(settings, greedy=not np.any(rows.temperature))
     if not segments:
-        return Begun(canvas, None, program, None)
+        return Prepared(Begun(canvas, None, program, None), ())
     if prompt is None:
         prompt = prepare(examples, model.settings, settings, prompt_len)
     if in_trips is None:
@@ -468,68 +548,17 @@ def begin(
     reach = {}
     if settings.uses_cache and not in_trips and not takes_tables(implementation):
         reach = _read_slots(prompt, segments, settings, room[settings.kind == "image"])
+    parts = []
     with _over_mesh(model):
-        parts, alone = [], jax.sharding.get_abstract_mesh().empty
         # Over a mesh, rows are split over devices; parts with few rows could not be.
-        if alone:
+        if jax.sharding.get_abstract_mesh().empty:
             if settings.caches_prompt:
-                keeping = prefixes is not None
                 parts = parted(prompt, settings.guidance_rows, keeping=keeping)
             elif not settings.uses_cache:
                 shapes = guidance_shapes(prompt, settings.guidance_rows)
                 program = dataclasses.replace(program, shapes=shapes)
-        begun = Begun(canvas, on_device, program, None, reach, in_trips)
-        calls = functools.partial(_calls, (model, canvas, decoded_at, rows), begun, parts, room)
-        if alone and side_by_side.are_made_ahead():
-            trips = {one.program: one for part in segments for one in begun.trips(part)}
-            make(calls([*trips.values()]), len(parts) + 1 + len(trips))
-
-        def run(call: Call) -> Any:
-            if prefixes is None or not call.shared:
-                return call()
-            return prefixes.get(call.args[1], settings.kind, call)
-
-        return dataclasses.replace(begun, state=finish(calls(), run))
-
-
-def _calls(
-    arrays: tuple,
-    begun: Begun,
-    parts: Sequence[PromptPart],
-    room: tuple[int, int],
-    trips: Sequence[Trip] = (),
-) -> Generator[Call, Any, SamplerState]:
-    """Yields the calls of a prefill and of some trips; is sent the result, or type, of each.
-
-    Args:
-        arrays: the model, the canvas, when it was decoded, and the values of its rows.
-        parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
-        room: slots of the two regions of the cache.
-
-    Returns:
-        The state after the last call.
-    """
-    (model, *_), kind, prompt = arrays, begun.program.kind, begun.prompt
-    assert prompt is not None
-    if len(parts) <= 1:
-        whole = {"settings": begun.program, "capacity": room}
-        state = yield Call(prefill, (*arrays, prompt), whole)
-    else:
-        caches = []
-        for part in parts:
-            passed = Call(pass_prompt, (model, part.prompt), {"kind": kind}, part.keeps)
-            caches.append((yield passed))
-        joining = {
-            "first": tuple(part.first for part in parts),
-            "kind": kind,
-            "capacity": room,
-            "prompt_len": own_len(prompt, decodes(kind)),
-        }
-        state = yield Call(gather, (*arrays, tuple(caches)), joining)
-    for trip in trips:
-        given = model, state, trip.steps, prompt
-        state = yield Call(run_segment, given, trip.options)
-    return state
+    begun = Begun(canvas, on_device, program, None, reach, in_trips)
+    return Prepared(begun, (model, canvas, decoded_at, rows), parts, room)
 
 
 def _read_slots(
