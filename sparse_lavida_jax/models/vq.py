@@ -282,30 +282,23 @@ class Conv(nnx.Conv):
         turns, rows, columns = tiling(inputs.shape, self.kernel.shape, inputs.dtype.itemsize)
         if turns * rows * columns == 1:
             return super().__call__(inputs)
-        arrays = (inputs, self.kernel[...], self.bias[...])  # type: ignore
-        inputs, kernel, bias = self.promote_dtype(arrays, dtype=self.dtype)
-        if kernel.shape[:2] == (1, 1):
-            return inputs @ kernel[0, 0] + bias[None, None, None]
-        (batch, height, width, _), border = inputs.shape, kernel.shape[0] // 2
+        if self.kernel.shape[:2] == (1, 1):
+            return inputs @ self.kernel[0, 0] + self.bias[None, None, None]  # type: ignore
+        (batch, height, width, _), border = inputs.shape, self.kernel.shape[0] // 2
         y, x = -(-height // rows), -(-width // columns)
-        below, right = rows * y - height, columns * x - width  # rows and columns that fill up
+        below, right = rows * y - height, columns * x - width  # they fill up the last tiles
         sides = (0, 0), (border, border + below), (border, border + right), (0, 0)
         padded = jnp.pad(inputs, sides)
         bands = jnp.stack([padded[:, i * y :][:, : y + 2 * border] for i in range(rows)], 1)
-        tiles = [bands[..., i * x :, :][..., : x + 2 * border, :] for i in range(columns)]
-        tiles = jnp.stack(tiles, 2)
+        starts = [bands[..., i * x :, :] for i in range(columns)]
+        tiles = jnp.stack([tile[..., : x + 2 * border, :] for tile in starts], 2)
         tiles = tiles.reshape(turns, -1, *tiles.shape[3:])
-
-        def convolved(tiles):
-            numbers = ("NHWC", "HWIO", "NHWC")
-            return jax.lax.conv_general_dilated(
-                tiles, kernel, (1, 1), "VALID", dimension_numbers=numbers
-            )
-
-        done = convolved(tiles[0]) if turns == 1 else jax.lax.map(convolved, tiles)
-        done = done.reshape(batch, rows, columns, y, x, -1)
+        # What it pads a tile with is cut off: on CPUs that takes a third of the time of "VALID".
+        done = jax.lax.map(super().__call__, tiles)
+        done = done.reshape(batch, rows, columns, *done.shape[2:])
+        done = done[:, :, :, border : border + y, border : border + x]
         whole = einops.rearrange(done, "b r c y x d -> b (r y) (c x) d")
-        return whole[:, :height, :width] + bias[None, None, None]
+        return whole[:, :height, :width]
 
 
 def tiling(image: tuple[int, ...], kernel: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
@@ -329,12 +322,14 @@ def tiling(image: tuple[int, ...], kernel: tuple[int, ...], itemsize: int) -> tu
         while True:
             y, x = -(-height // rows), -(-width // columns)
             tiles, rest = divmod(batch * rows * columns, turns)
+            if rows * columns * turns > 1:  # they overlap
+                y, x = y + border, x + border
             patches = tiles * y * x * kernel[0] * kernel[1] * before * itemsize
             filters, images = before * after, tiles * (before + after)
             spectra = (filters + images) * (y + border) * (x + border) * 8 * (itemsize > 2)
             if not rest and max(patches, spectra) <= MOST_WORKSPACE:
                 return turns, rows, columns
-            if max(y, x) <= SMALLEST_TILE:
+            if max(y, x) <= SMALLEST_TILE + border:
                 break
             rows, columns = (2 * rows, columns) if y >= x else (rows, 2 * columns)
     return 1, 1, 1

@@ -3,8 +3,10 @@
 
 import functools
 import json
+import pathlib
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +37,11 @@ def tiny(**changes) -> vq.VQModel:
     )
 
 
+def full_size() -> config.VQ:
+    """That of LaViDa-O."""
+    return config.read(pathlib.Path(__file__).parents[2] / "configs" / "lavida_o.py").vq
+
+
 def images(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
 
@@ -46,6 +53,91 @@ def test_decoding_codes_gives_the_size_that_was_encoded(changes):
     assert codes.shape == (3, 4, 8)
     decoded = vq.decode_codes(model, codes, batch=2)
     assert decoded.shape == pixels.shape and decoded.dtype == np.uint8
+
+
+def convolutions(function, *arguments):
+    """Returns the equations of all convolutions in a program, those of loops too."""
+    return list(_convolutions(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+def _convolutions(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "conv_general_dilated":
+            yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _convolutions(inner)
+
+
+def workspace(equation) -> int:
+    """Bytes of the patches of a convolution side by side, or of its Fourier transforms.
+
+    cuDNN has Fourier transforms for float32, without strides: of images, filters and results, all
+    as large as the image with its border. 1 x 1 kernels see no patches.
+    """
+    image, kernel, result = (
+        [variable.aval.shape[axis] for axis in axes]
+        for variable, axes in zip(
+            (*equation.invars, *equation.outvars), equation.params["dimension_numbers"], strict=True
+        )
+    )
+    of_input = equation.invars[0].aval.dtype
+    patches = result[0] * np.prod(result[2:]) * np.prod(kernel[1:]) * of_input.itemsize
+    sides = [
+        side + sum(pad) for side, pad in zip(image[2:], equation.params["padding"], strict=True)
+    ]
+    filters, images = kernel[0] * kernel[1], image[0] * (image[1] + result[1])
+    spectra = (filters + images) * np.prod(sides) * np.dtype(np.complex64).itemsize
+    has_spectra = of_input == np.float32 and set(equation.params["window_strides"]) == {1}
+    return int(max(patches, spectra * has_spectra))
+
+
+@pytest.mark.parametrize("does", ["encode", "decode", "decode in bfloat16"])
+def test_no_convolution_of_the_largest_image_may_ask_for_more_than_4_gib(does, monkeypatch):
+    model = vq.shapes(full_size())
+    if does == "encode":
+        given, function = jax.ShapeDtypeStruct((1, 1024, 1024, 3), "float32"), vq.VQModel.encode
+    else:
+        dtype = "bfloat16" if "in" in does else "float32"
+        model = jax.eval_shape(lambda model: vq.for_decoding(model, dtype), model)
+        given, function = jax.ShapeDtypeStruct((1, 64, 64), "int32"), vq.VQModel.decode
+
+    def most():
+        found = convolutions(lambda model, given: function(model, given), model, given)
+        assert len(found) > 30
+        return max(map(workspace, found)) / 2**30
+
+    assert most() <= 4
+    monkeypatch.setattr(vq, "MOST_WORKSPACE", 2**60)
+    assert most() > (4 if "in" in does else 128)
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 32), (36, 52)])
+@pytest.mark.parametrize("limit", [3 * 10**5, 10**6])
+def test_convolutions_in_tiles_are_those_of_the_whole_image(height, width, limit, monkeypatch):
+    """In turns too, and where tiles are larger than what is left of the image."""
+    model, pixels = tiny(), vq.to_float(images(2, height, width))
+
+    def both(model, pixels):
+        return model.latents(pixels), model.decode_latents(model.latents(pixels))
+
+    def gradient(model, pixels):
+        return jax.grad(lambda model: jnp.sum(both(model, pixels)[1] ** 2))(model)
+
+    assert max(map(workspace, convolutions(both, model, pixels))) > limit
+    whole, slopes = jax.jit(both)(model, pixels), jax.jit(gradient)(model, pixels)
+    monkeypatch.setattr(vq, "MOST_WORKSPACE", limit)
+    assert max(map(workspace, convolutions(lambda *_: both(*_), model, pixels))) <= limit
+    again, slopes_again = (jax.jit(lambda *_, f=f: f(*_))(model, pixels) for f in (both, gradient))
+    for mine, theirs in zip(again, whole, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(*map(jax.tree.leaves, (slopes_again, slopes)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3 * float(abs(theirs).max()))
+
+
+def test_small_images_are_not_cut():
+    """So that their codes stay the same to the bit."""
+    assert vq.tiling((1, 256, 256, 64), (3, 3, 64, 64), 4) == (1, 1, 1)
+    assert vq.tiling((1, 1024, 1024, 128), (3, 3, 128, 128), 4) == (2, 8, 8)
 
 
 def test_no_images_are_no_codes():
