@@ -32,14 +32,17 @@ def train(
         start_new_session=True,  # a terminal sends Ctrl-C to this process only
     )
     with child:
+        assert child.stdin is not None and child.stdout is not None
         try:
-            assert child.stdin is not None and child.stdout is not None
-            with contextlib.suppress(BrokenPipeError), child.stdin as given:
+            with contextlib.suppress(BrokenPipeError):
                 for line in itertools.chain([(special, textual, vocabulary)], texts):
-                    given.write(json.dumps(line).encode() + b"\n")
+                    child.stdin.write(json.dumps(line).encode() + b"\n")
+                child.stdin.close()
             contents = child.stdout.read().decode()
         finally:
-            child.kill()  # no effect once it has ended
+            child.kill()  # before it reads the end of its input; no effect once it has ended
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
     if not contents:
         raise OSError(
             "the process that trains the text tokenizer was ended, perhaps for want of memory: run"

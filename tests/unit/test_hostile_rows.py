@@ -130,7 +130,7 @@ def test_hostile_fields_of_every_kind(tmp_path, kind, row, fields):
     assert done.bad > len(NUMBERS) / 2
 
 
-def test_captions_in_files_that_are_none(tmp_path):
+def test_captions_in_files_that_are_none(tmp_path, monkeypatch):
     folder = tmp_path / "images"
     raw_data.images(folder, 9)
     (folder / "0.txt").write_text("image 0")
@@ -143,7 +143,7 @@ def test_captions_in_files_that_are_none(tmp_path):
     (folder / "4.txt").symlink_to(tmp_path / "secret")
     (folder / "5.txt").write_text("a" * 10**6)
     (folder / "6.txt").symlink_to("6.txt")
-    os.chdir(folder)  # the name of a socket is short
+    monkeypatch.chdir(folder)  # the name of a socket is short
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
         listening.bind("7.txt")
         found = bad_rows(folder)
