@@ -10,9 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from sparse_lavida_jax.data.tokenizer import train_byte_level
+
+END = b"end\n"  # no JSON
 
 
 def train(
@@ -37,10 +40,11 @@ def train(
             with contextlib.suppress(BrokenPipeError):
                 for line in itertools.chain([(special, textual, vocabulary)], texts):
                     child.stdin.write(json.dumps(line).encode() + b"\n")
+                child.stdin.write(END)
                 child.stdin.close()
             contents = child.stdout.read().decode()
         finally:
-            child.kill()  # before it reads the end of its input; no effect once it has ended
+            child.kill()  # no effect once it has ended
             with contextlib.suppress(BrokenPipeError):
                 child.stdin.close()
     if not contents:
@@ -51,9 +55,19 @@ def train(
     return contents
 
 
+def _lines() -> Iterator[Any]:
+    """Yields what `train` sent; ends this process if that was interrupted."""
+    for line in sys.stdin.buffer:
+        if line == END:
+            return
+        if line.endswith(b"\n"):
+            yield json.loads(line)
+    os._exit(1)
+
+
 def _main() -> None:
     """Reads the settings and the texts, each a line of JSON, and writes the contents."""
-    lines = map(json.loads, sys.stdin.buffer)
+    lines = _lines()
     special, textual, vocabulary = next(lines)
     sys.stdout.buffer.write(train_byte_level(lines, special, textual, vocabulary).encode())
 
