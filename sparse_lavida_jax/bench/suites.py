@@ -120,6 +120,18 @@ def cases(suite: str, settings: config.Config) -> list[RequestCase]:
     return SUITES[suite](settings)
 
 
+def chosen(found: Sequence[RequestCase], ids: Collection[str]) -> list[RequestCase]:
+    """Returns the rows with these ids; none: all.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    known = [case.id for case in found]
+    if unknown := [row_id for row_id in ids if row_id not in known]:
+        raise config.ConfigError(f"there is no row {unknown[0]!r}: {', '.join(known)}.")
+    return [case for case in found if not ids or case.id in ids]
+
+
 def in_turn(suite: str) -> bool:
     """Whether rows of a suite take turns: for small models, on machines under other load."""
     on_cpu = jax.default_backend() == "cpu"
@@ -325,7 +337,7 @@ def _changes(model: config.Model, kind: str) -> list[str]:
     """Returns the changes that make a request fast on this device, each to be undone in a row.
 
     fused: one matrix for queries, keys and values; by_layer: separate arrays for every layer;
-    trips: segments in programs of `sample.TRIPS` steps; tables_ahead: tables of attention made
+    trips: segments in programs of `sample.STEPS` steps; tables_ahead: tables of attention made
     before the loop; prefix: kept between requests; vq_dtype: used by the decoder, otherwise
     float32; tiled_head: no logits over the vocabulary.
     """

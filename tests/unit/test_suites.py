@@ -8,14 +8,14 @@ import pathlib
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from sparse_lavida_jax import config, sample
 from sparse_lavida_jax.bench import requests, suites, table, work
-from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import VQModel
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FULL = config.read(CONFIGS / "lavida_o.py")
@@ -57,6 +57,14 @@ def test_the_suites_have_the_rows_that_are_asked_for():
     edit = suites.cases("edit", FULL)[0]
     vision, source, *_ = edit.example.parts
     assert (vision.num_tokens, len(source.codes)) == (871, 1024)
+
+
+def test_rows_are_chosen_by_their_ids():
+    found = suites.cases("headline", FULL)
+    assert suites.chosen(found, []) == found
+    assert suites.chosen(found, ["t2i1024/dense_lean/b1"]) == found[1:2]
+    with pytest.raises(config.ConfigError, match="no row 't2i/sparse': t2i1024/sparse/b1, "):
+        suites.chosen(found, ["t2i/sparse"])
 
 
 def test_each_change_of_the_fast_path_that_a_device_has_is_taken_back_in_a_row(monkeypatch):
@@ -157,11 +165,50 @@ def test_the_dense_edit_has_little_padding_and_costs_what_its_sizes_make():
     assert released.total("operations") > lean.total("operations") + head
 
 
+def _raise(self):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("costs", [lambda self: None, lambda self: {"bytes accessed": 1.0}, _raise])
+def test_a_row_counts_operations_where_the_compiler_does_not(monkeypatch, costs):
+    monkeypatch.setattr(jax.stages.Lowered, "cost_analysis", costs)
+    monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", costs)
+    case = suites.cases("edit", SMALL)[0]
+    subject = types.SimpleNamespace(codec=True, settings=SMALL)
+    row = types.SimpleNamespace(case=case, subject=subject)
+    of_codec = work.of_image_tokenizer(SMALL.vq)
+    assert requests.Timed.vq_operations(row) == sum(of_codec.values()) > 5e8
+
+
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_operations_of_the_image_tokenizer_are_those_of_the_compiler(name):
+    """To 2 %: the compiler also counts element-wise operations, but no borders of convolutions."""
+    model, side = vq.shapes(SMALL.vq), SMALL.vq.image_size
+    shape = (1, side, side, 3) if name == "encode" else (1, *(side // SMALL.vq.factor,) * 2)
+    given = jax.ShapeDtypeStruct(shape, jnp.float32 if name == "encode" else jnp.int32)
+    run = getattr(vq.VQModel, name)
+    counted = jax.jit(run).lower(model, given).cost_analysis()["flops"]
+    assert work.of_image_tokenizer(SMALL.vq)[f"vq_{name}"] == pytest.approx(counted, rel=0.02)
+
+
+def test_operations_are_counted_in_loops_and_branches():
+    def layers(x, w):
+        def layer(x, _):
+            return jax.nn.relu(x @ w), None
+
+        x = jax.lax.scan(layer, x, length=3)[0]
+        both = jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x, x)
+        return jnp.einsum("bqd,bkd->bqk", both[None], x[None])
+
+    x, w = jnp.zeros((4, 8)), jnp.zeros((8, 8))
+    assert work.operations(layers, x, w) == (3 + 1) * 2 * 4 * 8 * 8 + 2 * 4 * 4 * 8
+
+
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     """Each turn has one request per row; the loop of partially timed rows is scaled."""
     cases, asked = suites.cases("cpu", SMALL), []
     model = jax.eval_shape(lambda: Denoiser(SMALL.model, rngs=nnx.Rngs(0)))
-    codec = jax.eval_shape(lambda: VQModel(SMALL.vq, rngs=nnx.Rngs(0)))
+    codec = jax.eval_shape(lambda: vq.VQModel(SMALL.vq, rngs=nnx.Rngs(0)))
     decoders = []
     subject = requests.Subject(model, SMALL, codec, "bfloat16", random_weights=True)
     monkeypatch.setattr(requests.vq, "for_decoding", lambda _, dtype: decoders.append(dtype))
@@ -315,9 +362,9 @@ def test_the_page_counts_programs():
             plan = case.timed_plan(FULL.model)
             own = trips and case.in_trips is not False
             for part in plan:
-                for one in sample.trips(part) if own else [part]:
-                    shapes = [x.shape for x in (one.clean, one.decode, one.rest, one.refresh[:1])]
-                    found.add((case.method, case.batch, *shapes, bool(one.refresh[0])))
+                steps = sample.STEPS if own else part.num_steps
+                shapes = [x.shape[1:] for x in (part.clean, part.decode, part.rest)]
+                found.add((case.method, case.batch, steps, *shapes, bool(part.refresh[0])))
         return len(found)
 
     for suite in ("headline", "edit", "reasoning", "batch"):
