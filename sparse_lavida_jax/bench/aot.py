@@ -4,6 +4,10 @@
 This needs no hardware and no arrays: `libtpu` compiles from shapes on any Linux machine. So memory
 per chip and traffic between chips are properties of the program. Time is not: seconds are
 projected, from the compiler's estimate and the vendors' specifications.
+
+`bench.training --aot` calls this. For a GPU that is only described see `bench/aot_requests.py`:
+
+    python -m sparse_lavida_jax.bench.aot --device=h200
 """
 
 import dataclasses
@@ -364,3 +368,9 @@ def _whole(tree: Any, mesh: Mesh) -> Any:
     shapes = jax.eval_shape(lambda tree: tree, tree)
     place = NamedSharding(mesh, PartitionSpec())
     return _laid(shapes, jax.tree.map(lambda _: place, shapes))
+
+
+if __name__ == "__main__":
+    from sparse_lavida_jax.bench import aot_requests, command
+
+    command.run(aot_requests.main)

@@ -174,3 +174,211 @@ def _trips(condition: str, body: str) -> int:
     added = dict(_ADDED.findall(body)).get(names[counter], "")
     stride = int(dict(_CONSTANT.findall(body)).get(added, 1)) or 1
     return -(-most // stride)
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels of a program for a GPU.
+
+# Instructions that start nothing on the device.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "while", "call", "conditional", "optimization-barrier", "opt-barrier",
+}  # fmt: skip
+_OPERAND = re.compile(r"%([\w.-]+)")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)"?([\d,"]*)')
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An instruction that a GPU runs.
+
+    Attributes:
+        name: of the instruction, or of what a custom call calls.
+        kind: "products", "attention", "copies" or "others".
+        operations: of products of matrices; of attention over all slots.
+        bytes: read and written, each operand once; of one that is only sliced, the slices.
+        made: shapes of the results, but not of those written in place.
+        runs: how often it runs in a call of the program; in a loop of steps, how often a step.
+        in_step: whether it is inside the loop of steps.
+    """
+
+    name: str
+    kind: str
+    operations: float
+    bytes: int
+    made: tuple[tuple[int, ...], ...]
+    runs: int
+    in_step: bool
+
+    def seconds(self, operations_a_second: float, bytes_a_second: float) -> float:
+        """Returns the least time of all runs at these rates."""
+        once = max(self.operations / operations_a_second, self.bytes / bytes_a_second)
+        return self.runs * once
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    opcode: str
+    results: tuple[tuple[int, tuple[int, ...]], ...]  # bytes and shape of each
+    operands: tuple[str, ...]
+    line: str
+
+    @property
+    def size(self) -> int:
+        return sum(size for size, _ in self.results)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(shape for _, shape in self.results)
+
+
+def kernels(hlo: str) -> list[Kernel]:
+    """Returns the kernels of a program. A loop without a constant length is the loop of steps."""
+    lines, entry = _computations(hlo)
+    parsed = {name: {one.name: one for one in map(_parsed, own)} for name, own in lines.items()}
+    found: list[Kernel] = []
+
+    def walk(computation: str, runs: int, in_step: bool) -> None:
+        own = parsed[computation]
+        for one in own.values():
+            if one.opcode == "while":
+                loop = _LOOP.search(one.line)
+                assert loop is not None
+                known = _TRIPS.search(one.line)
+                trips = int(known[1]) if known else 1
+                walk(loop[2], runs * trips, in_step or not known)
+            elif one.opcode in ("call", "conditional"):
+                for name, _ in _called(one.line, lines):
+                    walk(name, runs, in_step)
+            elif one.opcode not in _FREE and not one.opcode.endswith("-done"):
+                found.append(_kernel(one, own, parsed, runs, in_step))
+
+    walk(entry, 1, False)
+    return found
+
+
+def _parsed(line: str) -> _Instruction:
+    found = _INSTRUCTION.match(line)
+    assert found is not None
+    name, result, opcode, rest = found.groups()
+    results = tuple(
+        (_size(one), tuple(int(n) for n in one[2].split(",") if n))
+        for one in _ARRAY.finditer(result)
+    )
+    depth, end = 1, len(rest)
+    for at, letter in enumerate(rest):
+        depth += (letter == "(") - (letter == ")")
+        if not depth:
+            end = at
+            break
+    return _Instruction(name, opcode, results, tuple(_OPERAND.findall(rest[:end])), line)
+
+
+def _kernel(
+    one: _Instruction,
+    own: dict[str, _Instruction],
+    parsed: dict[str, dict[str, _Instruction]],
+    runs: int,
+    in_step: bool,
+) -> Kernel:
+    """Returns the kernel of an instruction, of the computation `own`."""
+    callee = _CALLS.search(one.line)
+    within = parsed.get(callee[1], {}) if callee and one.opcode == "fusion" else {}
+    target = _TARGET.search(one.line)
+    name = target[1] if target else one.name
+    operations = _products(one, own) + sum(_products(inner, within) for inner in within.values())
+    read = [own[operand] for operand in one.operands if operand in own]
+    if "step_causal_attention" in one.line and target and not name.startswith("__cublas"):
+        operations, size = _of_attention(one, read)
+        return Kernel(name, "attention", operations, size, one.shapes, runs, in_step)
+    if not within:
+        # A slice reads no more than it returns, and an update writes no more than it is given.
+        if one.opcode in _SLICES:
+            size, made = 2 * one.size, one.shapes
+        elif one.opcode == "dynamic-update-slice":
+            size, made = 2 * read[1].size, ()
+        else:
+            size, made = sum(x.size for x in read) + one.size, one.shapes
+    else:
+        inputs = [x for x in within.values() if x.opcode == "parameter"]
+        size = sum(_size_read(x, within) for x in inputs)
+        written, made = _written(within)
+        size += written
+    is_copy = one.opcode == "copy" or (within and _only_moves(within))
+    kind = "products" if operations else "copies" if is_copy else "others"
+    return Kernel(name, kind, operations, size, made, runs, in_step)
+
+
+def _products(one: _Instruction, own: dict[str, _Instruction]) -> float:
+    """Returns the operations of an instruction if it is a product of matrices."""
+    is_library = one.opcode == "custom-call" and "__cublas$" in one.line
+    if one.opcode != "dot" and not is_library:
+        return 0.0
+    contracted, given = _CONTRACTED.search(one.line), own.get(one.operands[0])
+    if contracted is None or given is None:
+        return 0.0
+    axes = [int(n) for n in contracted[1].replace('"', "").split(",") if n]
+    result = max(math.prod(shape) for shape in one.shapes[:1])
+    return 2.0 * result * math.prod(given.shapes[0][axis] for axis in axes)
+
+
+def _of_attention(one: _Instruction, read: list[_Instruction]) -> tuple[float, int]:
+    """Returns the operations and bytes of attention over all slots, of one layer of a cache.
+
+    The wide operands are queries [b s w] or [b s h d], keys and values [n b t w] or [n b t h d].
+    """
+    wide = sorted((x for x in read if x.results and x.size >= 2**12), key=lambda x: -x.size)
+    if len(wide) < 3:
+        return 0.0, sum(x.size for x in read) + one.size
+    keys, values, *rest = wide
+    query = next((x for x in rest if math.prod(x.shapes[0]) == _numbers(one)), rest[0])
+    others = sum(x.size for x in rest if x is not query)
+    batch = query.shapes[0][0]
+    shape = keys.shapes[0]
+    layers = shape[0] if len(shape) > len(query.shapes[0]) else 1
+    width = _numbers(query) // (batch * query.shapes[0][1])
+    slots = math.prod(shape) // (layers * batch * width)
+    operations = 4.0 * _numbers(query) * slots
+    return operations, query.size + others + one.size + (keys.size + values.size) // layers
+
+
+def _numbers(one: _Instruction) -> int:
+    return math.prod(one.shapes[0])
+
+
+def _size_read(given: _Instruction, within: dict[str, _Instruction]) -> int:
+    """Returns the bytes that a fusion reads of a parameter."""
+    users = [x for x in within.values() if given.name in x.operands]
+    total = 0
+    for user in users:
+        if user.opcode == "bitcast":
+            total += _size_read(user, within)
+        elif user.opcode in _SLICES and user.operands[0] == given.name:
+            total += user.size
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != given.name:
+            return given.size
+    return min(total, given.size)
+
+
+def _written(within: dict[str, _Instruction]) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Returns the bytes that a fusion writes, and the shapes of what it does not write in place."""
+    root = next(x for x in within.values() if x.line.lstrip().startswith("ROOT"))
+    outputs = [within[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    size, made = 0, []
+    for output in outputs:
+        while output.opcode == "bitcast" and output.operands[0] in within:
+            output = within[output.operands[0]]
+        if output.opcode == "dynamic-update-slice":
+            size += within[output.operands[1]].size
+        else:
+            size += output.size
+            made += output.shapes
+    return size, tuple(made)
+
+
+def _only_moves(within: dict[str, _Instruction]) -> bool:
+    moves = {"copy", "transpose", "bitcast", "parameter", "slice", "concatenate", "reshape"}
+    return all(one.opcode in moves | {"tuple", "constant"} for one in within.values())

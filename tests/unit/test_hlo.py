@@ -158,3 +158,100 @@ def test_the_state_that_is_compiled_is_the_one_that_a_run_starts_with():
         begun = jax.eval_shape(lambda: train.init_state(settings, tiny.denoiser(settings.model)))
         compiled = jax.eval_shape(lambda: memory.first_state(settings))
     assert parameters.by_name(compiled) == parameters.by_name(begun)
+
+
+GPU_PROGRAM = """\
+HloModule jit_run
+
+%product (a: bf16[8,16], b: bf16[16,4]) -> bf16[8,4] {
+  %a = bf16[8,16]{1,0} parameter(0)
+  %b = bf16[16,4]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%written (c: f32[4,100], n: f32[1,100], i: s32[]) -> f32[4,100] {
+  %c = f32[4,100]{1,0} parameter(0)
+  %n = f32[1,100]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %update = f32[4,100]{1,0} dynamic-update-slice(%c, %n, %i, %i)
+}
+
+%sliced (c: f32[4,100], i: s32[]) -> f32[1,100] {
+  %c = f32[4,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %slice = f32[1,100]{1,0} dynamic-slice(%c, %i, %i), dynamic_slice_sizes={1,100}
+}
+
+%inner (p: (s32[], f32[4,100])) -> (s32[], f32[4,100]) {
+  %p = (s32[], f32[4,100]) parameter(0)
+  %held = f32[4,100]{1,0} get-tuple-element(%p), index=1
+  %i = s32[] get-tuple-element(%p), index=0
+  %read = f32[1,100]{1,0} fusion(%held, %i), kind=kLoop, calls=%sliced
+  ROOT %out = (s32[], f32[4,100]) tuple(%i, %held)
+}
+
+%commands (p: (s32[], f32[4,100], bf16[8,16], bf16[16,4])) -> f32[4,100] {
+  %p = (s32[], f32[4,100], bf16[8,16], bf16[16,4]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %held = f32[4,100]{1,0} get-tuple-element(%p), index=1
+  %x = bf16[8,16]{1,0} get-tuple-element(%p), index=2
+  %w = bf16[16,4]{1,0} get-tuple-element(%p), index=3
+  %made = bf16[8,4]{1,0} fusion(%x, %w), kind=kCustom, calls=%product
+  %gemm = (bf16[8,4]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", GEMM
+  %new = f32[1,100]{1,0} broadcast(%i), dimensions={}
+  %changed = f32[4,100]{1,0} fusion(%held, %new, %i), kind=kLoop, calls=%written
+  %looped = (s32[], f32[4,100]) while(%p), condition=%never, body=%inner, FIVE
+  ROOT %copied = f32[4,100]{1,0} copy(%changed)
+}
+
+%steps (p: (s32[], f32[4,100], bf16[8,16], bf16[16,4])) -> f32[4,100] {
+  %p = (s32[], f32[4,100], bf16[8,16], bf16[16,4]) parameter(0)
+  ROOT %all = f32[4,100]{1,0} call(%p), to_apply=%commands
+}
+
+ENTRY %main (p: (s32[], f32[4,100], bf16[8,16], bf16[16,4])) -> f32[4,100] {
+  %p = (s32[], f32[4,100], bf16[8,16], bf16[16,4]) parameter(0)
+  %before = bf16[16,4]{1,0} get-tuple-element(%p), index=3
+  %moved = bf16[16,4]{1,0} copy(%before)
+  ROOT %loop = f32[4,100]{1,0} while(%p), condition=%goes_on, body=%steps
+}
+"""
+GPU_PROGRAM = GPU_PROGRAM.replace("FIVE", 'backend_config={"known_trip_count":{"n":"5"}}').replace(
+    "GEMM", 'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+)
+
+
+def test_kernels_of_a_gpu_are_counted_by_their_work():
+    """Inside the loop of steps; what is sliced, or written in place, counts as the slice."""
+    found = {one.name: one for one in hlo.kernels(GPU_PROGRAM)}
+    assert {name: (one.kind, one.in_step, one.runs) for name, one in found.items()} == {
+        "moved": ("copies", False, 1),
+        "made": ("products", True, 1),
+        "__cublas$gemm": ("products", True, 1),
+        "new": ("others", True, 1),
+        "changed": ("others", True, 1),
+        "read": ("others", True, 5),
+        "copied": ("copies", True, 1),
+    }
+    operands = 2 * (8 * 16 + 16 * 4)
+    assert found["made"].operations == found["__cublas$gemm"].operations == 2 * 8 * 16 * 4
+    assert found["made"].bytes == operands + 2 * 8 * 4
+    assert found["changed"].bytes == 2 * 400 + 4 and found["changed"].made == ()
+    assert found["read"].bytes == 2 * 400 + 4
+    assert found["copied"].bytes == 2 * 1600 and found["copied"].made == ((4, 100),)
+    assert found["read"].seconds(1.0, 804.0) == 5.0
+
+
+def test_attention_of_a_described_gpu_reads_one_layer_of_the_cache():
+    program = """\
+ENTRY %main (q: bf16[2,64,256], k: bf16[3,2,128,256], v: bf16[3,2,128,256]) -> bf16[2,64,256] {
+  %q = bf16[2,64,256]{2,1,0} parameter(0)
+  %k = bf16[3,2,128,256]{3,2,1,0} parameter(1)
+  %v = bf16[3,2,128,256]{3,2,1,0} parameter(2)
+  ROOT %out = (bf16[2,64,256]{2,1,0}) custom-call(%q, %k, %v), KERNEL
+}
+""".replace("KERNEL", 'custom_call_target="mosaic_gpu_v2", op_name="step_causal_attention"')
+    (kernel,) = hlo.kernels(program)
+    assert kernel.kind == "attention"
+    assert kernel.operations == 4 * 2 * 64 * 128 * 256
+    assert kernel.bytes == 2 * (2 * 2 * 64 * 256 + 2 * 2 * 128 * 256)

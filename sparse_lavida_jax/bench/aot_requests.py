@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Requests at full size, lowered and compiled for a GPU that is only described.
+
+    python -m sparse_lavida_jax.bench.aot --device=h200
+    python -m sparse_lavida_jax.bench.aot --device=h200 --requests=image --layers=0
+
+Needs `pip install -e '.[aot-cuda]'` and `ptxas`, no GPU, and makes no arrays. The programs are
+those of the sampler, with the parameters fused as on a GPU; all of their layers are lowered.
+Only `--layers` of them are compiled, half of them split, as well as two fewer: what one pair of
+layers adds is then counted for each pair. Nothing is timed but tracing and lowering: seconds are
+predictions, in which every kernel takes max(operations / rate of products, bytes / bandwidth).
+Operations of attention are those of all slots; the image tokenizer is left out.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import gc
+import importlib.util
+import json
+import math
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+from absl import flags, logging
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparse_lavida_jax import config, sample
+from sparse_lavida_jax.bench import hlo, suites, table, work
+from sparse_lavida_jax.bench.record import Bench
+from sparse_lavida_jax.bench.suites import RequestCase
+from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.programs.kept import Call, finish
+
+SUITE = "aot_requests"
+# A name, and the suite and id of the request.
+REQUESTS = {
+    "image": ("headline", "t2i1024/sparse/b1"),
+    "edit": ("edit", "edit1024/sparse/b1"),
+    "reasoning": ("reasoning", "reasoning/sparse/b1/k8"),
+    "batch of 8": ("batch", "t2i1024/sparse/b8"),
+}
+IMPLEMENTATION = "pallas_gpu"
+# The description names the driver: without it XLA leaves custom calls out of command buffers.
+H200 = """
+    platform_name: "CUDA"
+    gpu_device_info {
+      threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+      shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+      fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+      block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+      clock_rate_ghz: 1.98 device_memory_size: 150000000000
+      shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+      registers_per_block_limit: 65536
+      cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+      driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+    }
+    dnn_version_info { major: 9 minor: 10 }
+    device_description_str: "NVIDIA H200"
+"""
+LEAST_MATRIX = 1024  # rows and columns of a matrix of weights
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedGpu:
+    """A GPU that is not present.
+
+    Attributes:
+        target: its description for XLA.
+        kind: its name.
+        rates: TFLOP/s of products and GB/s of copies: measured, used for floor and prediction, and
+            those of the vendor (dense, bfloat16).
+    """
+
+    target: str
+    kind: str
+    rates: dict[str, dict[str, float]]
+
+    def place(self) -> NamedSharding:
+        """Returns where its arrays would lie.
+
+        Raises:
+            ConfigError: the CUDA plugin is not installed.
+        """
+        from jax.experimental import topologies
+
+        if importlib.util.find_spec("jax_cuda13_plugin") is None:
+            raise config.ConfigError("there is no CUDA plugin: pip install -e '.[aot-cuda]'.")
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=self.target, topology="1x1x1"
+        )
+        return NamedSharding(Mesh(np.array(described.devices[:1]), ("one",)), PartitionSpec())
+
+
+DEVICES = {
+    "h200": DescribedGpu(
+        H200,
+        "NVIDIA H200",
+        {
+            # By hand, 26 November 2026 (docs/speed.md).
+            "measured": {"matmul_tflops": 660.0, "copy_gbps": 4300.0},
+            "vendor": {"matmul_tflops": 989.0, "copy_gbps": 4800.0},
+        },
+    )
+}
+
+DEVICE = flags.DEFINE_enum("device", "h200", DEVICES, "The GPU.")
+ASKED = flags.DEFINE_list("requests", list(REQUESTS), "The requests.")
+CONFIG = flags.DEFINE_string("config", "configs/lavida_o.py", "The config of the model.")
+LAYERS = flags.DEFINE_integer(
+    "layers", 4, "Layers that are compiled, an even number; 0: all.", lower_bound=0
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredProgram:
+    """A program of a request, lowered for a described GPU.
+
+    Attributes:
+        name: of the sampler's function.
+        width: tokens of the response that a row passes in a step, with registers; 0: none.
+        lowered: the result of lowering with `jax`.
+        seconds: to trace and to lower.
+        runs: how often a request calls it.
+        steps: all steps that these calls run.
+    """
+
+    name: str
+    width: int
+    lowered: jax.stages.Lowered
+    seconds: float
+    runs: int
+    steps: int
+
+    def modules(self) -> dict[str, int]:
+        """Returns the modules of each kernel, by its name."""
+        found = collections.Counter(_MODULE.findall(self.lowered.as_text()))
+        return {name or other: number for (name, other), number in sorted(found.items())}
+
+
+_MODULE = re.compile(
+    r"custom_call @mosaic_gpu[^\n]*?\\00(?!stable_)([a-z]\w*?)_mosaic_gpu\\00"
+    r'|custom_call @__gpu\$xla\.gpu\.triton[^\n]*?name = "(\w+)"'
+)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Turns off type checks, since types are passed where annotations require arrays."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def case_of(name: str, settings: config.Config) -> RequestCase:
+    """Returns a request of `REQUESTS`.
+
+    Raises:
+        ConfigError: there is no such request, for a model of this size.
+    """
+    suite, row_id = REQUESTS.get(name, ("headline", ""))
+    found = [case for case in suites.cases(suite, settings) if case.id == row_id]
+    if not found:
+        known = ", ".join(REQUESTS)
+        raise config.ConfigError(f"--requests={name}: it takes {known}, at full size.")
+    return found[0]
+
+
+def model_types(settings: config.Model, task: fuse.Task, place: NamedSharding) -> Denoiser:
+    """Returns the types of the parameters as a GPU holds them, in the dtype of products."""
+
+    def make() -> Denoiser:
+        model = Denoiser(settings, rngs=nnx.Rngs(0))
+        return fuse.for_inference(model, task=task, by_layer=True)
+
+    def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = jnp.dtype(settings.compute_dtype) if x.dtype == jnp.float32 else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+
+    return jax.tree.map(leaf, jax.eval_shape(make))
+
+
+def programs(
+    case: RequestCase, model: Denoiser, place: NamedSharding
+) -> list[tuple[LoweredProgram, tuple]]:
+    """Traces and lowers the programs of a request: the calls that the sampler itself makes.
+
+    Returns:
+        Each program, and the types of its arguments.
+    """
+    settings, plan = case.settings(model.settings), case.plan(model.settings)
+    examples, prompt = case.requests(range(case.batch)), case.prompt(model.settings)
+    batch = sample.prepared(model, examples, plan, settings=settings, prompt=prompt, in_trips=True)
+    trips = [trip for segment in plan for trip in batch.begun.trips(segment)]
+    runs, steps = collections.Counter(), collections.Counter()
+    for trip in trips:
+        runs[trip.program] += 1
+        steps[trip.program] += int(trip.options["number"])
+    first = {trip.program: trip for trip in reversed(trips)}
+    widths = [
+        sum(x.shape[-1] for x in (trip.steps.clean, trip.steps.decode, trip.steps.rest))
+        + trip.options["settings"].num_registers
+        for trip in first.values()
+    ]
+    keys = [*first]
+    found: list[tuple[LoweredProgram, tuple]] = []
+
+    def typed(tree: Any) -> Any:
+        def leaf(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=place)
+
+        return jax.tree.map(leaf, tree)
+
+    def lower(call: Call) -> Any:
+        function: Any = call.function
+        named = {
+            name: value if name in function.static else typed(value)
+            for name, value in call.named.items()
+        }
+        args = typed(call.args)
+        gc.collect()
+        begin = time.perf_counter()
+        traced = function.trace(*args, **named)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        seconds = time.perf_counter() - begin
+        number = len(found) - first_trip if function is sample.run_segment else None
+        key = None if number is None else keys[number]
+        program = LoweredProgram(
+            name=function.__name__,
+            width=0 if number is None else widths[number],
+            lowered=lowered,
+            seconds=seconds,
+            runs=1 if key is None else runs[key],
+            steps=0 if key is None else steps[key],
+        )
+        found.append((program, (args, named)))
+        return typed(traced.out_info)
+
+    first_trip = 1 if len(batch.parts) <= 1 else len(batch.parts) + 1
+    with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh), unchecked():
+        finish(batch.calls([*first.values()]), lower)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Costs.
+
+Costs = dict[str, float]
+
+
+def costs(program: LoweredProgram, compiled: list[hlo.Kernel], rates: dict[str, float]) -> Costs:
+    """Returns what all calls of a program in a request cost, and the kernels of one step."""
+    found: dict[str, float] = collections.defaultdict(float)
+    products, copies = rates["matmul_tflops"] * 1e12, rates["copy_gbps"] * 1e9
+    for kernel in compiled:
+        number = program.steps if kernel.in_step else program.runs
+        found["predicted_s"] += number * kernel.seconds(products, copies)
+        found["operations"] += number * kernel.runs * kernel.operations
+        found["bytes"] += number * kernel.runs * kernel.bytes
+        found["step_kernels"] += kernel.runs * kernel.in_step
+        found[f"{kernel.kind}_s"] += number * kernel.seconds(products, copies)
+    return dict(found)
+
+
+def extrapolated(more: Costs, fewer: Costs, pairs: int) -> Costs:
+    """Returns costs with so many pairs of layers added, each costing the difference of two."""
+    return {name: more[name] + pairs * (more[name] - fewer.get(name, 0.0)) for name in more}
+
+
+def copies(compiled: Sequence[hlo.Kernel], shapes: frozenset[tuple[int, ...]]) -> list[str]:
+    """Returns the kernels of a step that make an array with the shape of cache or weights."""
+    return [
+        kernel.name
+        for kernel in compiled
+        if kernel.in_step and kernel.kind in ("copies", "others") and shapes & {*kernel.made}
+    ]
+
+
+def large_shapes(arguments: tuple) -> frozenset[tuple[int, ...]]:
+    """Returns the shapes of matrices and of the cache, whole and of one layer, and transposed."""
+    args, _ = arguments
+    model, state = args[:2]
+    own = {x.shape for x in jax.tree.leaves(model) if x.ndim == 2 and min(x.shape) >= LEAST_MATRIX}
+    cache = getattr(state, "cache", None)
+    whole = {x.shape for x in jax.tree.leaves(cache) if x.ndim == 4}
+    layers = {shape[1:] for shape in whole}
+    return frozenset(
+        own | {shape[::-1] for shape in own} | whole | layers | {(1, *one) for one in layers}
+    )
+
+
+def with_layers(settings: config.Config, number: int) -> config.Config:
+    """Returns settings for a model with fewer layers, half of them split."""
+    changes = {"num_layers": number, "dual_tower_layers": number // 2}
+    return config.changed(settings, {"model": changes})
+
+
+def row_of(
+    name: str,
+    settings: config.Config,
+    device: DescribedGpu,
+    place: NamedSharding,
+    *,
+    layers: int = 4,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Returns the values of the row of a request.
+
+    Args:
+        layers: see `--layers`.
+        tell: is called with a line for each program.
+
+    Raises:
+        ConfigError: there is no such request, or the number of layers cannot be compiled.
+    """
+    settings = config.changed(settings, {"model": {"attention_implementation": IMPLEMENTATION}})
+    case, depth = case_of(name, settings), settings.model.num_layers
+    if layers and (layers % 2 or not 4 <= layers <= depth):
+        raise config.ConfigError(f"--layers={layers}: 0, or an even number of 4 to {depth}.")
+    task: fuse.Task = "image" if case.example.kind == "image" else "both"
+
+    def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
+        return programs(case, model_types(settings.model, task, place), place)
+
+    rates, whole = device.rates["measured"], lowered(settings)
+    depths = [layers, layers - 2] if layers and layers < depth else []
+    cut = [lowered(with_layers(settings, number)) for number in depths] or [whole]
+    told, most_kernels = [], 0.0
+    total: dict[str, float] = collections.defaultdict(float)
+    for index, (program, _) in enumerate(whole):
+        text = program.lowered.as_text()
+        found = []
+        for one, arguments in (of_depth[index] for of_depth in cut):
+            begin = time.perf_counter()
+            compiled = hlo.kernels(one.lowered.compile().as_text() or "")
+            compile_s = time.perf_counter() - begin
+            found.append(
+                (costs(program, compiled, rates), copies(compiled, large_shapes(arguments)))
+            )
+            tell(f"{name}: {one.name}, width {one.width}: compiled in {compile_s:.0f} s")
+        own, made = found[0]
+        if len(found) == 2:
+            own = extrapolated(own, found[1][0], (depth - depths[0]) // 2)
+        told.append(
+            {
+                "name": program.name,
+                "width": program.width,
+                "trace_and_lower_s": program.seconds,
+                "stablehlo_mb": len(text.encode()) / 1e6,
+                "modules": program.modules(),
+                "copies": made,
+                "steps": program.steps,
+                "runs": program.runs,
+                **own,
+            }
+        )
+        for key, value in own.items():
+            total[key] += value
+        most_kernels = max(most_kernels, own.get("step_kernels", 0.0))
+    need = work.of_case(case, settings.model)
+    compiled_layers = f"{depths[0]} and {depths[1]}" if depths else "all"
+    return {
+        "request": name,
+        "task": case.task,
+        "method": case.method,
+        "batch": case.batch,
+        "model": settings.name,
+        "dtype": settings.model.compute_dtype,
+        "device": {"kind": device.kind, "count": 1, "described": True},
+        "programs": told,
+        "kernels_per_layer": most_kernels / depth,
+        "operations": total["operations"],
+        "bytes": total["bytes"],
+        "floor_s": need.floor_s(*rates.values()),
+        "predicted_s": total["predicted_s"],
+        "predicted_by_kind": {
+            kind: total[f"{kind}_s"] for kind in ("products", "attention", "copies", "others")
+        },
+        "rates": device.rates,
+        "layers_compiled": compiled_layers,
+        "note": "predicted, not measured: each kernel at the measured rates; without the image"
+        f" tokenizer; lowered with all layers, compiled with {compiled_layers}",
+    }
+
+
+LINE = ("request", "programs", "kernels_per_layer", "floor_s", "predicted_s")
+PROGRAM = ("name", "width", "trace_and_lower_s", "stablehlo_mb", "modules", "copies")
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Returns the JSON line that is printed last for a request."""
+    told = {name: row[name] for name in LINE}
+    told["programs"] = [{name: one[name] for name in PROGRAM} for one in row["programs"]]
+    return json.dumps(_rounded(told))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return [*map(_rounded, value)] if isinstance(value, list) else value
+
+
+def main(_: list[str]) -> None:
+    """Writes a row for every request; prints its programs, and a line of JSON."""
+    logging.set_verbosity(logging.WARNING)
+    jax.config.update("jax_platforms", "cpu")  # a GPU that is here is left alone
+    try:
+        device, bench = DEVICES[DEVICE.value], Bench(SUITE)
+        settings, place = config.read(pathlib.Path(CONFIG.value)), device.place()
+        for name in ASKED.value:
+            row = row_of(name, settings, device, place, layers=LAYERS.value, tell=_tell)
+            bench.write(name, row)
+            programs_told = [{**row, **one} for one in row["programs"]]
+            print(f"\n{table.table('aot_programs', programs_told)}", flush=True)
+            print(f"\n{table.table(SUITE, [row])}\n\n{line_of(row)}", flush=True)
+    except config.ConfigError as error:
+        sys.exit(f"bench.aot: {error}")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of whole requests at full size, as the sampler calls them, for an absent H200.
+
+This runs in a separate process, because the CUDA plugin is loaded when jax starts.
+"""
+
+import json
+import pathlib
+
+import pytest
+from test_gpu_kernels_compile import pytestmark as needs_plugin
+from test_gpu_kernels_compile import run
+
+pytestmark = needs_plugin
+
+CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "lavida_o.py")
+MOST_MB, MOST_MODULES = 1.5, 2
+LOWERED = """
+import json
+import pathlib
+import sys
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import aot_requests
+
+place = aot_requests.DEVICES["h200"].place()
+settings = config.read(pathlib.Path(sys.argv[2]))
+implementation = {"attention_implementation": aot_requests.IMPLEMENTATION}
+settings = config.changed(settings, {"model": implementation})
+case = aot_requests.case_of(sys.argv[1], settings)
+task = "image" if case.example.kind == "image" else "both"
+model = aot_requests.model_types(settings.model, task, place)
+for program, _ in aot_requests.programs(case, model, place):
+    text = program.lowered.as_text()
+    told = {"name": program.name, "width": program.width, "steps": program.steps}
+    told |= {"mb": len(text.encode()) / 1e6, "modules": program.modules()}
+    told |= {"modules_in_text": text.count("custom_call @mosaic_gpu")}
+    print("program:", json.dumps(told))
+print("compiled")
+"""
+COMPILED = """
+import sys
+
+from absl import flags
+
+from sparse_lavida_jax.bench import aot_requests
+
+flags.FLAGS(["aot", f"--config={sys.argv[1]}", "--requests=image", "--layers=4"])
+aot_requests.Bench = lambda suite: aot_requests  # rows are not written
+aot_requests.write = lambda name, row: None
+aot_requests.main([])
+print("compiled")
+"""
+
+
+@pytest.mark.parametrize(
+    ("request_name", "steps"),
+    [("image", 64), ("edit", 64), ("reasoning", 256), ("batch of 8", 64)],
+)
+def test_a_request_has_few_small_programs(request_name, steps):
+    """One a width, with all 32 layers: at most two modules of a kernel, and 1.5 MB of StableHLO."""
+    told, _ = run(LOWERED, request_name, CONFIG)
+    found = [json.loads(line.partition(" ")[2]) for line in told.splitlines()
+             if line.startswith("program:")]  # fmt: skip
+    loops = [one for one in found if one["name"] == "run_segment"]
+    assert sum(one["steps"] for one in loops) == steps
+    widths = [one["width"] for one in loops]
+    assert len(widths) == len(set(widths))
+    for one in found:
+        assert one["mb"] <= MOST_MB, one
+        assert sum(one["modules"].values()) == one["modules_in_text"], one
+        assert all(number <= MOST_MODULES for number in one["modules"].values()), one
+    assert all(one["modules"].get("step_causal_attention", 0) >= 1 for one in loops)
+
+
+def test_the_command_predicts_an_image_whose_steps_copy_nothing():
+    """Compiled with two layers and with four, of 32."""
+    told, _ = run(COMPILED, CONFIG)
+    line = json.loads(told.splitlines()[-2])
+    assert [*line] == ["request", "programs", "kernels_per_layer", "floor_s", "predicted_s"]
+    for one in line["programs"]:
+        assert [*one] == [
+            "name", "width", "trace_and_lower_s", "stablehlo_mb", "modules", "copies",
+        ]  # fmt: skip
+        assert one["copies"] == [], one
+    assert 5 < line["kernels_per_layer"] < 40
+    assert 0 < line["floor_s"] < line["predicted_s"] < 4 * line["floor_s"]
