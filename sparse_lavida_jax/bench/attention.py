@@ -10,8 +10,9 @@ bfloat16: ours; cuDNN without a mask (the peak of dense attention, with another 
 dense mask, and by segments; tokamax without and with the mask; XLA with the mask; our blocks in
 plain `lax`, used on other GPUs; PyTorch's FlexAttention. A method that is not installed or fails is
 left out, and the reason given. Rows are written as they are measured, so an interrupted run keeps
-them. At the end the ratios are compared with `bars.toml`, as `bench/table.py` does for the
-committed rows.
+them. A call of a short shape takes little more than its launch: its row also has its time on the
+device, as the profiler reports it. At the end the ratios are compared with `bars.toml`, as
+`bench/table.py` does for the committed rows.
 """
 
 import functools
@@ -25,7 +26,7 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from sparse_lavida_jax.bench import command, methods, table, timing, tune
+from sparse_lavida_jax.bench import command, device_time, methods, table, timing, tune
 from sparse_lavida_jax.bench.methods import Case, Program
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.kernels import attention, shapes
@@ -133,10 +134,17 @@ def _measure(case: Case, write: Callable) -> None:
             "flops": case.flops,
             "bytes": {"least": case.least_bytes, "temporary": programs[method].temp_bytes},
             "compile_s": seconds[method],
+            "device_s": _on_device(programs[method]) if case.lengths[0] < methods.SHORT else None,
             "note": "; ".join(filter(None, told)),
         }
         write(_id(case, method), row)
         print(f"  {_id(case, method)}: {statistics.median(taken) * 1e6:.1f} us", flush=True)
+
+
+def _on_device(program: Program) -> float | None:
+    """Returns the seconds of the device for a call, without launches; None: nothing is reported."""
+    found = device_time.kernels(lambda: program.wait(program.run()))
+    return sum(seconds for _, seconds in found) / program.calls or None
 
 
 def _tables(write: Callable) -> None:

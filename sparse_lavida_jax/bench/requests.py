@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.bench import record, suites, timing, work
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.sampling.state import num_registers
@@ -263,6 +265,29 @@ def measure(
     requests = {number: one.timed for number, one in enumerate(timed)}
     splits = timing.in_turn(requests, runs, first=1)
     return [one.row(splits[number], calibration) for number, one in enumerate(timed)]
+
+
+def random_subject(
+    settings: config.Config, task: fuse.Task, *, draws: bool, vq_dtype: str
+) -> Subject:
+    """Returns a model of random weights, fused for a task, after a check of the device's kernel.
+
+    Args:
+        draws: whether it has an image tokenizer, if the sizes of the config fit together.
+    """
+    admit_kernel_for(settings.model)
+    dtype = jnp.dtype(settings.model.compute_dtype)
+
+    def stored() -> Denoiser:
+        return Denoiser(settings.model, rngs=nnx.Rngs(0))
+
+    model = random_parameters(lambda: fuse.for_inference(stored(), task=task), dtype)
+    sides, codec = settings.model.grid_size * settings.model.codes_side * settings.vq.factor, None
+    if draws and sides == settings.vq.image_size:
+        make = functools.partial(vq.VQModel, settings.vq)
+        codec = random_parameters(lambda: make(rngs=nnx.Rngs(0)), jnp.dtype("float32"))
+    unfused = functools.partial(random_parameters, stored, dtype)
+    return Subject(model, settings, codec, vq_dtype, True, unfused)
 
 
 def random_parameters(make: Callable[[], M], dtype: jnp.dtype) -> M:

@@ -17,25 +17,21 @@ measures whole requests, from prompt to pixels (`bench/suites.py`): headline, ab
 reasoning, quant, fastpath, cpu. A row is written as soon as it is measured; `--missing` continues
 the newest run of this code, model, software and device, and measures the rows that it lacks.
 Measurements under other conditions, such as other `XLA_FLAGS`, get a name: `--variant`.
+`--profile` instead runs one request of each row under jax's profiler, and says where the time of
+the device goes, by kind of kernel (`bench/device_time.py`).
 """
 
 import dataclasses
-import functools
 import pathlib
 import sys
 
-import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
-from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import command, record, requests, suites, table
+from sparse_lavida_jax.bench import command, device_time, record, requests, suites, table
 from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.models import fuse, vq
-from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 
@@ -54,6 +50,8 @@ VARIANT = flags.DEFINE_string(
 MINUTES = flags.DEFINE_float(
     "minutes", 0.0, "No further row is begun that would end later; 0: all are.", lower_bound=0.0
 )
+ROWS = flags.DEFINE_list("rows", [], "Ids of the rows of a suite to measure; default: all.")
+PROFILE = flags.DEFINE_boolean("profile", False, "Profile a request of each row; time nothing.")
 VQ_DTYPE = flags.DEFINE_enum(
     "vq-dtype", "bfloat16", config.VQ_DTYPES, "Of the decoder of images, in a suite."
 )
@@ -78,6 +76,11 @@ def main(_: list[str]) -> None:
     try:
         suites.check_presets(PRESETS.value)
         subject, cases = _random_subject() if RANDOM.value else _trained_subject()
+        if PROFILE.value:
+            run = device_time.measure(subject, cases)
+            rows = [row for row in record.read_rows(device_time.SUITE) if row["run"] == run]
+            print(f"\n{table.table(device_time.SUITE, rows)}")
+            return
         how = {"variant": VARIANT.value, "missing": MISSING.value, "minutes": MINUTES.value}
         run = requests.run_suite(subject, suite, cases, runs=RUNS.value, **how)
     except (model_folder.CheckpointError, config.ConfigError) as error:
@@ -90,16 +93,9 @@ def main(_: list[str]) -> None:
 def _random_subject() -> tuple[requests.Subject, list[RequestCase]]:
     """Returns a model of random weights, fused as a loaded model would be for sampling."""
     settings = config.read(pathlib.Path(CONFIG.value))
-    admit_kernel_for(settings.model)
-    model = _random_model(settings.model, suites.TASKS.get(SUITE.value or "", "both"))
-    codec = None
-    sides = settings.model.grid_size * settings.model.codes_side * settings.vq.factor
-    if SUITE.value and sides == settings.vq.image_size:
-        codec = requests.random_parameters(
-            lambda: vq.VQModel(settings.vq, rngs=nnx.Rngs(0)), jnp.dtype("float32")
-        )
-    unfused = functools.partial(_random_model, settings.model, None)
-    subject = requests.Subject(model, settings, codec, VQ_DTYPE.value, True, unfused)
+    task = suites.TASKS.get(SUITE.value or "", "both")
+    draws = bool(SUITE.value)
+    subject = requests.random_subject(settings, task, draws=draws, vq_dtype=VQ_DTYPE.value)
     examples = suites.random_examples(settings)
     return subject, _cases(settings, examples, settings.data.text_block_len)
 
@@ -123,19 +119,9 @@ def _trained_subject() -> tuple[requests.Subject, list[RequestCase]]:
 def _cases(settings: config.Config, examples: dict, text_block_len: int) -> list[RequestCase]:
     """Returns the rows of the suite or of the presets."""
     if SUITE.value:
-        return suites.cases(SUITE.value, settings)
+        return suites.chosen(suites.cases(SUITE.value, settings), ROWS.value)
     asked = {"batch": BATCH.value, "steps": STEPS.value, "names": PRESETS.value}
     return suites.by_preset(settings, examples, text_block_len, **asked)
-
-
-def _random_model(settings: config.Model, task: fuse.Task | None) -> Denoiser:
-    """Returns a model fused for a task; None: with parameters as they are stored."""
-
-    def make() -> Denoiser:
-        model = Denoiser(settings, rngs=nnx.Rngs(0))
-        return model if task is None else fuse.for_inference(model, task=task)
-
-    return requests.random_parameters(make, jnp.dtype(settings.compute_dtype))
 
 
 if __name__ == "__main__":

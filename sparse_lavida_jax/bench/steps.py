@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Training steps a second of a config, as a person starts it, with everything that a run does.
+
+    python -m sparse_lavida_jax.bench.steps --config=configs/scenes.py --seconds=60
+    python -m sparse_lavida_jax.bench.steps --config=configs/scenes.py --workdir=runs/scenes
+
+Counts from the first step that is reported, so without compiling. The run ends as SIGTERM ends it;
+with `--workdir` it is kept, and continued if it is there.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl import flags
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import command, record
+from sparse_lavida_jax.training.metrics import read_metrics
+
+CONFIG = flags.DEFINE_string("config", "configs/scenes.py", "What to train.")
+SECONDS = flags.DEFINE_integer("seconds", 60, "Of the whole process, at most.", lower_bound=1)
+REPORTS = flags.DEFINE_integer(
+    "reports", 0, "Of metrics, after which it ends; 0: when the time is over.", lower_bound=0
+)
+WORKDIR = flags.DEFINE_string("workdir", "", "Its folder; by default one that is deleted.")
+POLL_S = 0.1
+END_S = 60  # to save a run and to end
+
+
+def main(_: list[str]) -> None:
+    """Trains, and writes a row."""
+    settings = config.read(pathlib.Path(CONFIG.value))
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = pathlib.Path(WORKDIR.value or pathlib.Path(folder, "run"))
+        steps, seconds = _trained(workdir)
+    rate = steps / seconds
+    row = {
+        "task": "train",
+        "method": settings.name,
+        "model": settings.name,
+        "batch": settings.train.batch_size,
+        "steps": steps,
+        "seconds": seconds,
+        "steps_a_second": rate,
+        "note": "of a whole run, from its first reported step",
+    }
+    path = record.Bench("steps").write(settings.name, row)
+    print(f"{path.name}: {rate:.2f} steps a second ({steps} in {seconds:.0f} s)", flush=True)
+
+
+def _trained(workdir: pathlib.Path) -> tuple[int, float]:
+    """Trains for a while; returns the steps after the first that is reported, and their seconds."""
+    end = time.monotonic() + SECONDS.value
+    words = [f"--config={CONFIG.value}", f"--workdir={workdir}"]
+    run = subprocess.Popen([sys.executable, "-m", "sparse_lavida_jax.main", *words], env=os.environ)
+    reports: list[tuple[float, int]] = []
+    before = _step(workdir)
+    while run.poll() is None and time.monotonic() < end:
+        if REPORTS.value and len(reports) >= max(REPORTS.value, 2):
+            break
+        if _step(workdir) > (reports[-1][1] if reports else before):
+            reports.append((time.monotonic(), _step(workdir)))
+        time.sleep(POLL_S)
+    if run.poll() is None:
+        run.send_signal(signal.SIGTERM)
+    try:
+        status = run.wait(END_S)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        status = run.wait()
+    if status:
+        sys.exit(status)
+    if len(reports) < 2:
+        sys.exit(f"bench.steps: fewer than two reports in --seconds={SECONDS.value}: take more.")
+    (begun, first), (ended, last) = reports[0], reports[-1]
+    return last - first, ended - begun
+
+
+def _step(workdir: pathlib.Path) -> int:
+    """Returns the last step that a run has reported; 0: none."""
+    path = workdir / "metrics.jsonl"
+    lines = [line for line in read_metrics(path) if "loss" in line] if path.exists() else []
+    return lines[-1]["step"] if lines else 0
+
+
+if __name__ == "__main__":
+    command.run(main)
