@@ -305,7 +305,7 @@ def _held(
     for kind, patterns in asked.items():
         name = kind.replace("_", " ")
         for pattern, wanted in patterns.items():
-            asked_for = _required(kind, wanted)
+            asked_for = required(kind, wanted)
             found = [*_measured(rows, kind, pattern)]
             if not found:
                 bar = f"{name}: {pattern.replace(' ', ' over ')}"
@@ -313,7 +313,7 @@ def _held(
             for of, value, both in found:
                 line = {"bar": f"{name}: {of}", "rows": both[-1]["batch"], "value": value}
                 line |= {"wanted": asked_for, "told": ()}
-                held = _result(kind, value, wanted)
+                held = result(kind, value, wanted)
                 slow = dense_side and kind == "times_faster"
                 slow = slow and both[-1]["loop_share_of_matmul"] < dense_side
                 if slow or not held.startswith("met"):
@@ -326,13 +326,13 @@ def _bounds(wanted: Any) -> list[Any]:
     return wanted if isinstance(wanted, list) else [wanted]
 
 
-def _required(kind: str, wanted: Any) -> str:
+def required(kind: str, wanted: Any) -> str:
     """Returns a bar in words."""
     sign = "<= " if kind in AT_MOST else ">= "
     return sign + ", stretch ".join(f"{x:g}" for x in _bounds(wanted))
 
 
-def _result(kind: str, value: float, wanted: Any) -> str:
+def result(kind: str, value: float, wanted: Any) -> str:
     """Returns whether a value meets a bar, and its stretch goal."""
     reached = [value <= x if kind in AT_MOST else value >= x for x in _bounds(wanted)]
     return _verdict(reached[0]) + ", stretch met" * (len(reached) > 1 and all(reached))
@@ -344,10 +344,16 @@ def by_hand_table() -> str:
     for line in bars()["by_hand"]:
         section, kind, name = line["bar"]
         wanted, value = bars()[section][kind][name], line.get("value")
-        result = _verdict(False) if value is None else _result(kind, float(value), wanted)
-        told = {"wanted": _required(kind, wanted), "held": result}
+        held = _verdict(False) if value is None else result(kind, float(value), wanted)
+        told = {"wanted": required(kind, wanted), "held": held}
         lines.append({"told": "" if value is None else f"{value:g}", **line, **told})
     return table("by_hand", lines)
+
+
+def measured(rows: Rows, kind: str, pattern: str) -> list[float]:
+    """Returns each value that a bar applies to, the newest last."""
+    ordered = sorted(map(View, rows), key=lambda row: row["created"])
+    return [value for _, value, _ in _measured(ordered, kind, pattern)]
 
 
 def _measured(rows: list[View], kind: str, pattern: str) -> Iterator[tuple[str, float, list[View]]]:

@@ -11,8 +11,14 @@ import time
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "device_day.sh"
-DRY = """admission tests attention tune headline ablation edit reasoning quant fastpath batch
- training lora""".split()
+PARTS = """admission first_image image edit reasoning batch generate scenes attention profile
+ tests_1 tests_2 scenes_gpu lora""".split()
+# As on a GPU, where the compiler counts no operations.
+NO_COSTS = """
+import jax
+
+jax.stages.Lowered.cost_analysis = jax.stages.Compiled.cost_analysis = lambda self: {}
+"""
 
 
 def run(*words, **environment):
@@ -41,27 +47,49 @@ def python(tmp_path):
     return made
 
 
+def is_done(became):
+    return became == "done" or became.startswith("cannot run: configs/scenes_gpu.py")
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_every_part_runs_once_and_the_most_valuable_first(tmp_path, python, dry):
     results = tmp_path / "results"
     words = ["--dry-run"] * dry + [results]
     first, again = (run(*words, PYTHON=python()) for _ in range(2))
     assert (first.returncode, again.returncode) == (0, 0), first.stderr
-    names = list(parts(results))
-    assert set(parts(results).values()) == {"done"} and names[:3] == DRY[:3]
-    assert set(names) >= set(DRY) and (names == DRY) == dry
+    assert list(parts(results)) == PARTS and all(map(is_done, parts(results).values()))
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == len(names) + 2  # the bars, twice
+    ran = [became for became in parts(results).values() if became == "done"]
+    assert len(calls) == len(ran) + 2  # the table, twice
     assert "doctor --kernels" in calls[0] and all((results / "device_day").glob("*.log"))
 
 
+def test_the_budgets_of_all_parts_fit_the_day():
+    """Nine minutes at most each, 40 in all; the training of a config gets what is left."""
+    words = [line.split() for line in SCRIPT.read_text().splitlines()]
+    budgets = [int(word[2]) for word in words if word[:1] in (["part"], ["rows"])]
+    assert len(budgets) == len(PARTS) - 1
+    assert max(budgets) <= 540 and sum(budgets) + 240 <= 2400
+
+
+def test_a_part_is_skipped_rather_than_cut(tmp_path, python):
+    """Four minutes are enough for the check and the first image, but not for the tests."""
+    some = {"PARTS": "admission first_image tests_1", "MINUTES": "4"}
+    ended = run("--dry-run", tmp_path, PYTHON=python(), **some)
+    assert ended.returncode == 1
+    assert list(parts(tmp_path).values()) == ["done", "done", "skipped: no time"]
+    assert "tests_1: skipped, since it may take 300 s" in ended.stdout
+    ended = run("--dry-run", tmp_path, PYTHON=python(), **(some | {"MINUTES": "6"}))
+    assert ended.returncode == 0 and set(parts(tmp_path).values()) == {"done"}
+
+
 def test_what_failed_or_had_no_time_is_told_and_gone_on_with(tmp_path, python):
-    some = {"PARTS": "tests attention lora"}
-    then = 'case "$*" in *pytest*) exit 3 ;; *attention*) echo "no time for full_8192" ;; esac'
+    some = {"PARTS": "edit attention lora"}
+    then = 'case "$*" in *attention*) exit 3 ;; *suite=edit*) echo "no time for edit64" ;; esac'
     ended = run("--dry-run", tmp_path, PYTHON=python(then), **some)
     assert ended.returncode == 1
-    assert parts(tmp_path) == {"tests": "failed (3)", "attention": "to go on", "lora": "done"}
-    assert "tests\tfailed (3)" in ended.stdout
+    assert parts(tmp_path) == {"edit": "to go on", "attention": "failed (3)", "lora": "done"}
+    assert "attention\tfailed (3)" in ended.stdout
     ended = run("--dry-run", tmp_path, PYTHON=python(), **some)
     assert ended.returncode == 0 and set(parts(tmp_path).values()) == {"done"}
     assert (tmp_path / "calls").read_text().count("config=configs/lavida_o_tiny.py:lora") == 1
@@ -102,12 +130,20 @@ def test_a_mistake_is_answered_with_what_it_takes(words):
 
 
 @pytest.mark.slow
-def test_a_dry_run_goes_through_every_part_and_ends_with_the_bars(tmp_path):
+def test_a_dry_run_goes_through_every_part_and_ends_with_the_table(tmp_path):
+    """Also where the compiler counts no operations."""
+    site, results = tmp_path / "site", tmp_path / "results"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(NO_COSTS)
     for _ in range(3):  # on a slow machine parts may time out; the next run continues
-        done = run("--dry-run", tmp_path, PYTHON=sys.executable)
+        done = run("--dry-run", results, PYTHON=sys.executable, PYTHONPATH=str(site))
         if done.returncode == 0:
             break
     assert done.returncode == 0, done.stdout[-4000:]
-    assert list(parts(tmp_path)) == DRY
-    assert "## Whole requests, compared with their bars" in done.stdout
-    assert (tmp_path / "cpu" / "headline").is_dir() and (tmp_path / "cpu" / "training").is_dir()
+    assert list(parts(results)) == PARTS
+    assert "| first image, cold, s | not measured | <= 20 |" in done.stdout
+    rows = {path.parent.name for path in (results / "cpu").rglob("*.json")}
+    assert rows >= {
+        "first_image", "headline", "edit", "reasoning", "batch", "steps", "profile", "training",
+    }  # fmt: skip
+    assert (results / "device_day" / "table.md").read_text() in done.stdout

@@ -5,6 +5,15 @@ import jax
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--half", choices=("1", "2"), help="Every other test, from this one on.")
+
+
+def pytest_collection_modifyitems(config, items):
+    if half := config.getoption("half", None):
+        items[:] = items[int(half) - 1 :: 2]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> jax.Device:
     """The first GPU; skips without one, or together with other tests, which use the CPU."""
