@@ -229,12 +229,13 @@ def _check_replay(parser: Parser, asked: argparse.Namespace) -> None:
 # Commands.
 
 
-_MODEL = "checkpoint adapters convert mesh batch_size json json_full quiet debug"
+_LOADED = "checkpoint adapters convert mesh compilation_cache"
+_MODEL = f"{_LOADED} batch_size json json_full quiet debug"
 _SAMPLING = "steps registers temperature quantize"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
 _DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
-    "checkpoint adapters convert mesh host port batch_size longest_wait max_waiting programs only"
+    f"{_LOADED} host port batch_size longest_wait max_waiting programs only"
     " grace api_key insecure warmup quiet debug"
 )
 
@@ -268,6 +269,12 @@ COMMANDS = {
     ),
     "demo": Command("serve a web page on which to try a model", "--port 8000", _HOSTING),
     "serve": Command(_SERVED, "--port 8000", _HOSTING),
+    "warmup": Command(
+        "compile what later requests need, so that they need not wait for it",
+        "--tasks generate ask",
+        "rehearsed sizes image_steps image_sampler registers guidance quantize rows"
+        f" {_LOADED} quiet debug",
+    ),
     "completion": Command(
         "print a script with which a shell completes commands",
         "bash > ~/.local/share/bash-completion/completions/sparse-lavida",

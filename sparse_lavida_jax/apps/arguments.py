@@ -11,6 +11,7 @@ from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
 from sparse_lavida_jax.data.image_files import SUFFIXES
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, MOST_IMAGES, ROUNDS
+from sparse_lavida_jax.inference.warmup import REHEARSED
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import LARGEST_SCALE
 
@@ -267,7 +268,7 @@ ARGUMENTS = {
     ),
     "programs": _argument(
         "--programs",
-        "kinds of batches whose programs stay in memory, besides those of --warmup, 1 to 100000",
+        "kinds of batches whose programs stay in memory, besides those of the warm-up, 1 to 100000",
         _whole,
         32,
         metavar="N",
@@ -294,7 +295,43 @@ ARGUMENTS = {
     ),
     "insecure": _argument("--insecure", "serve other machines without a key", None),
     "shell": _argument("shell", "the shell", choices=completion.SHELLS),
-    "warmup": _argument(
-        "--warmup", "compile usual requests at the start; /ready says when that is done", None
+    "warmup": (
+        "",
+        ["--warmup"],
+        {
+            "action": argparse.BooleanOptionalAction,
+            "default": True,
+            "help": "compile usual requests in the background first, which is the default; /ready"
+            " says when that is done",
+        },
+    ),
+    "compilation_cache": _argument(
+        "--compilation-cache",
+        "folder for compiled programs, by default in ~/.cache; empty: none are kept",
+        str,
+        metavar="FOLDER",
+    ),
+    "rehearsed": _argument(
+        "--tasks",
+        f"what to warm up: {', '.join(REHEARSED)}; by default all that the model can do",
+        _text,
+        [],
+        nargs="+",
+        metavar="TASK",
+    ),
+    "sizes": _argument(
+        "--size",
+        "pixels of images to draw, height first, as 512x768; by default the largest",
+        _size,
+        [],
+        nargs="+",
+        metavar="HxW",
+    ),
+    "rows": _argument(
+        "--batch-size",
+        "rows that are decoded together, and all fewer, 1 to 1024",
+        _whole,
+        1,
+        metavar="N",
     ),
 }

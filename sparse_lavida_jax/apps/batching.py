@@ -18,7 +18,7 @@ from typing import Any
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference.batches import SHARING, kind_of
+from sparse_lavida_jax.inference.batches import SHARING, Bucket, kind_of
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.programs import kept
@@ -222,16 +222,26 @@ class Batch:
     Args:
         tickets: all of one kind.
         batcher: the queue they come from.
+        bucket, watch: see `Batcher.rehearse`.
 
     Attributes:
         left: steps left; 0 until that is known.
         on_device: seconds during which it held the device.
         first: seconds during which it ran programs that had to be compiled first.
+        keys: of its programs (`engine.Programs`).
     """
 
-    def __init__(self, tickets: Sequence[Ticket], batcher: "Batcher"):
+    def __init__(
+        self,
+        tickets: Sequence[Ticket],
+        batcher: "Batcher",
+        bucket: Bucket | None = None,
+        watch: Callable[[Progress], None] = lambda _: None,
+    ):
         self.tickets, self.batcher = tickets, batcher
         self.pipe, self.device = batcher.pipe, batcher.device
+        self.bucket, self.watch = bucket, watch
+        self.keys: set[Hashable] = set()
         self.left = 0
         self.on_device = self.first = 0.0
 
@@ -244,7 +254,13 @@ class Batch:
             start += len(ticket.requests)
         self.device.take(self)
         try:
-            result = self.pipe.run(requests, self._look, padding="served", programs=self._programs)
+            result = self.pipe.run(
+                requests,
+                self._look,
+                bucket=self.bucket,
+                padding="served",
+                programs=self._programs,
+            )
         except Exception as error:
             failure = error
         finally:
@@ -270,6 +286,7 @@ class Batch:
 
     def _look(self, state: Progress) -> None:
         """Updates the progress of the tickets, and lets other batches use the device."""
+        self.watch(state)
         self.left = state.total - state.steps
         for ticket in self.tickets:
             if ticket.cancelled:
@@ -296,6 +313,7 @@ class Batch:
         Several devices are kept: two programs that both wait for other devices may never end.
         """
         known = self.batcher.known
+        self.keys.add(key)
         with contextlib.ExitStack() as stack:
             if key not in known:
                 if self.pipe.mesh is None:
@@ -332,7 +350,7 @@ class Batcher:
         device: what batches take turns on.
         known: keys of the programs that are in memory because they have run (`engine.Programs`).
         kept: keys of all programs that ever ran: the folder of compiled programs has them.
-        warmed: the number of keys that were known at the end of the warm-up.
+        warm: keys of rehearsed programs, which stay in memory.
         stops: whether new requests are turned away.
     """
 
@@ -342,7 +360,8 @@ class Batcher:
         self.device = Device()
         self.known: set[Hashable] = set()
         self.kept: set[Hashable] = set()
-        self.warmed = 0
+        self.warm: set[Hashable] = set()
+        self._spared: set[kept.Program] = set()
         self.stops = False
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # those under way
@@ -414,31 +433,44 @@ class Batcher:
             self._workers.submit(self._work)
             self._changed.notify_all()
 
-    def rehearse(self, requests: Sequence[Request]) -> None:
-        """Runs a batch that no client asked for, alongside the others, to compile its programs.
+    def rehearse(
+        self,
+        requests: Sequence[Request],
+        bucket: Bucket | None = None,
+        watch: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        """Runs a batch that no client asked for, alongside the others, to make its programs.
+
+        Args:
+            bucket: shapes that images are padded to; by default those of the requests.
+            watch: called with the progress; may raise an exception to end the batch.
 
         Raises:
-            Cancelled: the queue was closed in the meantime.
+            Exception: what `watch` raises, or the batch; Cancelled: the queue was closed.
         """
-        ticket = Ticket(requests, [], began=time.monotonic())
+        ticket = Ticket(requests, [], EVERY, began=time.monotonic())
         ticket.future.set_running_or_notify_cancel()
+        batch = Batch([ticket], self, bucket, watch)
         with self._changed:
             self._busy[ticket.kind] += 1
             self._rehearsed.add(ticket)
             ticket.cancelled = self.stops
         try:
-            Batch([ticket], self).run()
+            batch.run()
             ticket.future.result()
         finally:
             with self._changed:
                 self._end(ticket)
                 self._rehearsed.remove(ticket)
-                self.warmed = max(self.warmed, len(self.known))
+                self.warm |= batch.keys & self.known
+                self._spared = kept.in_memory()
 
     def stop(self) -> None:
         """Takes no more requests and turns away those that wait; running ones continue."""
         with self._changed:
             self.stops = True
+            for ticket in self._rehearsed:
+                ticket.cancel()
             for ticket in self.waiting:
                 if not ticket.cancelled and ticket.future.set_running_or_notify_cancel():
                     ticket.fail(Stopped("this server stops: ask again in a minute."))
@@ -545,12 +577,13 @@ class Batcher:
             self._end(first)
 
     def _drop_programs(self) -> None:
-        """Frees all compiled programs if there are too many.
+        """Frees compiled programs if there are too many, except rehearsed ones.
 
         Otherwise their number and their memory would grow with every new setting that clients use.
         Batches under way load theirs again, beside the device, before the next segment.
         """
-        if len(self.known) >= self.limits.programs + self.warmed:
-            kept.forget()
+        if len(self.known - self.warm) >= self.limits.programs:
+            kept.forget(self._spared)
             runtime.return_freed_memory()
-            self.known.clear()
+            # Where jax holds the programs (`kept.Kept`), they are all freed.
+            self.known &= self.warm if self._spared else set()

@@ -3,11 +3,14 @@
 
 import argparse
 import contextlib
+import itertools
 import json
+import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,11 +23,12 @@ from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference import records
+from sparse_lavida_jax.inference import batches, records, requests, warmup
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs import executables, kept
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
@@ -33,6 +37,7 @@ Form = Literal["text", "JSON", "full JSON"]
 MOST_ROWS = 1024  # of a batch
 LONGEST_LINE = 2**16  # characters of a line of `chat`
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
+DRAWN = ("steps", "sampler", "registers", "guidance")  # that `warmup` sets for images
 OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # "picture" is an older name
 
 
@@ -59,6 +64,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
         print(json.dumps(found) if asked.json else told(found))
     elif name == "chat":
         _chat(asked)
+    elif name == "warmup":
+        _warm_up(asked)
     elif getattr(asked, "replay", None) is not None:
         _replay(asked)
     else:
@@ -240,7 +247,7 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
     """
     if not 1 <= asked.batch_size <= MOST_ROWS:
         raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
-    keep_programs()
+    keep_programs(asked.compilation_cache)
     recorded = recorded or {}
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
     adapters = asked.adapters or recorded.get("adapters") or ""
@@ -283,6 +290,38 @@ def _chat(asked: argparse.Namespace) -> None:
         asked.out.mkdir(parents=True, exist_ok=True)
         written = _save(result, asked.out / f"{len(talk.turns)}.png")
         _print(result, written, form=_form(asked))
+
+
+def _warm_up(asked: argparse.Namespace) -> None:
+    """Makes the programs of usual requests, and says for each kind of them what it took."""
+    if asked.compilation_cache == "":
+        raise UsageError("--compilation-cache= keeps nothing for later: leave it out, or name one.")
+    logging.getLogger(requests.__name__).setLevel(logging.ERROR)  # rehearsed words mean nothing
+    pipe, begin = load(asked), time.monotonic()
+    for task in warmup.tasks_of(pipe, asked.tasks):
+        draws, options = TASKS[task].draws, {"quantize": asked.quantize}
+        if draws:
+            options |= {name: getattr(asked, name) for name in DRAWN}
+        rows = batches.sizes(asked.batch_size)
+        for size in asked.size or [None] if task == "generate" else [None]:
+            own = options if size is None else options | {"size": size}
+            found = warmup.rehearsals(pipe, task, rows, "fit", **own)
+            for kind, group in itertools.groupby(found, lambda one: one.kind):
+                before, since = kept.in_memory(), time.monotonic()
+                for one in group:
+                    with contextlib.suppress(warmup.LayoutWritten):
+                        how = {"bucket": one.bucket, "padding": "fit"}
+                        pipe.run(one.requests(pipe), one.watch, **how)
+                _print_programs(kind, kept.in_memory() - before, time.monotonic() - since)
+    _print_programs("all", kept.in_memory(), time.monotonic() - begin)
+    if not executables.are_kept():
+        say("no executable is kept: later processes trace programs again and ask jax's own cache.")
+
+
+def _print_programs(what: str, programs: Collection[kept.Program], seconds: float) -> None:
+    found = sum(program.was_kept for program in programs)
+    made = len(programs) - found
+    print(f"{what}: {made} programs made, {found} found, {seconds:.1f} s", flush=True)
 
 
 def _lines(readline: Callable[[int], str]) -> Iterator[str]:

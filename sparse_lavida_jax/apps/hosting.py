@@ -71,6 +71,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
         if asked.warmup:
             service.warm_up()
         _tell(name, host, port, key)
+        if asked.warmup:
+            say("usual requests are compiled meanwhile (--no-warmup: only when they come).")
         server_of(app, service, asked.grace).run(sockets=[door])
     return 0
 

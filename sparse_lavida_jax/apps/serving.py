@@ -25,14 +25,13 @@ from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped,
 from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
-from sparse_lavida_jax.inference import regions
+from sparse_lavida_jax.inference import batches, regions, warmup
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown, check_ceilings
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 
 log = logging.getLogger(__name__)
 
-WARM_UP = "a red circle above a blue square"  # as long as most prompts
 LANES = {"text": 2, "small": 2, "large": 1}  # threads; only one large image is in memory at once
 HEADER_SECONDS = 2.0  # of processor time for the headers of all images of a request
 SMALL = 2**22  # pixels, or bytes, up to which reading is a matter of a moment
@@ -170,10 +169,11 @@ class Service:
         return self._warm and not self._batcher.stops
 
     def warm_up(self) -> threading.Thread:
-        """Starts to compile what images and short answers need, for every batch size.
+        """Starts to make the programs that drawing, editing and asking need.
 
-        This covers the model's own settings and those of `limits.only`. Requests are taken in the
-        meantime and do not wait for it. Afterwards the service is `ready`.
+        That is for every batch size, every length of the prompt, the model's own settings, and
+        those of `limits.only`: one row and short prompts first. Requests are taken in the meantime
+        and do not wait for it. Afterwards the service is `ready`.
         """
         self._warm = False
         thread = threading.Thread(target=self._rehearse, name="warm-up")
@@ -181,20 +181,33 @@ class Service:
         return thread
 
     def _rehearse(self) -> None:
-        tasks = [task for task in ("generate", "ask") if not self.pipe.prompts.refusal(task)]
-        most = self.pipe.batch_size
-        sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
-        for rows in sizes:
-            for task in tasks:
-                for steps, registers in self._settings(task):
-                    how = {"steps": steps, "registers": registers}
-                    try:
-                        made = self.pipe.requests(task, [WARM_UP] * rows, **how)
-                        with contextlib.suppress(Cancelled):
-                            self._batcher.rehearse(made)
-                    except Exception as error:  # a client who asks for the same is told, too
-                        log.error("warm-up: %s of %d row(s): %s", task, rows, error)
+        found = [
+            one
+            for task in warmup.tasks_of(self.pipe)
+            for steps, registers in self._settings(task)
+            for one in self._rehearsals(task, steps=steps, registers=registers)
+        ]
+        for one in sorted(found, key=lambda one: (one.rows, one.length)):
+            if self._batcher.stops:
+                return
+            with self._logging(f"{one.kind} of {one.rows} row(s)"):
+                self._batcher.rehearse(one.requests(self.pipe), one.bucket, one.watch)
         self._warm = True
+
+    def _rehearsals(self, task: str, **options: Any) -> list[warmup.Rehearsal]:
+        sizes = batches.sizes(self.pipe.batch_size)
+        with self._logging(task):
+            return warmup.rehearsals(self.pipe, task, sizes, "served", **options)
+        return []
+
+    @contextlib.contextmanager
+    def _logging(self, what: str) -> Iterator[None]:
+        """Logs errors of the warm-up: a client who asks for the same is told, too."""
+        try:
+            with contextlib.suppress(Cancelled, warmup.LayoutWritten):
+                yield
+        except Exception as error:
+            log.error("warm-up: %s: %s", what, error)
 
     def stop(self) -> None:
         """Takes no more requests and turns away those that wait; running ones continue."""

@@ -34,7 +34,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Examples that are decoded together: their indices, what they share, and their bucket."""
+    """Examples that are decoded together: their indices, their bucket, and its other shapes."""
 
     members: list[int]
     shape: Hashable
@@ -97,40 +97,55 @@ def chunks(
     Args:
         bucket: for all of them; overrides `padding`.
     """
-    apart, shapes = padding == "served", dict[Hashable, list[int]]()
+    apart, shapes = padding == "served", dict[tuple[Hashable, bytes | None], list[int]]()
     for number, one in enumerate(laid):
-        shapes.setdefault(_shape(one, apart=apart), []).append(number)
+        # Rows of a batch have the same given tokens, but where these are no program depends on.
+        given = one.example.given.tobytes() if apart else None
+        shape = _shape(one, bucket.prompt_len if bucket else lengths_of([one]), apart=apart)
+        shapes.setdefault((shape, given), []).append(number)
     found = []
-    for shape, members in shapes.items():
+    for (shape, _), members in shapes.items():
         padded = bucket or _bucket([laid[i] for i in members] if apart else laid, most, padding)
         starts = range(0, len(members), padded.rows)
         found += [Chunk(members[i : i + padded.rows], shape, padded) for i in starts]
     return found
 
 
-def _shape(laid: LaidOut, *, apart: bool) -> Hashable:
-    """Returns what the rows of a batch have in common.
+def _shape(laid: LaidOut, lengths: tuple[int, int], *, apart: bool) -> Hashable:
+    """Returns the shapes that the rows of a batch have in common.
 
     Args:
-        apart: whether that includes everything the batch is padded to.
+        lengths: of the prompt.
+        apart: whether they include everything the batch is padded to.
     """
     example = laid.example
     own = len(example.response), example.grid
     if not apart:
         return own
+    given = int(example.given.sum()) if example.kind == "image" else example.given.tobytes()
     views = tuple(view.shape for view in example.shown)
-    return *own, _few(lengths_of([laid])), example.given.tobytes(), views
+    return *own, _few(lengths), given, views
 
 
 def _bucket(laid: Sequence[LaidOut], most: int, padding: Padding) -> Bucket:
     """Returns shapes large enough for some examples; the rows are a power of two, or `most`."""
-    lengths, rows = lengths_of(laid), min(most, 1 << (len(laid) - 1).bit_length())
+    rows = most if padding == "full" else min(most, 1 << (len(laid) - 1).bit_length())
+    return Bucket(rows, padded(lengths_of(laid), padding))
+
+
+def padded(lengths: tuple[int, int], padding: Padding) -> tuple[int, int]:
+    """Returns what a batch pads prompts to, whose streams have these `lengths_of`."""
     if padding == "fit":
-        return Bucket(rows, lengths)
+        return lengths
     if padding == "served":
-        return Bucket(rows, _few(lengths))
+        return _few(lengths)
     understanding, generation = (_to_multiple(length) for length in lengths)
-    return Bucket(most, (understanding, generation))
+    return understanding, generation
+
+
+def sizes(most: int) -> list[int]:
+    """Returns the numbers of rows that batches are filled up to: powers of two, and `most`."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
 
 
 def _few(lengths: tuple[int, int]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import pathlib
 import pickle
 import re
 import threading
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from importlib import metadata
 from typing import Any, TypeVar, cast
 
@@ -119,10 +119,16 @@ class Kept:
         described = re.sub(r" at 0x[0-9a-f]+", "", repr(whole))
         return hashlib.sha256(described.encode()).hexdigest()
 
-    def forget(self) -> None:
-        """Frees the programs in memory."""
+    def in_memory(self) -> "list[Program]":
+        """Returns the programs that were made or loaded, or are about to be."""
         with self._lock:
-            self._programs.clear()
+            return [*self._programs.values()]
+
+    def forget(self, spared: "Collection[Program]" = ()) -> None:
+        """Frees the programs in memory, except some."""
+        with self._lock:
+            kept = {key: one for key, one in self._programs.items() if one in spared}
+            self._programs = kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +184,15 @@ def make(calls: Generator[Call, Any, Any], number: int) -> None:
 _all: list[Kept] = []
 
 
-def forget() -> None:
-    """Frees all compiled programs of this process; those on disk stay."""
+def in_memory() -> "set[Program]":
+    """Returns the programs of all kept functions in this process."""
+    return {program for one in _all for program in one.in_memory()}
+
+
+def forget(spared: "Collection[Program]" = ()) -> None:
+    """Frees all compiled programs of this process, except some; those on disk stay."""
     for one in _all:
-        one.forget()
+        one.forget(spared)
     jax.clear_caches()
 
 
@@ -199,6 +210,7 @@ class Program:
     Attributes:
         out: the types of what it returns.
         future: the executable, once it is made.
+        was_kept: whether it was found on disk.
     """
 
     def __init__(
@@ -229,7 +241,7 @@ class Program:
 
         self._lower, self._name = lower, name
         found = _read(name)
-        self._was_kept = found is not None
+        self.was_kept = found is not None
         if found is None:
             self.future = self._compiled()
         else:
@@ -244,8 +256,8 @@ class Program:
             jax.errors.JaxRuntimeError: it cannot be compiled, or fails, such as for lack of memory.
         """
         self._wait()
-        if self._was_kept and self.future.exception():  # damaged, or of another machine
-            self._was_kept = False
+        if self.was_kept and self.future.exception():  # damaged, or of another machine
+            self.was_kept = False
             executables.delete(self._name)
             self.future = self._compiled()
             self._wait()

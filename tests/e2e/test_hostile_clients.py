@@ -90,7 +90,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    words = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0", "--warmup"]
+    words = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0", "--no-warmup"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     with (
         log.open("w") as file,

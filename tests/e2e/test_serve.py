@@ -179,7 +179,7 @@ def test_only_its_own_names_are_answered_to(address):
 @slow_test
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
     folder = stand_ins.model_of_every_task(tmp_path / "tiny")
-    words = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0"]
+    words = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0", "--no-warmup"]
     process = subprocess.Popen(
         [*words, f"--checkpoint={folder}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -12,6 +12,7 @@ from sparse_lavida_jax.apps import batching
 from sparse_lavida_jax.apps.batching import Cancelled
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference import warmup
 from sparse_lavida_jax.inference.results import Result
 
 
@@ -222,7 +223,7 @@ def test_several_devices_are_kept_by_programs_that_never_ran(stepping):
 
 def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
     done, stepping = [], Service(Stepping(), Limits(programs=3))
-    monkeypatch.setattr(batching.kept, "forget", lambda: done.append("drop"))
+    monkeypatch.setattr(batching.kept, "forget", lambda _: done.append("drop"))
     monkeypatch.setattr(batching.runtime, "return_freed_memory", lambda: done.append("return"))
     for name in ("new_a", "new_b", "new_c", "new_d"):
         stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
@@ -234,7 +235,7 @@ def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
 
 def test_programs_of_the_warm_up_leave_room_for_others(monkeypatch):
     dropped, stepping = [], Service(Stepping(), Limits(programs=2))
-    monkeypatch.setattr(batching.kept, "forget", lambda: dropped.append(1))
+    monkeypatch.setattr(batching.kept, "forget", lambda _: dropped.append(1))
     for name in ("new_w", "new_x", "new_y"):
         stepping._batcher.rehearse(stepping.pipe.requests("ask", f"{name} 1"))
     stepping.submit("ask", "new_a 1").future.result(staged.PATIENCE)
@@ -246,7 +247,7 @@ def test_programs_of_the_warm_up_leave_room_for_others(monkeypatch):
 
 
 def test_programs_are_dropped_and_loaded_again_while_others_compile(monkeypatch):
-    monkeypatch.setattr(batching.kept, "forget", lambda: None)
+    monkeypatch.setattr(batching.kept, "forget", lambda _: None)
     stepping = Service(Stepping(), Limits(programs=2, longest_wait=0.0))
     batcher, kinds = stepping._batcher, itertools.count(1)
 
@@ -267,7 +268,18 @@ def test_programs_are_dropped_and_loaded_again_while_others_compile(monkeypatch)
     stepping.close()
 
 
-def test_a_service_is_ready_when_every_size_of_batch_has_run():
+@pytest.fixture
+def rehearsed(monkeypatch):
+    """Rehearsals without a model."""
+
+    def rehearsals(pipe, task, rows, padding):
+        return [warmup.Rehearsal(task, task, "a circle", number, 32) for number in rows]
+
+    monkeypatch.setattr(warmup, "tasks_of", lambda pipe: ["generate", "ask"])
+    monkeypatch.setattr(warmup, "rehearsals", lambda *given, steps, registers: rehearsals(*given))
+
+
+def test_a_service_is_ready_when_every_size_of_batch_has_run(rehearsed):
     service = Service(staged.Staged(batch_size=6))
     warming = service.warm_up()
     assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
@@ -281,7 +293,19 @@ def test_a_service_is_ready_when_every_size_of_batch_has_run():
     assert not service.ready
 
 
-def test_closing_ends_the_warm_up():
+def test_stopping_ends_the_warm_up_after_a_segment(rehearsed):
+    service = Service(staged.Staged(batch_size=6))
+    warming = service.warm_up()
+    assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
+    service.stop()
+    service.pipe.go.release()
+    warming.join(staged.PATIENCE)
+    assert not warming.is_alive() and not service.ready
+    assert service.pipe.asked == ["a circle"]  # of the first rehearsal, which did not go on
+    service.close()
+
+
+def test_closing_ends_the_warm_up(rehearsed):
     service = Service(staged.Staged(batch_size=6))
     warming = service.warm_up()
     assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)

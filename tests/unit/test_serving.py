@@ -276,7 +276,7 @@ def test_a_warm_up_that_fails_is_logged_and_the_service_becomes_ready(service, m
     monkeypatch.setattr(service.pipe, "requests", refused)
     service.warm_up().join()
     assert service.ready
-    assert "warm-up: generate of 1 row(s): 64 steps are more" in caplog.messages[0]
+    assert "warm-up: generate: 64 steps are more" in caplog.messages[0]
 
 
 # ---------------------------------------------------------------------------------------------
