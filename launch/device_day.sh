@@ -94,7 +94,7 @@ part() {
 cannot_run() {
     is_due "$1" || return 0
     echo "== $1: $2"
-    note "$1" "cannot run: $2" 0
+    grep -q "^$1	cannot run" "$ledger" || note "$1" "cannot run: $2" 0
 }
 
 # Measures rows of a suite: the part, its budget, the suite and the ids of rows.

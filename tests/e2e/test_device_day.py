@@ -67,7 +67,8 @@ def test_every_part_runs_once_and_the_most_valuable_first(tmp_path, python, dry)
 def test_the_budgets_of_all_parts_fit_the_day():
     """Nine minutes at most each, 40 in all; the training of a config gets what is left."""
     words = [line.split() for line in SCRIPT.read_text().splitlines()]
-    budgets = [int(word[2]) for word in words if word[:1] in (["part"], ["rows"])]
+    calls = [word for word in words if word[:1] in (["part"], ["rows"])]
+    budgets = [int(word[2]) for word in calls if word[2].isdigit()]
     assert len(budgets) == len(PARTS) - 1
     assert max(budgets) <= 540 and sum(budgets) + 240 <= 2400
 
@@ -126,7 +127,7 @@ def test_a_mistake_is_answered_with_what_it_takes(words):
     done = run(*words)
     assert done.returncode == 2
     assert "launch/device_day.sh [--dry-run] [RESULTS]" in done.stderr
-    assert "PARTS   the parts to run" in done.stderr and "set -e" not in done.stderr
+    assert "PARTS       the parts to run" in done.stderr and "set -e" not in done.stderr
 
 
 @pytest.mark.slow

@@ -36,7 +36,8 @@ def test_the_profiler_reports_what_a_program_runs():
     jax.block_until_ready(run(x))
     found = device_time.kernels(lambda: jax.block_until_ready(run(x)))
     row = device_time.values_of(found)
-    assert row["kernels"]["total"] == len(found) and row["kernels"]["products"] >= 2
+    assert row["kernels"]["total"] == len(found) >= 2
+    assert row["kernels"]["products"] >= 1
     assert 0 < row["device_s"]["products"] <= row["device_s"]["total"] < 10
     assert row["longest"][0]["seconds"] >= row["longest"][-1]["seconds"] > 0
     kinds = [name for name in row["device_s"] if name != "total"]
@@ -55,8 +56,9 @@ def test_the_table_of_a_day_has_every_bar_and_what_was_measured_before(tmp_path,
         }  # fmt: skip
         path.write_text(json.dumps(row | values))
 
-    write("headline", "t2i1024/sparse/b1", median_s=0.25, task="t2i1024", split_s={})
-    write("headline", "t2i1024/dense_lean/b1", median_s=1.5, task="t2i1024", split_s={})
+    loop = {"split_s": {"loop": 0.2}, "floor_s": 0.1}
+    write("headline", "t2i1024/sparse/b1", median_s=0.25, task="t2i1024", **loop)
+    write("headline", "t2i1024/dense_lean/b1", median_s=1.5, task="t2i1024", **loop)
     write("first_image", "first image/cold", total_s=25.0)
     write("first_image", "generate/warm", after_imports_s=2.0)
     write("steps", "scenes/x", steps_a_second=1.0)
