@@ -11,7 +11,6 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax.apps.serving import Limits, Service
-from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import tasks, world
 
@@ -60,21 +59,6 @@ def test_the_programs_of_a_service_are_bounded(pipe):
     live = [programs for programs, _ in served(pipe, settings, 3 * len(settings))]
     rounds = np.array(live).reshape(3, -1).max(axis=1)
     assert rounds[2] <= 1.1 * rounds[:2].max()
-
-
-def test_the_first_request_after_the_warm_up_compiles_nothing(pipe):
-    service, counted = Service(pipe), record.compiled()
-    try:
-        service.warm_up().join(PATIENCE)
-        assert service.ready and counted.seconds
-        before = len(counted.seconds)
-        for task in ("generate", "ask"):
-            ticket = service.submit(task, "a red circle above a blue square", seed=7)
-            ticket.future.result(PATIENCE)
-            assert not ticket.compiles and ticket.first == 0
-        assert len(counted.seconds) == before
-    finally:
-        service.close()
 
 
 @pytest.mark.slow

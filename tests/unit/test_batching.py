@@ -235,14 +235,16 @@ def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
 
 def test_programs_of_the_warm_up_leave_room_for_others(monkeypatch):
     dropped, stepping = [], Service(Stepping(), Limits(programs=2))
-    monkeypatch.setattr(batching.kept, "forget", lambda _: dropped.append(1))
+    monkeypatch.setattr(batching.kept, "in_memory", lambda: {"rehearsed"})
+    monkeypatch.setattr(batching.kept, "forget", dropped.append)
     for name in ("new_w", "new_x", "new_y"):
         stepping._batcher.rehearse(stepping.pipe.requests("ask", f"{name} 1"))
     stepping.submit("ask", "new_a 1").future.result(staged.PATIENCE)
     assert dropped == [] and len(stepping._batcher.known) == 4
     for name in ("new_b", "new_c"):
         stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
-    assert dropped == [1]
+    assert dropped == [{"rehearsed"}]
+    assert stepping._batcher.known == {"new_w", "new_x", "new_y", "new_c"}
     stepping.close()
 
 
