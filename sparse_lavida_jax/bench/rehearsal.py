@@ -43,7 +43,7 @@ from absl import flags, logging
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import command, record, release, serving, timing
-from sparse_lavida_jax.bench.rehearsal_parts import INT8, MODEL, PARTS, RELEASED, Rehearsal
+from sparse_lavida_jax.bench.rehearsal_parts import INT8, MODEL, PARTS, RELEASED, ReleaseRehearsal
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.programs.folder import keep_programs
 
@@ -70,7 +70,7 @@ def main(_: list[str]) -> None:
         sys.exit(f"bench.rehearsal: --layers={layers} is odd, and half of them have two branches.")
     if unknown := [name for name in CHOSEN.value if name not in PARTS]:
         sys.exit(f"bench.rehearsal: there is no part {unknown[0]!r}: {', '.join(PARTS)}.")
-    asked = Rehearsal(pathlib.Path(SCRATCH.value).resolve(), layers, TINY.value, AGAIN.value)
+    asked = ReleaseRehearsal(pathlib.Path(SCRATCH.value).resolve(), layers, TINY.value, AGAIN.value)
     asked.folder.mkdir(parents=True, exist_ok=True)
     chosen = [name for name in PARTS if name in (CHOSEN.value or PARTS)]
     if refusal := _no_room(asked, chosen):
@@ -93,7 +93,7 @@ def main(_: list[str]) -> None:
         sys.exit(f"bench.rehearsal: not as it should be: {', '.join(failed)}.")
 
 
-def _no_room(asked: Rehearsal, chosen: list[str]) -> str:
+def _no_room(asked: ReleaseRehearsal, chosen: list[str]) -> str:
     """Returns why the disk is too full for the folders to be made; "": it is not."""
     if not {"stand_in", "convert", "export"} & {*chosen} or (asked.folder / INT8).exists():
         return ""
@@ -106,7 +106,7 @@ def _no_room(asked: Rehearsal, chosen: list[str]) -> str:
     return "" if free >= needed else f"{told}, and only {free / 1e9:.1f} GB are free."
 
 
-def run_part(name: str, asked: Rehearsal) -> tuple[bool, str]:
+def run_part(name: str, asked: ReleaseRehearsal) -> tuple[bool, str]:
     """Runs a part in this process unless its rows are there, and writes them.
 
     Returns:
@@ -148,7 +148,7 @@ def _wrong(row: dict[str, Any]) -> list[str]:
     return [name for name, is_so in row.get("checks", {}).items() if not is_so]
 
 
-def _still_made(name: str, asked: Rehearsal) -> bool:
+def _still_made(name: str, asked: ReleaseRehearsal) -> bool:
     """Whether the folder that a part makes is there, or has served its purpose."""
     folders = {"stand_in": (RELEASED, MODEL), "convert": (MODEL,), "int8": (INT8,)}.get(name, ())
     return not folders or any((asked.folder / one / "config.json").is_file() for one in folders)

@@ -58,7 +58,7 @@ FREE_SHARE = 0.7  # of the free memory is planned for training
 
 
 @dataclasses.dataclass(frozen=True)
-class Rehearsal:
+class ReleaseRehearsal:
     """What is rehearsed.
 
     Attributes:
@@ -121,7 +121,7 @@ class Rehearsal:
 # Folders.
 
 
-def make_stand_in(asked: Rehearsal) -> Rows:
+def make_stand_in(asked: ReleaseRehearsal) -> Rows:
     """Writes a folder in the released format."""
     shutil.rmtree(asked.folder / RELEASED, ignore_errors=True)
     with _timed() as took:
@@ -129,7 +129,7 @@ def make_stand_in(asked: Rehearsal) -> Rows:
     return {"stand_in": _of_folder("written", size) | took}
 
 
-def convert(asked: Rehearsal) -> Rows:
+def convert(asked: ReleaseRehearsal) -> Rows:
     """Converts it to a model folder."""
     source = asked.made(RELEASED, "stand_in")
     with _timed() as took:
@@ -138,7 +138,7 @@ def convert(asked: Rehearsal) -> Rows:
     return {"convert": row | {"parameters": done.num_parameters}}
 
 
-def verify(asked: Rehearsal) -> Rows:
+def verify(asked: ReleaseRehearsal) -> Rows:
     """Compares the files of the model folder with their digests."""
     folder = asked.made(MODEL, "stand_in,convert")
     with _timed() as took:
@@ -146,7 +146,7 @@ def verify(asked: Rehearsal) -> Rows:
     return {"verify": _of_folder("verified", asked.weight_bytes) | took}
 
 
-def export(asked: Rehearsal) -> Rows:
+def export(asked: ReleaseRehearsal) -> Rows:
     """Exports the model folder, and compares each file with the source before removing it.
 
     The source is removed too if everything in it came back bit for bit.
@@ -179,7 +179,7 @@ def export(asked: Rehearsal) -> Rows:
     return {"export": row | {"checks": {"identical": is_same}}}
 
 
-def narrow(asked: Rehearsal) -> Rows:
+def narrow(asked: ReleaseRehearsal) -> Rows:
     """Copies the model folder with the matrices of its layers in int8."""
     with _timed() as took:
         folder = asked.made(MODEL, "stand_in,convert")
@@ -224,7 +224,7 @@ def _timed() -> Iterator[dict[str, Any]]:
 # Loading.
 
 
-def load(asked: Rehearsal, name: str, task: fuse.Task) -> Rows:
+def load(asked: ReleaseRehearsal, name: str, task: fuse.Task) -> Rows:
     """Loads parameters; compares the memory that the process then holds with the plan."""
     folder = asked.made(name, "stand_in,convert,int8")
     shapes = denoiser.shapes(asked.settings.model)
@@ -309,8 +309,8 @@ class Noting(Engine):
 
 
 @functools.cache
-def pipeline(asked: Rehearsal) -> SparseLaViDa:
-    """Returns the model with matrices in int8, sampled as `Rehearsal.settings` says."""
+def pipeline(asked: ReleaseRehearsal) -> SparseLaViDa:
+    """Returns the model with matrices in int8, sampled as `ReleaseRehearsal.settings` says."""
     folder = asked.made(INT8, "stand_in,convert,int8")
     _check_room(_stored(folder), "the model in int8")
     pipe = SparseLaViDa.from_pretrained(folder, batch_size=1, dtype="bfloat16")
@@ -319,7 +319,7 @@ def pipeline(asked: Rehearsal) -> SparseLaViDa:
     return pipe
 
 
-def request(asked: Rehearsal, task: str, *, cancels: bool = False) -> Rows:
+def request(asked: ReleaseRehearsal, task: str, *, cancels: bool = False) -> Rows:
     """Does a request twice, the second time from its record if it has one, and times that.
 
     Args:
@@ -412,7 +412,7 @@ def _case(pipe: SparseLaViDa, task: str, example: Any, how: config.Sampling) -> 
 # Sparse against dense.
 
 
-def presets(asked: Rehearsal, kind: str) -> Rows:
+def presets(asked: ReleaseRehearsal, kind: str) -> Rows:
     """Times a sparse request, and a few steps of each of the others, one after another."""
     pipe, settings = pipeline(asked), asked.settings
     model = quantize.as_asked(pipe.model, METHOD)  # so that no row has to ask for it
@@ -458,7 +458,7 @@ def _cases(kind: str, settings: config.Config) -> Iterator[suites.RequestCase]:
 # Training.
 
 
-def train(asked: Rehearsal, way: str) -> Rows:
+def train(asked: ReleaseRehearsal, way: str) -> Rows:
     """Does a training step with as many layers as fit, and compares its memory with the plan."""
     free = FREE_SHARE * _free_memory()
     for layers in range(asked.layers, 0, -2):
@@ -519,7 +519,7 @@ def _trained(settings: config.Config, way: str) -> config.Config:
 
 # ---------------------------------------------------------------------------------------------
 
-PARTS: dict[str, Callable[[Rehearsal], Rows]] = {
+PARTS: dict[str, Callable[[ReleaseRehearsal], Rows]] = {
     "stand_in": make_stand_in,
     "convert": convert,
     "verify": verify,

@@ -21,6 +21,7 @@ from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import admit_kernel_for
+from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.sampling.state import num_registers
@@ -297,17 +298,19 @@ def random_parameters(make: Callable[[], M], dtype: jnp.dtype) -> M:
     or the layers would output next to nothing.
     """
     leaves, tree = jax.tree.flatten(jax.eval_shape(make))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def normal(key, shape):
-        return max(RANDOM_SCALE, max(shape[-2], 1) ** -0.5) * jax.random.normal(key, shape, dtype)
-
-    keys = jax.random.split(jax.random.key(0), len(leaves))
     made = [
-        normal(key, leaf.shape) if leaf.ndim > 1 else jnp.ones(leaf.shape, dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
+        _normal(np.int32(number), shape=leaf.shape, dtype=dtype)
+        if leaf.ndim > 1
+        else jax.device_put(np.ones(leaf.shape, dtype))
+        for number, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(tree, made)
+
+
+@kept(static=("shape", "dtype"))
+def _normal(number: Any, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    scale = max(RANDOM_SCALE, max(shape[-2], 1) ** -0.5)
+    return scale * jax.random.normal(jax.random.fold_in(jax.random.key(0), number), shape, dtype)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class RoomError(CheckpointError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class ModelLoad:
     """A model, and how its parameters are loaded.
 
     Attributes:
@@ -70,7 +70,7 @@ def check(folder: pathlib.Path, **how: Any) -> None:
 
     Args:
         folder: of the model.
-        how: `task`, `dtype` and `mesh` of `Load`.
+        how: `task`, `dtype` and `mesh` of `ModelLoad`.
 
     Raises:
         RoomError: they do not fit; the message says what would.
@@ -80,7 +80,7 @@ def check(folder: pathlib.Path, **how: Any) -> None:
     limit = min(map(_limit, devices), default=math.inf)
     if limit == math.inf:
         return
-    load = Load(model_folder.read_config(folder), stores.narrow_dtype(folder), **how)
+    load = ModelLoad(model_folder.read_config(folder), stores.narrow_dtype(folder), **how)
     needed = load.bytes()
     if SPARE * needed <= limit:
         return
@@ -96,7 +96,7 @@ def check(folder: pathlib.Path, **how: Any) -> None:
     log.warning("%s %s.%s", tight, sizes, smaller and f" If it runs out: {smaller}.")
 
 
-def _smaller(load: Load, folder: pathlib.Path, needed: int, limit: float) -> Iterator[str]:
+def _smaller(load: ModelLoad, folder: pathlib.Path, needed: int, limit: float) -> Iterator[str]:
     """Yields the ways to use a model that fit a device, with memory to spare where possible."""
     narrow = f"a copy in 8 bits, `sparse-lavida export {folder} COPY --dtype={NARROW}`"
     changes: dict[str, dict[str, Any]] = {"dtype='bfloat16' in Python": {"dtype": "bfloat16"}}

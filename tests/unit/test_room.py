@@ -64,7 +64,7 @@ SAMPLED = fuse.dtypes(BFLOAT16.model)
 
 def test_bytes_are_those_of_the_release():
     bytes_of = {
-        (stored, task, kind): room.Load(BFLOAT16, stored, task, kind).bytes()
+        (stored, task, kind): room.ModelLoad(BFLOAT16, stored, task, kind).bytes()
         for stored, task, kind in (
             ("", "both", None), ("", "both", "bfloat16"), ("", "image", "bfloat16"),
             ("int8", "both", "bfloat16"),
@@ -94,7 +94,7 @@ def test_a_card_that_is_too_small_is_told_with_what_fits(card, monkeypatch):
 
 
 def test_parameters_that_fit_are_never_refused(card, caplog):
-    load = room.Load(BFLOAT16, dtype=SAMPLED)
+    load = room.ModelLoad(BFLOAT16, dtype=SAMPLED)
     card(load.bytes() / 1e9)
     with caplog.at_level(logging.WARNING):
         room.check(FOLDER, dtype=SAMPLED)
@@ -109,7 +109,7 @@ def test_parameters_that_fit_are_never_refused(card, caplog):
 
 
 def test_on_a_mesh_every_device_holds_its_part():
-    whole = room.Load(BFLOAT16, dtype="bfloat16")
+    whole = room.ModelLoad(BFLOAT16, dtype="bfloat16")
     parted = dataclasses.replace(whole, mesh={"data": jax.device_count()})
     assert parted.bytes() == whole.bytes()
     parted = dataclasses.replace(whole, mesh={"fsdp": jax.device_count()})
@@ -170,7 +170,7 @@ CARDS = (12, 16, 24, 48, 80)  # GiB
 @pytest.mark.parametrize("name", LOADED)
 def test_the_table_of_cards_is_computed(name):
     stored, task = LOADED[name]
-    size = room.Load(BFLOAT16, stored, task, SAMPLED).bytes()
+    size = room.ModelLoad(BFLOAT16, stored, task, SAMPLED).bytes()
 
     def verdict(gib):
         usual, most = (part * gib * 2**30 for part in (room.DEFAULT_FRACTION, room.MOST_FRACTION))
@@ -186,7 +186,7 @@ def test_the_table_of_cards_is_computed(name):
 
 def test_the_doctor_has_the_same_sizes():
     sizes = (
-        room.Load(BFLOAT16, stored, task, SAMPLED).bytes()
+        room.ModelLoad(BFLOAT16, stored, task, SAMPLED).bytes()
         for stored, task in (("", "both"), ("", "image"), ("int8", "both"), ("int8", "image"))
     )
     assert [round(size, -7) for size in sizes] == [*doctor.OTHER_MODELS.values()]
