@@ -306,8 +306,9 @@ def _are_used() -> bool:
 
 
 def _is_alone() -> bool:
-    """Whether programs run on one device of one process."""
-    return jax.process_count() == 1 and jax.sharding.get_abstract_mesh().empty
+    """Whether programs run on the first device, of a single process."""
+    chosen = jax.default_device.value in (None, jax.devices()[0])
+    return chosen and jax.process_count() == 1 and jax.sharding.get_abstract_mesh().empty
 
 
 @functools.cache

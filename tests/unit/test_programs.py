@@ -255,6 +255,18 @@ def test_calls_are_made_from_types_alone_and_then_run(traced):
     np.testing.assert_array_equal(made["value"], again["value"])
 
 
+def test_another_device_that_was_chosen_is_used():
+    side_by_side.make_ahead(True)
+    step, other = a_step(), jax.devices()[1]
+    model = jax.device_put(arguments()[0], other)
+    with jax.default_device(other):
+        made = step(model, arguments()[1], number=np.int32(3), power=2)
+    held = step(model, jax.device_put(arguments()[1], other), number=np.int32(3), power=2)
+    for result_of in (made, held):
+        assert result_of["value"].devices() == {other}
+    assert not step.in_memory()
+
+
 def test_an_error_is_raised_by_the_call():
     side_by_side.make_ahead(True)
 
