@@ -14,6 +14,7 @@ import pytest
 FOLDERS = ("unit", "property", "parity", "gpu", "gpu_aot", "tpu_aot", "e2e")
 CHECKOUT = pathlib.Path(__file__).parents[1]
 MOST_MAPS = 20_000
+KEEPING = ("test_programs", "test_warmup", "test_warm_start")
 # The suite spends more time compiling than computing; these flags cut compilation to a fifth.
 FAST_COMPILATION = [
     "--xla_backend_optimization_level=0",
@@ -86,12 +87,17 @@ def room_for_programs():
 
 
 @pytest.fixture(autouse=True)
-def programs_of_commands_end():
-    """What a command in this process says about keeping and making programs ends with its test."""
-    yield
+def programs_of_commands_end(request, monkeypatch):
+    """What a command in this process says about keeping and making programs ends with its test.
+
+    Only tests of executables keep any: the others find their programs in jax's cache.
+    """
     from sparse_lavida_jax.programs import executables, side_by_side
 
-    executables.keep_in(None)
+    if request.path.stem not in KEEPING:
+        monkeypatch.setattr(executables, "keep_in", lambda _: None)
+    yield
+    executables._folder = None
     side_by_side.make_ahead(None)
 
 

@@ -9,7 +9,8 @@ import contextlib
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import filelock
@@ -63,6 +64,8 @@ def _replacing(read: Callable[..., Any], folder: pathlib.Path) -> Callable[..., 
 
     @functools.wraps(read)
     def read_or_delete(cache_key: str, *args: Any, **named: Any) -> Any:
+        if getattr(_thread, "compiles_anew", False):
+            return None, None
         try:
             return read(cache_key, *args, **named)
         except Exception:  # of whatever decompresses or loads it
@@ -70,6 +73,22 @@ def _replacing(read: Callable[..., Any], folder: pathlib.Path) -> Callable[..., 
             return None, None
 
     return read_or_delete
+
+
+@contextlib.contextmanager
+def compiling_anew() -> Iterator[None]:
+    """Lets this thread compile what jax's cache holds.
+
+    An executable from there cannot be kept: on CPUs it would lack its object code.
+    """
+    _thread.compiles_anew = True
+    try:
+        yield
+    finally:
+        _thread.compiles_anew = False
+
+
+_thread = threading.local()
 
 
 def _complete(folder: pathlib.Path) -> None:

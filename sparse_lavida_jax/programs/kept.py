@@ -27,6 +27,7 @@ from jax.experimental import serialize_executable
 
 from sparse_lavida_jax.programs import executables, side_by_side
 from sparse_lavida_jax.programs.arguments import Arguments, Types, arguments, type_of
+from sparse_lavida_jax.programs.folder import compiling_anew
 
 T = TypeVar("T")
 
@@ -274,7 +275,8 @@ class Program:
 
 def _compile(lowered: jax.stages.Lowered, out: Types, name: str) -> jax.stages.Compiled:
     """Compiles a program, and keeps it if it has a name."""
-    compiled = lowered.compile()
+    with compiling_anew() if name else contextlib.nullcontext():
+        compiled = lowered.compile()
     if name:
         with contextlib.suppress(ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
             payload, *_ = serialize_executable.serialize(compiled)  # not every program can be

@@ -154,6 +154,34 @@ def test_a_kept_program_is_loaded_without_being_traced(place, traced):
     assert not traced
 
 
+def test_a_program_of_jaxs_cache_is_compiled_anew_so_that_it_can_be_kept(tmp_path):
+    """On a CPU, what jax loads from its cache can be serialised only in part."""
+    command = f"""
+import sys
+import jax
+from sparse_lavida_jax.programs import folder
+from sparse_lavida_jax.programs.kept import kept
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+folder.keep_programs({str(tmp_path)!r})
+rows = jax.numpy.ones((64, 64))
+print(kept()(lambda x: jax.numpy.tanh(x @ x).sum(axis=0) * 3)(rows).sum())
+"""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("JAX_")
+    } | {"JAX_PLATFORMS": "cpu"}
+    found, place = [], tmp_path / "executables"
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", command], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+        if len(found) == 1:  # as after an upgrade of this package, which finds other files
+            for path in place.iterdir():
+                path.unlink()
+    assert len({*found}) == 1 and [*place.iterdir()]
+
+
 def test_what_a_program_depends_on_finds_another_one(place):
     plain = result(a_step())
     assert result(a_step(), power=3) != plain
