@@ -14,6 +14,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs import folder as folder_of_programs
 
 CONFIG = """
 import ml_collections
@@ -314,4 +315,4 @@ def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
     assert main.main(["main", "--config=configs/toy.py"]) == 0
     cache = os.environ["XDG_CACHE_HOME"]
     assert updates["jax_compilation_cache_dir"] == f"{cache}/sparse-lavida-jax"
-    assert updates["jax_compilation_cache_max_size"] == runtime.MOST_BYTES
+    assert updates["jax_compilation_cache_max_size"] == folder_of_programs.MOST_BYTES
