@@ -300,9 +300,9 @@ ARGUMENTS = {
         ["--warmup"],
         {
             "action": argparse.BooleanOptionalAction,
-            "default": True,
-            "help": "compile usual requests in the background first, which is the default; /ready"
-            " says when that is done",
+            "default": None,
+            "help": "compile usual requests in the background first; /ready says when that is done;"
+            " by default serve does, and demo on a GPU or TPU",
         },
     ),
     "compilation_cache": _argument(

@@ -16,6 +16,7 @@ from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say
 from sparse_lavida_jax.inference import requests
+from sparse_lavida_jax.programs import side_by_side
 
 KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
 MOST_KEY = 1000  # characters of a key; all headers of a request have at most 16 kB
@@ -68,13 +69,22 @@ def run(name: str, asked: argparse.Namespace) -> int:
             from sparse_lavida_jax.apps import demo
 
             app = demo.mounted(app, service, host, port)
-        if asked.warmup:
+        if warms := _warms_up(name, asked.warmup):
             service.warm_up()
         _tell(name, host, port, key)
-        if asked.warmup:
+        if warms:
             say("usual requests are compiled meanwhile (--no-warmup: only when they come).")
         server_of(app, service, asked.grace).run(sockets=[door])
     return 0
+
+
+def _warms_up(name: str, asked: bool | None) -> bool:
+    """Whether usual requests are compiled first.
+
+    By default not for the page on a CPU: the person who tries a model there asks for little, and
+    would share the processor with the compiler.
+    """
+    return name == "serve" or side_by_side.are_made_ahead() if asked is None else asked
 
 
 def server_of(app: Any, service: Service, grace: int) -> Any:

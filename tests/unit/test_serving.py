@@ -23,6 +23,7 @@ from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.programs import side_by_side
 
 
 @pytest.fixture
@@ -281,6 +282,13 @@ def test_a_warm_up_that_fails_is_logged_and_the_service_becomes_ready(service, m
 
 # ---------------------------------------------------------------------------------------------
 # Strangers.
+
+
+def test_a_server_warms_up_unless_told_otherwise_and_a_page_on_an_accelerator():
+    assert hosting._warms_up("serve", None) and not hosting._warms_up("serve", False)
+    assert hosting._warms_up("demo", True) and not hosting._warms_up("demo", None)
+    side_by_side.make_ahead(True)
+    assert hosting._warms_up("demo", None)
 
 
 @pytest.mark.parametrize(
