@@ -28,7 +28,7 @@ from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.programs import executables, kept
+from sparse_lavida_jax.programs import executables, kept, side_by_side
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
@@ -431,12 +431,16 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text"
 @contextlib.contextmanager
 def _shown_progress(also: Callback | None = None) -> Iterator[Callback]:
     """Shows the steps on a terminal, and nothing elsewhere; `also` is called too."""
+    done, total = 0, 1
     with progress("starting") as update:
 
         def callback(state: Progress) -> None:
-            note = "" if state.steps else " (compiling, once for each size)"
-            update(state.steps, state.total, state.making + note)
+            nonlocal done, total
+            done, total = state.steps, state.total
+            note = "" if done else " (compiling, once for each size)"
+            update(done, total, state.making + note)
             if also is not None:
                 also(state)
 
-        yield callback
+        with side_by_side.progress_shown(lambda line: update(done, total, line)):
+            yield callback

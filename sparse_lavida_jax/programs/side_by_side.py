@@ -27,6 +27,7 @@ T = TypeVar("T")
 Future = concurrent.futures.Future
 
 _ahead: bool | None = None
+_show: Callable[[str], None] | None = None
 
 
 def are_made_ahead() -> bool:
@@ -80,6 +81,17 @@ def wait(futures: "Sequence[Future]", progress: "Progress | None" = None) -> Non
             one.cancel()
 
 
+@contextlib.contextmanager
+def progress_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """Gives each line of progress to a function, such as that of a progress bar."""
+    global _show
+    before, _show = _show, show
+    try:
+        yield
+    finally:
+        _show = before
+
+
 class Progress:
     """One line on a terminal, such as "compiling: program 3 of 7, 12 s", after `QUIET_S`.
 
@@ -95,7 +107,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._shown:
+        if self._shown and _show is None:
             seconds = time.monotonic() - self._begin
             told = f"{self.what}: {self.number} programs, {seconds:.0f} s"
             print(f"\r{told:{len(self._shown)}}" if self._overwrites else told, file=sys.stderr)
@@ -107,7 +119,9 @@ class Progress:
             return
         done = sum(future.done() for future in futures)
         now = f"{self.what}: program {min(done + 1, self.number)} of {self.number}, {seconds:.0f} s"
-        if now != self._shown and self._overwrites:
+        if now != self._shown and _show is not None:
+            _show(now)
+        elif now != self._shown and self._overwrites:
             print(f"\r{now}", end="", file=sys.stderr, flush=True)
         self._shown = now
 

@@ -327,6 +327,11 @@ def test_progress_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with side_by_side.Progress(2) as progress:
         progress.show([done])
+    lines = []
+    with side_by_side.progress_shown(lines.append), side_by_side.Progress(2) as in_bar:
+        in_bar.show([done])
+        in_bar.show([done])
+    assert lines == ["compiling: program 2 of 2, 0 s"]
     shown, last = capsys.readouterr().err.rsplit("\r", 1)
     assert shown == "\rcompiling: program 2 of 2, 0 s"
     assert last.rstrip() == "compiling: 2 programs, 0 s" and len(last) == len(shown)
