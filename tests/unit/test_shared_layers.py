@@ -24,15 +24,16 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_step_holds_two_modules_of_its_kernel_whatever_the_number_of_layers(name):
     """One for joint layers, one for split ones. No accelerator is needed."""
-    from jax.sharding import AbstractDevice, AbstractMesh
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
     platform, kind, module = KERNELS[name]
     if name == "pallas_gpu" and not attention._has_mosaic_gpu():
         pytest.skip("this kernel needs jax 0.11: run on Python 3.12")
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
     sizes = []
     for layers in (4, 8):
-        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        with jax.sharding.use_abstract_mesh(mesh):
             text = kernel_programs.step(name, layers, platform).as_text()
         assert text.count(f"stablehlo.custom_call @{module}") == 2
         sizes.append(len(text))
