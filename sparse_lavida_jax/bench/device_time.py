@@ -50,9 +50,7 @@ def _kernels(data: Any) -> Iterator[tuple[str, float]]:
     devices = [plane for plane in data.planes if plane.name.startswith("/device:")]
     for plane in devices or data.planes:
         for line in plane.lines:
-            # jax 0.12 aborts when it reads what calls of Python functions hold.
-            kernels = ("Stream", "XLA Ops") if devices else ("tf_",)
-            if not line.name.startswith(kernels):
+            if devices and not line.name.startswith(("Stream", "XLA Ops")):
                 continue
             for event in line.events:
                 operation = dict(event.stats).get("hlo_op") or ""
