@@ -57,8 +57,9 @@ from sparse_lavida_jax.sampling.state import (
 )
 from sparse_lavida_jax.sequence import Kind
 
-# Steps in a program that is told how many of them to run, so that requests with any number of steps
-# share one program for each width. On CPUs a program holds just the steps of its segment.
+# The most steps of one call of a program, which takes their number as an argument. So requests with
+# any number of steps share one program for each width. On CPUs a program holds just the steps of
+# its segment.
 STEPS = 16
 
 # Without a kernel that skips empty slots, a segment on a CPU reads the cache up to a multiple of so

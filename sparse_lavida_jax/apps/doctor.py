@@ -90,7 +90,7 @@ def driver() -> str:
 
 
 def driver_text(version: str, installed: Collection[str]) -> str:
-    """Returns a line about a driver and what to install for it; "" if there is no driver.
+    """Returns a line with the driver and the package that suits it; "" if there is no driver.
 
     Args:
         installed: versions of CUDA that jax has a plugin for.

@@ -15,6 +15,8 @@ import textwrap
 import jax
 import pytest
 
+from sparse_lavida_jax.bench.described import H200
+
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11)
     or importlib.util.find_spec("jax_cuda13_plugin") is None
@@ -25,32 +27,14 @@ pytestmark = pytest.mark.skipif(
 
 MOST_SPILLED = 64  # bytes per thread, of a gradient compiled by Triton, which uses all registers
 
-DEVICE = textwrap.dedent('''
+DEVICE = textwrap.dedent(f"""
     import jax
-    import numpy as np
-    from jax.experimental import topologies
 
-    H200 = """
-        platform_name: "CUDA"
-        gpu_device_info {
-          threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-          shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-          fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-          block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-          clock_rate_ghz: 1.98 device_memory_size: 150000000000
-          shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
-          registers_per_block_limit: 65536
-          cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-        }
-        dnn_version_info { major: 9 minor: 10 }
-        device_description_str: "NVIDIA H200"
-    """
-    devices = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=H200, topology="1x1x1"
-    ).devices
-    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("one",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-''')
+    from sparse_lavida_jax.bench.described import DescribedGpu
+
+    sharding = DescribedGpu({H200!r}, "NVIDIA H200", {{}}).place()
+    mesh = sharding.mesh
+""")
 OTHERS = {
     "NVIDIA H200": {},
     "NVIDIA A100": {
