@@ -313,13 +313,17 @@ def _is_alone() -> bool:
     return chosen and jax.process_count() == 1 and jax.sharding.get_abstract_mesh().empty
 
 
+def _sources() -> list[pathlib.Path]:
+    """Returns the files that programs are made from: code, and the sizes of tiles."""
+    return sorted([*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.json")])
+
+
 @functools.cache
 def _circumstances() -> str:
     """Returns a digest of everything that all programs of this process depend on."""
     digest, device = hashlib.sha256(), jax.devices()[0]
-    for pattern in ("*.py", "*.json"):
-        for path in sorted(PACKAGE.rglob(pattern)):
-            digest.update(path.read_bytes())
+    for path in _sources():
+        digest.update(path.read_bytes())
     settings = {
         name: value
         for name, value in sorted(jax.config.values.items())

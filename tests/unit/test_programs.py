@@ -14,6 +14,7 @@ import pytest
 from jax._src import lru_cache
 
 from sparse_lavida_jax.programs import executables, folder, side_by_side
+from sparse_lavida_jax.programs import kept as kept_module
 from sparse_lavida_jax.programs.arguments import Types
 from sparse_lavida_jax.programs.kept import Call, finish, kept, make
 
@@ -188,6 +189,12 @@ def test_what_a_program_depends_on_finds_another_one(place):
     with jax.default_matmul_precision("highest"):  # a setting of this thread alone
         result(a_step())
     assert len([*place.iterdir()]) == 3
+
+
+def test_programs_depend_on_code_and_tiles_and_not_on_rows_of_benchmarks():
+    names = {path.relative_to(kept_module.PACKAGE).as_posix() for path in kept_module._sources()}
+    assert {"sample.py", "models/vq.py", "kernels/tile_sizes.json"} <= names
+    assert not [name for name in names if "results/" in name]
 
 
 @pytest.mark.parametrize("damage", [
