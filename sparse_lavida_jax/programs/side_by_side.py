@@ -49,24 +49,6 @@ def start(make: Callable[[], T]) -> "Future[T]":
     return _threads().submit(make)
 
 
-def compile_all(lowered: Iterator[Callable[[], Any]], number: int, what: str = "compiling") -> None:
-    """Runs functions side by side, each from the moment it is there, and waits for all.
-
-    Errors are left to the caller's own use of the programs.
-
-    Args:
-        lowered: yields `compile` of lowered programs; lowering happens in this thread meanwhile.
-        number: of them.
-        what: for the line of progress.
-    """
-    with uncollected(), Progress(number, what) as progress:
-        futures = []
-        for one in lowered:
-            futures.append(start(one))
-            progress.show(futures)
-        wait(futures, progress)
-
-
 def wait(futures: "Sequence[Future]", progress: "Progress | None" = None) -> None:
     """Waits for functions, or for Ctrl-C; their errors are not raised."""
     waiting = set(futures)
