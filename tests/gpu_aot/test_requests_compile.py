@@ -58,7 +58,10 @@ print("compiled")
     [("image", 64), ("edit", 64), ("reasoning", 256), ("batch of 8", 64)],
 )
 def test_a_request_has_few_small_programs(request_name, steps):
-    """One a width, with all 32 layers: at most two modules of a kernel, and 1.5 MB of StableHLO."""
+    """One a width, with all 32 layers: at most two modules of a kernel, and 1.5 MB of StableHLO.
+
+    A pass of both streams of a prompt has a third: its last joint layer has queries of one stream.
+    """
     told, _ = run(LOWERED, request_name, CONFIG)
     found = [json.loads(line.partition(" ")[2]) for line in told.splitlines()
              if line.startswith("program:")]  # fmt: skip
@@ -69,7 +72,8 @@ def test_a_request_has_few_small_programs(request_name, steps):
     for one in found:
         assert one["mb"] <= MOST_MB, one
         assert sum(one["modules"].values()) == one["modules_in_text"], one
-        assert all(number <= MOST_MODULES for number in one["modules"].values()), one
+        most = MOST_MODULES + (one["name"] == "pass_prompt")
+        assert all(number <= most for number in one["modules"].values()), one
     assert all(one["modules"].get("step_causal_attention", 0) >= 1 for one in loops)
 
 
