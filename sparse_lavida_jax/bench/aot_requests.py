@@ -48,7 +48,7 @@ REQUESTS = {
     "image": ("headline", "t2i1024/sparse/b1"),
     "edit": ("edit", "edit1024/sparse/b1"),
     "reasoning": ("reasoning", "reasoning/sparse/b1/k8"),
-    "batch of 8": ("batch", "t2i1024/sparse/b8"),
+    "batch_of_8": ("batch", "t2i1024/sparse/b8"),
 }
 IMPLEMENTATION = "pallas_gpu"
 LEAST_MATRIX = 1024  # rows and columns of a matrix of weights

@@ -55,7 +55,7 @@ print("compiled")
 
 @pytest.mark.parametrize(
     ("request_name", "steps"),
-    [("image", 64), ("edit", 64), ("reasoning", 256), ("batch of 8", 64)],
+    [("image", 64), ("edit", 64), ("reasoning", 256), ("batch_of_8", 64)],
 )
 def test_a_request_has_few_small_programs(request_name, steps):
     """One a width, with all 32 layers: at most two modules of a kernel, and 1.5 MB of StableHLO.
