@@ -69,7 +69,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
             from sparse_lavida_jax.apps import demo
 
             app = demo.mounted(app, service, host, port)
-        if warms := _warms_up(name, asked.warmup):
+        if warms := warms_up(name, asked.warmup):
             service.warm_up()
         _tell(name, host, port, key)
         if warms:
@@ -78,7 +78,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     return 0
 
 
-def _warms_up(name: str, asked: bool | None) -> bool:
+def warms_up(name: str, asked: bool | None) -> bool:
     """Whether usual requests are compiled first.
 
     By default not for the page on a CPU: the person who tries a model there asks for little, and

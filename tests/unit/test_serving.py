@@ -285,10 +285,10 @@ def test_a_warm_up_that_fails_is_logged_and_the_service_becomes_ready(service, m
 
 
 def test_a_server_warms_up_unless_told_otherwise_and_a_page_on_an_accelerator():
-    assert hosting._warms_up("serve", None) and not hosting._warms_up("serve", False)
-    assert hosting._warms_up("demo", True) and not hosting._warms_up("demo", None)
+    assert hosting.warms_up("serve", None) and not hosting.warms_up("serve", False)
+    assert hosting.warms_up("demo", True) and not hosting.warms_up("demo", None)
     side_by_side.make_ahead(True)
-    assert hosting._warms_up("demo", None)
+    assert hosting.warms_up("demo", None)
 
 
 @pytest.mark.parametrize(
