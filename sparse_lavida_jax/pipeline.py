@@ -489,9 +489,10 @@ class SparseLaViDa:
             recipe["plan"] = False if record.get("plan") is None else record["plan"]
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
-        given = {"seed": record["seed"], "sampling": sampling, **recipe}
+        given = {"seed": record["seed"], "sampling": sampling, "as_written": True, **recipe}
         made = self.requests(task, record["prompt"], seen, **given)
-        made = [dataclasses.replace(one, words=record["prompt"]) for one in made]  # case included
+        words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
+        made = [dataclasses.replace(one, **words) for one in made]
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         model = records.attending(record, self.model)

@@ -12,7 +12,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Box, Pixels
 from sparse_lavida_jax.data.tokenizer import TextTokenizer
-from sparse_lavida_jax.data.vocabulary import Vocabulary
+from sparse_lavida_jax.data.vocabulary import Reading, Vocabulary
 
 Grid = Bool[np.ndarray, "y x"]
 Template = tuple[str | int, ...]  # pieces of text, and numbers: gaps of so many tokens
@@ -180,6 +180,15 @@ class PromptLanguage(Protocol):
     def vocabulary(self) -> Vocabulary | None:
         """The words that training held; None if they are not recorded."""
         ...
+
+    def read(self, task: str, text: str, seed: int) -> Reading:
+        """Returns what the model is given for a user's words.
+
+        Args:
+            task: a key of `requests.TASKS`.
+            seed: chooses what the words leave open, if training left nothing open.
+        """
+        return self.vocabulary.reading(text) if self.vocabulary else Reading(text)
 
     def lays_out(self, task: str) -> bool:
         """Returns whether an image of this task can be planned in text first."""

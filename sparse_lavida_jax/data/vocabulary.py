@@ -28,6 +28,19 @@ def words_of(text: str) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a model makes of a user's words.
+
+    Attributes:
+        sentence: what it is given.
+        warning: a sentence about what it does not know of the words; "" if it knows all.
+    """
+
+    sentence: str
+    warning: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Vocabulary:
     """The words of a model's training texts.
 
@@ -83,6 +96,10 @@ class Vocabulary:
         found = [word for word in _TOKEN_OR_WORD.findall(text) if not word.startswith("<")]
         forms = {word: {word.casefold(), *_other_numbers(word.casefold())} for word in found}
         return [word for word, of in forms.items() if self._spellings.keys().isdisjoint(of)]
+
+    def reading(self, text: str) -> Reading:
+        """Returns a text as training spelled it."""
+        return Reading(self.spelled(text), self.warning([text]))
 
     def warning(self, texts: Iterable[str]) -> str:
         """Returns a sentence about the unknown words of texts; "" if there are none."""

@@ -81,8 +81,9 @@ def answer(
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if known:
         fill = pipe.inpaint if task == "inpaint" else pipe.outpaint
-        return list(fill(shown, prompts, known=known, **how).pixels)
+        return list(fill(shown, prompts, known=known, as_written=True, **how).pixels)
     if tasks.TABLE[task].is_image:
+        how["as_written"] = True
         drawn = pipe.edit(shown, prompts, **how) if shown else pipe.generate(prompts, **how)
         return list(drawn.pixels)
     short = tasks.TABLE[task].group == "answer"

@@ -81,7 +81,7 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
     else:
         make, judge = DRAWING[source]
         samples = [make(exact.EVAL_SEED, number, "test") for number in range(CHECK_PROMPTS)]
-        images = pipe.generate([sample.prompt for sample in samples]).pixels
+        images = pipe.generate([one.prompt for one in samples], as_written=True).pixels
         tiles = [
             Tile(image, sample.prompt, judge(sample, image).ok)
             for sample, image in zip(samples, images, strict=True)

@@ -394,7 +394,7 @@ class TaskRun:
             records = tuple(map(self._record, requests, layouts, buckets))
         return Result(
             requests[0].task,
-            tuple(request.words for request in requests),
+            tuple(request.asked or request.words for request in requests),
             tuple(request.seed for request in requests),
             self.sampling,
             self.source,
@@ -420,6 +420,7 @@ class TaskRun:
             "sampler": SAMPLER_VERSION,
             "task": request.task,
             "prompt": request.words,
+            "asked": request.asked,
             "seed": request.seed,
             "recipe": recipe,
             "plan": plan,

@@ -72,6 +72,7 @@ class _Record(schema.Section):
     sampler: int = SAMPLER_VERSION
     task: Literal["generate", "edit", "inpaint", "outpaint", "reflect"]
     prompt: str
+    asked: str = ""
     seed: schema.Count
     recipe: _Recipe
     plan: str = ""

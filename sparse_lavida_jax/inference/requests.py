@@ -28,6 +28,7 @@ from sparse_lavida_jax.data.templates import (
     parse_template,
     words_template,
 )
+from sparse_lavida_jax.data.vocabulary import Reading
 from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
@@ -67,7 +68,8 @@ class Request(RowRequest):
 
     Attributes:
         task: one of `TASKS`.
-        words: prompt, instruction, question, phrase, or text with gaps.
+        words: prompt, instruction, question, phrase, or text with gaps, as the model is given it.
+        asked: the user's own words, if they are others.
         images: what the task is about; one image, except for questions about several.
         earlier: earlier questions of the conversation, with their answers.
         sampling: how it is sampled; None: the settings of the checkpoint.
@@ -80,12 +82,13 @@ class Request(RowRequest):
         max_new_tokens: of an answer; None: the usual number.
         template: the text with gaps for a constrained caption.
         required: words that a constrained caption must contain, in order.
-        warning: a sentence about words that the model never saw in training, in this request or in
-            those made along with it; "" if there are none, or if its words are not recorded.
+        warning: a sentence about words that the model does not know; "" if it knows all, or if
+            nobody knows which it knows.
     """
 
     task: str
     words: str = ""
+    asked: str = ""
     images: tuple[ShownImage, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
     sampling: config.Sampling | None = None
@@ -121,6 +124,7 @@ class Options(TypedDict, total=False):
         sampler: one of `options.SAMPLERS`, or a preset (`sampling/presets.py`).
         registers: how many, or the first and the last number of them.
         quantize: matrices of the layers in 8 bits (`config.QUANTIZED`).
+        as_written: gives the model the words as they are, even if it was taught no such sentence.
     """
 
     seed: int | Sequence[int] | None
@@ -131,6 +135,7 @@ class Options(TypedDict, total=False):
     sampler: str | None
     registers: int | tuple[int, int] | None
     quantize: str | None
+    as_written: bool | None
 
 
 class ImageOptions(Options, total=False):
@@ -190,7 +195,9 @@ class TaskSpec:
         return self.makes == "image"
 
 
-_ALL = frozenset({"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize"})
+_ALL = frozenset(
+    {"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize", "as_written"}
+)
 _DRAWS = _ALL | {"num_images", "plan", "guidance", "order", "vq_dtype"}
 _CHANGES = _DRAWS | {"guidance_image"}
 _LAYS_OUT = frozenset({"layout_temperature"})  # edits use the temperature of other texts
@@ -243,7 +250,7 @@ class RequestMaker:
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
         spec, given = TASKS[task], named(asked)
-        words = self._spelled(words)
+        as_written = given.pop("as_written", False)
         for name in PROMPTING & given.keys():
             given[name] = self._spelled(given[name])
         if wrong := sorted(set(given) - spec.takes):
@@ -262,39 +269,49 @@ class RequestMaker:
         for plan in plans:
             check_characters(plan if isinstance(plan, str) else "", "layout")
         numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
+        read = self._as_written if as_written else self.prompts.read
+        readings = [read(task, one, seed) for (one, _), seed in zip(pairs, seeds, strict=True)]
         made = [
             Request(
                 task=task,
-                words=one,
+                words=readings[i].sentence,
+                asked=one if one != readings[i].sentence else "",
+                warning=readings[i].warning if spec.words not in ("", "text") else "",
                 images=images,
                 seed=seeds[i],
                 sampling=sampling,
                 plan=plans[i],
                 **{name: column[i] for name, column in numbers.items()},
-                **self._fields(task, one, images, i, given),
+                **self._fields(task, readings[i].sentence, images, i, given),
             )
             for i, (one, images) in enumerate(pairs)
         ]
         return self._warned(made, spec)
 
-    def _spelled(self, words: Words | None) -> Words | None:
+    def _as_written(self, task: str, text: str, seed: int) -> Reading:
+        """Returns a text with the case of its words as in the training texts."""
+        known = self.prompts.vocabulary
+        return known.reading(text) if known else Reading(text)
+
+    def _spelled(self, words: Words) -> Words:
         """Returns words in the case that they have in the training texts."""
-        if words is None or (known := self.prompts.vocabulary) is None:
+        if (known := self.prompts.vocabulary) is None:
             return words
         return known.spelled(words) if isinstance(words, str) else [*map(known.spelled, words)]
 
     def _warned(self, made: list[Request], spec: TaskSpec) -> list[Request]:
-        """Returns requests with their warning, if any, which is logged too."""
+        """Returns requests with their warnings; each is logged once."""
         if (known := self.prompts.vocabulary) is None:
             return made
-        texts = (text for one in made for text in _texts(one, has_words=bool(spec.words)))
-        warning = known.warning(texts)
-        if known.image_questions and spec.words == "question" and not made[0].images:
-            warning = "this model was trained on questions about an image only: give it one."
-        if not warning:
-            return made
-        log.warning("%s", warning)
-        return [dataclasses.replace(one, warning=warning) for one in made]
+        warned = []
+        for one in made:
+            warning = one.warning or known.warning(_other_texts(one))
+            if known.image_questions and spec.words == "question" and not one.images:
+                warning = "this model was trained on questions about an image only: give it one."
+            warned.append(dataclasses.replace(one, warning=warning))
+        for warning in dict.fromkeys(one.warning for one in warned if one.warning):
+            log.warning("%s", warning)
+        return warned
 
     def _check(self, task: str, spec: TaskSpec, words, shown, given: Mapping[str, Any]) -> None:
         for needed in (task, "generate") if task == "reflect" else (task,):
@@ -353,13 +370,11 @@ class RequestMaker:
         return found
 
 
-def _texts(request: Request, *, has_words: bool) -> list[str]:
-    """Returns what a request says in words."""
-    if request.template is not None:
-        return [piece for piece in request.template if isinstance(piece, str)]
-    layouts = [request.plan] if isinstance(request.plan, str) else []
-    asked = [request.words, *(question for question, _ in request.earlier)] if has_words else []
-    return asked + layouts
+def _other_texts(request: Request) -> list[str]:
+    """Returns what a request says besides its words."""
+    texts = [piece for piece in request.template or () if isinstance(piece, str)]
+    texts += [request.plan] if isinstance(request.plan, str) else []
+    return texts + [question for question, _ in request.earlier]
 
 
 def _grid(known: Any, row: int, side: int) -> Grid:

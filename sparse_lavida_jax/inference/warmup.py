@@ -59,7 +59,8 @@ class Rehearsal:
 
     def requests(self, pipe: Any) -> list[Request]:
         """Returns the requests."""
-        return pipe.requests(self.task, [self.words] * self.rows, self.image, **self.options)
+        options = {**self.options, "as_written": True}
+        return pipe.requests(self.task, [self.words] * self.rows, self.image, **options)
 
     def watch(self, state: Progress) -> None:
         """Is called with the progress.

@@ -30,9 +30,9 @@ from sparse_lavida_jax.data.templates import (
     template_ids,
     too_long,
 )
-from sparse_lavida_jax.data.vocabulary import Vocabulary
+from sparse_lavida_jax.data.vocabulary import Reading, Vocabulary
 from sparse_lavida_jax.lavida_o import objective
-from sparse_lavida_jax.scenes import digits, rules, tasks, vocabulary, world
+from sparse_lavida_jax.scenes import digits, rules, sentences, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
     LOCATIONS,
     GrammarError,
@@ -288,6 +288,10 @@ class ScenePrompts(PromptLanguage):
     @property
     def vocabulary(self) -> Vocabulary | None:
         return vocabulary.of_source(self.encoder.data.source)
+
+    def read(self, task: str, text: str, seed: int) -> Reading:
+        is_ours = self.encoder.data.source == "scenes" and len(text) <= sentences.LONGEST
+        return (is_ours and sentences.read(task, text, seed)) or super().read(task, text, seed)
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks

@@ -121,12 +121,15 @@ def texts_in(made, example):
 def test_an_image_is_laid_out_before_it_is_drawn(pipe):
     made = pipe(PLANS)
     made.texts_told = [" a plan", " another"]
-    images = made.generate(["one", "two"]).pixels
+    images = made.generate(["a red cross", "two blue crosses"]).pixels
     planned, drawn = made.asked
-    assert [texts_in(made, example) for example in planned] == [["one"], ["two"]]
+    assert [texts_in(made, example) for example in planned] == [
+        ["a red cross"],
+        ["two blue crosses"],
+    ]
     assert [texts_in(made, example) for example in drawn] == [
-        ["one", " a plan"],
-        ["two", " another"],
+        ["a red cross", " a plan"],
+        ["two blue crosses", " another"],
     ]
     assert [len(example.response) for example in planned] == [40, 40]
     assert [image.shape for image in images] == [(96, 96, 3)] * 2
@@ -134,14 +137,14 @@ def test_an_image_is_laid_out_before_it_is_drawn(pipe):
 
 def test_an_image_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe):
     untrained = pipe({"draw": 1.0})
-    untrained.generate(["one"])
+    untrained.generate(["a red cross"])
     unwanted = pipe(PLANS)
-    unwanted.generate(["one"], sampling=config.Sampling(plan=False))
+    unwanted.generate(["a red cross"], sampling=config.Sampling(plan=False))
     told = pipe(PLANS)
-    told.generate(["one"], plan=[" mine"])
-    assert [texts_in(untrained, e) for (e,) in untrained.asked] == [["one"]]
-    assert [texts_in(unwanted, e) for (e,) in unwanted.asked] == [["one"]]
-    assert [texts_in(told, e) for (e,) in told.asked] == [["one", " mine"]]
+    told.generate(["a red cross"], plan=[" mine"])
+    assert [texts_in(untrained, e) for (e,) in untrained.asked] == [["a red cross"]]
+    assert [texts_in(unwanted, e) for (e,) in unwanted.asked] == [["a red cross"]]
+    assert [texts_in(told, e) for (e,) in told.asked] == [["a red cross", " mine"]]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -325,7 +328,7 @@ def test_an_image_is_drawn_again_with_the_attention_that_drew_it(caplog):
     given = stand_ins.settings()
     model = tiny.denoiser(given.model)
     made = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), stand_ins.Codec(), 2)
-    drawn = made.generate("red", seed=4)
+    drawn = made.generate("a red cross", seed=4)
     (record,) = drawn.records
     assert record["attention"] == "reference"
     (again,) = made.replay(record | {"attention": "blockwise"}).records
@@ -338,16 +341,19 @@ def test_an_image_is_drawn_again_with_the_attention_that_drew_it(caplog):
     assert "by pallas_gpu, which does not run here" in message
 
 
-def test_a_recorded_prompt_keeps_its_case():
-    """Images of earlier versions were drawn from prompts in any case."""
+def test_a_record_keeps_the_words_of_user_and_model():
+    """Images of earlier versions were drawn from words in any case."""
     given = stand_ins.settings()
     made = pipeline.SparseLaViDa(
         tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
     )
-    drawn = made.generate("A Red circle", seed=4, steps=1)
-    assert drawn.prompts == ("a red circle",)
+    drawn = made.generate("Red Circle", seed=4, steps=1)
+    assert drawn.prompts == ("Red Circle",)
     (record,) = drawn.records
-    assert made.replay(record | {"prompt": "A Red circle"}).prompts == ("A Red circle",)
+    assert (record["prompt"], record["asked"]) == ("a red circle", "Red Circle")
+    assert made.replay(record).records == drawn.records
+    older = {name: value for name, value in record.items() if name != "asked"}
+    assert made.replay(older | {"prompt": "A Red circle"}).prompts == ("A Red circle",)
 
 
 # ---------------------------------------------------------------------------------------------
