@@ -252,7 +252,7 @@ class SparseLaViDa:
         """
         for words in [prompt] if isinstance(prompt, str) else prompt:
             if not self.prompts.refusal("generate"):
-                self.generate(words)
+                self.generate(words, as_written=True)
             self.decode([self.prompts.ask(words, (), self.prompts.answer_tokens)])
 
     # -- tasks ----------------------------------------------------------------------------

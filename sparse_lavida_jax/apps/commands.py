@@ -418,8 +418,11 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text"
         lines = [f"{phrase}: {box or 'not found'}" for phrase, box in pairs]
     elif len(files) == len(result.prompts):
         verdicts = [f" ({text})" for text in result.texts] or [""] * len(files)
-        rows = zip(files, result.prompts, verdicts, strict=True)
-        lines = [f"{path}: {prompt}{verdict}" for path, prompt, verdict in rows]
+        drawn = [
+            f" (drawn as '{one['prompt']}')" if one.get("asked") else "" for one in result.records
+        ]
+        rows = zip(files, result.prompts, drawn, verdicts, strict=True)
+        lines = [f"{path}: {prompt}{sentence}{verdict}" for path, prompt, sentence, verdict in rows]
     for line in lines:
         print(line)
     if lines and not any(lines):

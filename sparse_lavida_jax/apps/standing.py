@@ -14,6 +14,8 @@ STYLE = """
 .standing div {height: 8px; margin-top: 6px; border-radius: 2px;
   background: var(--border-color-primary)}
 .standing div div {margin: 0; background: var(--primary-500)}
+.standing.warned {padding: 4px 8px; font-weight: 600; border-left: 4px solid;
+  color: var(--error-text-color); background: var(--error-background-fill)}
 """
 
 
@@ -81,11 +83,11 @@ def done(ticket: Ticket, result: Result) -> str:
 
 
 def _warning(ticket: Ticket) -> str:
-    """Returns a line on words that the model does not know; "" if it knows them all."""
+    """Returns a line on what the model does not know of the words; "" if it knows all."""
     warning = ticket.requests[0].warning
-    return note(f"{warning[:1].upper()}{warning[1:]}") if warning else ""
+    return note(f"{warning[:1].upper()}{warning[1:]}", "warned") if warning else ""
 
 
-def note(text: str) -> str:
-    """Returns a plain line."""
-    return f'<div class="standing">{html.escape(text)}</div>'
+def note(text: str, kind: str = "") -> str:
+    """Returns a plain line, or a remarkable one if `kind` is "warned"."""
+    return f'<div class="standing {kind}">{html.escape(text)}</div>'

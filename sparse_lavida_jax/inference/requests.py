@@ -305,10 +305,10 @@ class RequestMaker:
             return made
         warned = []
         for one in made:
-            warning = one.warning or known.warning(_other_texts(one))
+            said = [one.warning or known.warning(_other_texts(one))]
             if known.image_questions and spec.words == "question" and not one.images:
-                warning = "this model was trained on questions about an image only: give it one."
-            warned.append(dataclasses.replace(one, warning=warning))
+                said.append("this model was trained on questions about an image only: give it one.")
+            warned.append(dataclasses.replace(one, warning=" ".join(filter(None, said))))
         for warning in dict.fromkeys(one.warning for one in warned if one.warning):
             log.warning("%s", warning)
         return warned

@@ -4,7 +4,7 @@
 import functools
 
 from sparse_lavida_jax.data.vocabulary import Vocabulary, listed, words_of
-from sparse_lavida_jax.scenes import digits
+from sparse_lavida_jax.scenes import digits, sentences
 from sparse_lavida_jax.scenes.grammar import CORNERS, DIRECTIONS, EDITS, NUMBERS, RELATIONS, Phrase
 from sparse_lavida_jax.scenes.world import COLOURS, GRID, SHAPES, SIZES
 
@@ -29,9 +29,11 @@ def _scenes() -> Vocabulary:
         *DIRECTIONS, *(word for word in edits if not word.startswith("{")), _OTHERS,
         *map(str, range(LARGEST_NUMBER + 1)),
     )  # fmt: skip
+    forms = [f"{form} ('{example}')" for form, example in sentences.FORMS.items()]
+    others = [f"'{sentence}'" for sentence in sentences.NO_FORMS]
     knows = (
-        f"{listed(SIZES, 'and')} {listed(shapes, 'and')} in {listed(COLOURS, 'and')}, one to"
-        f" {NUMBERS[MOST_COUNTED - 1]} of them, {listed(RELATIONS, 'or')} each other"
+        f"{listed(SIZES, 'and')} {listed(shapes, 'and')} in {listed(COLOURS, 'and')}:"
+        f" {listed(forms, 'or')}; not {listed(others, 'or')}"
     )
     words = frozenset(words_of(" ".join(said)))
     return Vocabulary(words, knows, full_stops=False, image_questions=True)

@@ -50,7 +50,7 @@ def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
     pipe, seen = ran
     asked = dict(text_block_len=20, layout_block_len=10, text_temperature=0.2)
     for changes in ({}, {"layout_temperature": 0.7}):
-        pipe.generate("a", sampling=config.Sampling(num_steps=2, **asked, **changes))
+        pipe.generate("a circle", sampling=config.Sampling(num_steps=2, **asked, **changes))
     pipe.ask(None, "why?", max_new_tokens=40, sampling=config.Sampling(**asked))
     texts = [rest for kind, *rest in seen if kind == "text"]
     assert texts == [[10, 0.2], [10, 0.7], [20, 0.2]]
@@ -95,14 +95,14 @@ def test_more_registers_than_were_trained_are_refused(ran):
     pipe, _ = ran
     most = pipe.settings.model.num_registers
     with pytest.raises(config.ConfigError, match=f"more than the {most} that this model was train"):
-        pipe.generate("a", plan=False, registers=most + 1)
+        pipe.generate("a circle", plan=False, registers=most + 1)
     dense = config.Sampling(preset="dense", registers=most + 1)
     assert presets.step_settings(dense, pipe.settings.model, "image").num_registers == 0
 
 
 def test_a_record_of_another_sampler_is_not_drawn_again(ran):
     pipe, _ = ran
-    (record,) = pipe.generate("a", plan=False).records
+    (record,) = pipe.generate("a circle", plan=False).records
     assert record["sampler"] == SAMPLER_VERSION
     older = {key: value for key, value in record.items() if key not in ("sampler", "version")}
     with pytest.raises(RequestError, match="it was drawn by version 1 of the sampler, of sparse-l"):

@@ -293,20 +293,20 @@ def test_a_sampler_with_another_attention_than_in_training_is_warned_of_once(pip
     full = dataclasses.replace(stand_ins.settings().model, trained_attention="full")
     made = pipe(PLANS | {"answer": 1.0}, model=full)
     text = dataclasses.replace(made.settings.sampling, text_preset="fast_dllm_dual")
-    made.generate("a", sampling=text)
+    made.generate("a circle", sampling=text)
     shown = np.zeros((96, 96, 3), np.uint8)
     made.ask(shown, "is there a circle?")
     assert caplog.messages == []
     for _ in range(2):
-        made.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
+        made.generate("a circle", sampling=config.Sampling(preset="pr", num_steps=2))
         made.ask(shown, "is there a circle?", sampling=config.Sampling(text_preset="t"))
     told = "this model was not trained with the attention of the sampler 'pr', which will draw"
     (message,) = caplog.messages
     assert told in message
     trained = pipe(PLANS)
-    trained.generate("a", sampling=config.Sampling(preset="pr", num_steps=2))
+    trained.generate("a circle", sampling=config.Sampling(preset="pr", num_steps=2))
     assert caplog.messages == [message]
-    trained.generate("a", sampling=config.Sampling(preset="dense", num_steps=2))
+    trained.generate("a circle", sampling=config.Sampling(preset="dense", num_steps=2))
     assert caplog.messages == [message, message.replace("'pr'", "'dense'")]
 
 

@@ -39,7 +39,10 @@ def test_the_words_of_the_small_world_are_those_of_its_examples():
 def test_what_it_knows_is_a_sentence():
     assert KNOWN.knows == (
         "small and large circles, squares, triangles and crosses in red, green, blue, yellow,"
-        " purple and cyan, one to four of them, left of, right of, above or below each other"
+        " purple and cyan: one to four of a kind ('three large green triangles'), one of each of"
+        " two kinds ('a red circle and a small blue square') or one above, below, left of or right"
+        " of another ('a red circle above a blue square'); not 'five red circles' or 'a red circle"
+        " and two blue squares'"
     )
     assert "zero, one, two" in vocabulary.of_source("digits").knows
     assert vocabulary.of_source("prepared") is None

@@ -238,6 +238,17 @@ async def streamed(
     return responses.StreamingResponse(written(), 200, headers, "text/event-stream")
 
 
+def remark(ticket: Ticket) -> str:
+    """Returns what is said before an answer to other words than the user's; "" if nothing is.
+
+    Most clients show nothing but the answer.
+    """
+    one = ticket.requests[0]
+    if not one.warning or (one.images and not one.asked):
+        return ""
+    return f"{one.warning[:1].upper()}{one.warning[1:]} "
+
+
 def notes(ticket: Ticket, result: Result) -> dict[str, Any]:
     """Returns what has no field in OpenAI's responses."""
     warning = ticket.requests[0].warning

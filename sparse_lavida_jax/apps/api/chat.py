@@ -74,7 +74,8 @@ async def chat(request: fastapi.Request):
     result = await waiting.ended()
     choices = []
     for row, ids in enumerate(result.tokens):
-        message = {"role": "assistant", "content": _text(service, ids, most)}
+        content = asking.remark(waiting.ticket) + _text(service, ids, most)
+        message = {"role": "assistant", "content": content}
         choices.append(_choice(row, "message", message, _length(service, ids, most)[1]))
     return _whole(waiting, result, choices, most)
 
@@ -91,7 +92,7 @@ async def _chunks(
         return "", _reply(waiting, name, "chat.completion.chunk", [choice])
 
     for row in range(asked.n):
-        yield chunk(row, {"role": "assistant", "content": ""})
+        yield chunk(row, {"role": "assistant", "content": asking.remark(waiting.ticket)})
     with errors.refusing():
         while await waiting.goes_on():
             for row in range(asked.n):
