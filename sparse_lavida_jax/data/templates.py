@@ -130,6 +130,8 @@ class PromptLanguage(Protocol):
         describe_in: words that ask for a caption with given words.
         fill_in: words that ask to fill the gaps of a text.
         answer_tokens, long_answer_tokens: of a short answer, and of a long one such as a caption.
+        usual_words: tokens that the user's words have at most in most requests; by default some 70
+            words of English.
         text_block_len: tokens of a text block.
         longest: tokens of the longest prompt, with a layout.
         locates_in_one_step: whether all boxes are decoded in one step, as released.
@@ -142,6 +144,7 @@ class PromptLanguage(Protocol):
     describe_in: ClassVar[str]
     fill_in: ClassVar[str]
     answer_tokens: ClassVar[int]
+    usual_words: int = 96
     locates_in_one_step: ClassVar[bool]
 
     @classmethod

@@ -27,7 +27,6 @@ from sparse_lavida_jax.sampling.prompts import PROMPT_BUCKET, lay_out
 from sparse_lavida_jax.scenes.grammar import Plan
 
 REHEARSED = ("generate", "edit", "ask")
-MOST_WORDS = 96  # tokens of the user's words; some 70 words of English
 
 
 class LayoutWritten(Exception):
@@ -139,7 +138,8 @@ class _Prompts:
     @functools.cached_property
     def sampling(self) -> config.Sampling:
         """The settings of the requests."""
-        (request,) = self.pipe.requests(self.task, _words(1), self.image, **self.options)
+        one = {**self.options, "as_written": True}
+        (request,) = self.pipe.requests(self.task, _words(1), self.image, **one)
         return request.sampling or self.pipe.settings.sampling
 
     def written(self) -> list[Rehearsal]:
@@ -162,7 +162,7 @@ class _Prompts:
 
             written = len(layout(_words(1)).response) + self._around_layout
             found += [dataclasses.replace(one, layout=True) for one in self._texts(layout)]
-        most = _most_words(self._image_example) - 1
+        most = self._most_words(self._image_example) - 1
         for plan in (False, *self._layouts(written)):
             example = self._image_example(_words(1), plan or None)
             own, cells = self._tokens(example)
@@ -212,9 +212,17 @@ class _Prompts:
     def _texts(self, example: Callable[[str], Example]) -> Iterator[Rehearsal]:
         """Yields a rehearsal for each length of the prompt of a text."""
         own, cells = self._tokens(example(_words(1)))
-        most = _most_words(example) - 1
+        most = self._most_words(example) - 1
         for (text, _), tokens in self._lengths(own, own + most, cells).items():
             yield self._one(_words(tokens - own + 1), text, options=self.options)
+
+    def _most_words(self, example: Callable[[str], Example]) -> int:
+        """Returns the number of words in the longest usual prompt that is taken."""
+        for number in range(self.pipe.prompts.usual_words, 1, -1):
+            with contextlib.suppress(RequestError):
+                example(_words(number))
+                return number
+        return 1
 
     def _one(self, words: str, length: int, **more: Any) -> Rehearsal:
         return Rehearsal(self.task, self.task, words, 1, length, self.image, **more)
@@ -246,12 +254,3 @@ class _Prompts:
 def _words(number: int) -> str:
     """Returns words of so many tokens."""
     return " ".join(["a"] * number)
-
-
-def _most_words(example: Callable[[str], Example]) -> int:
-    """Returns the number of words in the longest prompt of up to `MOST_WORDS` that is taken."""
-    for number in range(MOST_WORDS, 1, -1):
-        with contextlib.suppress(RequestError):
-            example(_words(number))
-            return number
-    return 1

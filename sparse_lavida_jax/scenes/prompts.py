@@ -286,12 +286,21 @@ class ScenePrompts(PromptLanguage):
         return self.encoder.tokenizer
 
     @property
+    def usual_words(self) -> int:
+        return sentences.MOST_TOKENS if self._is_read else PromptLanguage.usual_words
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether users' words become sentences of the small world."""
+        return self.encoder.data.source == "scenes"
+
+    @property
     def vocabulary(self) -> Vocabulary | None:
         return vocabulary.of_source(self.encoder.data.source)
 
     def read(self, task: str, text: str, seed: int) -> Reading:
-        is_ours = self.encoder.data.source == "scenes" and len(text) <= sentences.LONGEST
-        return (is_ours and sentences.read(task, text, seed)) or super().read(task, text, seed)
+        short = self._is_read and len(text) <= sentences.LONGEST
+        return (short and sentences.read(task, text, seed)) or super().read(task, text, seed)
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks

@@ -29,6 +29,7 @@ from sparse_lavida_jax.scenes.world import COLOURS, SHAPES, SIZES
 
 MOST_OF_A_KIND = 4
 LONGEST = 1000  # characters of words that are read
+MOST_TOKENS = 16  # of a sentence
 MOST_NAMED = 6  # faults in a message
 LONGEST_NAMED = 40  # letters of a word in a message
 ALIKE = 0.75  # `difflib`'s ratio from which on a word counts as misspelt

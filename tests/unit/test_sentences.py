@@ -8,8 +8,9 @@ import strangers_words
 
 from sparse_lavida_jax.scenes import sentences, tasks
 from sparse_lavida_jax.scenes.grammar import Edit, Phrase, SceneRequest
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
-PROMPTS = strangers_words.prompts()
+PROMPTS, TOKENIZER = strangers_words.prompts(), Tokenizer()
 OFFERED = re.compile(r"taught is used: '(.+)'\.$")
 # Commands by the task whose sentences they take.
 COMMANDS = {
@@ -62,6 +63,7 @@ def test_taught_sentences_stay_as_they_are(task):
         sample = tasks.sample(task, 5, index, ("test", "held_out")[index % 2])
         read = sentences.read(COMMANDS[task], sample.prompt, index)
         assert not read.warning, sample
+        assert len(TOKENIZER.encode(read.sentence)) <= sentences.MOST_TOKENS
         if re.search("right of|below", sample.prompt) and task != "edit":
             first, relation, second = re.split(" (right of|below) ", sample.prompt.split(": ")[-1])
             other = {"right of": "left of", "below": "above"}[relation]
