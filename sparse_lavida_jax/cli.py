@@ -261,7 +261,9 @@ COMMANDS = {
     )
     for name, form in FORMS.items()
 } | {
-    "chat": Command(_CHAT, "--out turns < lines.txt", f"first_image turns scale {_CHATTING} {_MODEL}"),
+    "chat": Command(
+        _CHAT, "--out turns < lines.txt", f"first_image turns scale {_CHATTING} {_MODEL}"
+    ),
     "replay": Command(
         "draw the image of a PNG again, bit for bit",
         "out.png --out again.png",
