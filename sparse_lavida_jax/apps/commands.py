@@ -117,8 +117,8 @@ def _task(name: str, asked: argparse.Namespace) -> None:
         result = pipe.run(requests, callback=callback)
     if film is not None and film_path is not None:
         frames = film.first(len(result.attempts[0]) if result.attempts else 1)
-        scale = _scale(asked, frames[0])
-        image_files.write_animation(film_path, [image_files.enlarged(x, scale) for x in frames])
+        shown_frames = [image_files.enlarged(frame, _scale(asked, frame)) for frame in frames]
+        image_files.write_animation(film_path, shown_frames)
     written: list[pathlib.Path] = []
     if result.pixels:
         written = _save(result, asked.out, asked)
