@@ -12,9 +12,9 @@ MOST = 100_000  # events that are remembered; the oldest are forgotten
 _spans: collections.deque[tuple[float, float]] = collections.deque(maxlen=MOST)  # begin, end
 
 
-def _note(event: str, seconds: float, **_: object) -> None:
+def _note(event: str, duration_secs: float, **_: object) -> None:
     if event.startswith(EVENTS):
-        _spans.append(((end := time.monotonic()) - seconds, end))
+        _spans.append(((end := time.monotonic()) - duration_secs, end))
 
 
 def seconds(since: float) -> float:
