@@ -35,7 +35,7 @@ Results of the bundled model with the first seed, for prompts of kinds that it w
 by `python docs/tour.py`.
 {MODEL}
 Wrong results are marked with `# wrong`; the [README](../README.md#how-good-how-fast) has the scores
-of all tasks. `cut.png` is the middle of `two.png`: in Python, `image.crop((16, 16, 80, 80))`.
+of all tasks.
 
 ![what the commands drew](tour.png)
 """
@@ -43,12 +43,12 @@ SCALE = 2  # pixels of the page to a pixel of an image
 EDGE, FONT_SIZE = 12, 14  # of a captioned image, in pixels
 CAPTION = "a red circle above a blue square"
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
-CUT = slice(16, 80)  # what is kept of an image for outpainting, along both sides
 TOUR = (
     'generate "a red circle above a blue square" --out out.png',
     'edit out.png "make the red circle green" --out edited.png',
     'inpaint out.png "a cyan cross above a blue square" --box=0,0,96,48 --out inpainted.png',
     'generate "two blue squares" --seed=3 --out two.png',
+    'generate "two blue squares" --seed=3 --crop=16,16,80,80 --out cut.png',
     'outpaint cut.png "two blue squares" --out outpainted.png',
     'reflect "two blue squares" --rounds=3 --out reflected.png',
     'ground out.png "red circle" "blue square" --out boxes.png',
@@ -153,9 +153,6 @@ def tour() -> None:
             for file in drawn_by(words):
                 drawn = image_files.read(folder / file)
                 tiles.append(report.Tile(enlarged(drawn), command.partition(" --out")[0]))
-                if file == "two.png":
-                    image_files.write(folder / "cut.png", drawn[CUT, CUT])
-                    tiles.append(report.Tile(enlarged(drawn[CUT, CUT]), "cut.png"))
         report.sheet(tiles, columns=4).save(HERE / "tour.png")
     (HERE / "tour.md").write_text(f"{PAGE}\n```console\n{''.join(printed)}```\n")
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `sparse-lavida`, also as `python -m sparse_lavida_jax`."""
 
+import gc
 import os
 import signal
 import sys
 import types
+
+OBJECTS = 50_000  # new ones between two collections; tracing makes many, and nearly all stay
 
 
 def _stop(number: int, frame: types.FrameType | None) -> None:
@@ -19,12 +22,18 @@ def main() -> int:
     is_heard = signal.getsignal(signal.SIGINT) is usual  # not with nohup
     if is_heard:
         signal.signal(signal.SIGINT, _stop)
-    from sparse_lavida_jax import cli  # takes seconds, in which Ctrl-C may be pressed
+    gc.disable()  # nothing of what importing makes is garbage
+    from sparse_lavida_jax import cli  # takes a second, in which Ctrl-C may be pressed
 
+    gc.freeze()
+    gc.set_threshold(OBJECTS)
+    gc.enable()
     if is_heard:
         signal.signal(signal.SIGINT, usual)
     try:
-        return cli.main()
+        code = cli.main()
+        gc.freeze()  # the process ends: to look for garbage once more takes half a second
+        return code
     except SystemExit as stop:  # SIGTERM; everything is cleared up
         sys.stdout.flush()
         # The usual exit crashes while XLA computes.

@@ -233,7 +233,7 @@ _LOADED = "checkpoint adapters convert mesh compilation_cache"
 _MODEL = f"{_LOADED} batch_size json json_full quiet debug"
 _SAMPLING = "steps registers temperature quantize"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
-_DRAWING = "out grid save_steps num_images plan no_plan guidance order vq_dtype"
+_DRAWING = "out scale grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
     f"{_LOADED} host port batch_size longest_wait max_waiting programs only"
     " grace api_key insecure warmup quiet debug"
@@ -261,11 +261,13 @@ COMMANDS = {
     )
     for name, form in FORMS.items()
 } | {
-    "chat": Command(_CHAT, "--out turns < lines.txt", f"first_image turns {_CHATTING} {_MODEL}"),
+    "chat": Command(
+        _CHAT, "--out turns < lines.txt", f"first_image turns scale {_CHATTING} {_MODEL}"
+    ),
     "replay": Command(
         "draw the image of a PNG again, bit for bit",
         "out.png --out again.png",
-        f"replayed source out {_MODEL}",
+        f"replayed source out scale {_MODEL}",
     ),
     "demo": Command("serve a web page on which to try a model", "--port 8000", _HOSTING),
     "serve": Command(_SERVED, "--port 8000", _HOSTING),

@@ -9,7 +9,7 @@ from typing import Any
 from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
-from sparse_lavida_jax.data.image_files import SUFFIXES
+from sparse_lavida_jax.data.image_files import MOST_SCALE, SUFFIXES
 from sparse_lavida_jax.inference.requests import LARGEST_SEED, MOST_IMAGES, ROUNDS
 from sparse_lavida_jax.inference.warmup import REHEARSED
 from sparse_lavida_jax.sampling import options
@@ -49,6 +49,18 @@ def _box(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
+def _crop(text: str) -> tuple[int, ...]:
+    """Reads `x1,y1,x2,y2` in whole numbers."""
+    x1, y1, x2, y2 = map(_whole, text.split(","))
+    return x1, y1, x2, y2
+
+
+def _scale(text: str) -> int:
+    if not 1 <= (scale := _whole(text)) <= MOST_SCALE:
+        raise ValueError(text)
+    return scale
+
+
 def _registers(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
     counts = _whole(first), _whole(last) if last else -1
@@ -72,6 +84,7 @@ def _mesh(text: str) -> dict[str, int]:
 _settings.__name__ = "number of steps such as 12, or 12:16 with the registers"
 _whole.__name__ = "int"
 _size.__name__, _box.__name__ = "size such as 512x512", "box such as 16,16,48,48"
+_crop.__name__, _scale.__name__ = "part such as 16,16,80,80", f"scale from 1 to {MOST_SCALE}"
 _registers.__name__ = "number of registers such as 64 or 64:8"
 _mesh.__name__ = "mesh such as tensor=4 or fsdp=2,tensor=4"
 
@@ -107,7 +120,7 @@ def _sampler(*presets: str) -> str:
 
 
 _EDGES = "X1,Y1,X2,Y2"
-_BOX = "left, top, right and bottom edge in pixels"
+_BOX = "left, top, right and bottom edge in pixels (before --scale)"
 _MASK = "where to draw: an image of the same size that is white there, and black elsewhere"
 _PLACE = (
     f"where the image goes: {_BOX} of the new one; by default its middle, at half its size if the"
@@ -168,6 +181,16 @@ ARGUMENTS = {
     ),
     "turns": _argument(
         "--out", "folder for the images, one file per turn", Path, Path("turns"), metavar="FOLDER"
+    ),
+    "crop": _argument(
+        "--crop", f"write only this part of each image: {_BOX}", _crop, metavar=_EDGES
+    ),
+    "scale": _argument(
+        "--scale",
+        "save every pixel as NxN for a viewer's eye; a PNG is read again as it was drawn; by"
+        " default 4 if both sides are under 128 pixels, else 1",
+        _scale,
+        metavar="N",
     ),
     "grid": _argument("--grid", "put all images on one sheet", None),
     "save_steps": _argument(

@@ -21,7 +21,7 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batches import SHARING, Bucket, kind_of
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.programs import kept
+from sparse_lavida_jax.programs import compiling, kept
 from sparse_lavida_jax.sample import Progress
 
 CLOSE_SECONDS = 30.0  # the longest that closing waits for running segments
@@ -95,6 +95,7 @@ class Ticket:
         seconds: from the start of its batch to the end.
         device, first: how many of these seconds its batch held the device, and how many it ran
             programs that had to be compiled first.
+        compiled: how many of them something was being compiled.
         cancelled: whether the client no longer waits for the result.
         client: its address; "": not known.
     """
@@ -116,6 +117,7 @@ class Ticket:
     seconds: float = 0.0
     device: float = dataclasses.field(default=0.0, repr=False)
     first: float = dataclasses.field(default=0.0, repr=False)
+    compiled: float = dataclasses.field(default=0.0, repr=False)
     cancelled: bool = False
     client: str = dataclasses.field(default="", repr=False)
 
@@ -283,6 +285,7 @@ class Batch:
         assert ticket.began is not None
         ticket.seconds = time.monotonic() - ticket.began
         ticket.device, ticket.first = self.on_device, self.first
+        ticket.compiled = compiling.seconds(ticket.began)
 
     def _look(self, state: Progress) -> None:
         """Updates the progress of the tickets, and lets other batches use the device."""

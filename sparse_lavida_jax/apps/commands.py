@@ -28,13 +28,14 @@ from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.programs import executables, kept, side_by_side
+from sparse_lavida_jax.programs import compiling, executables, kept, side_by_side
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
 Form = Literal["text", "JSON", "full JSON"]
 MOST_ROWS = 1024  # of a batch
+SMALL, SMALL_SCALE = 128, 4  # images with sides below that many pixels are saved so much enlarged
 LONGEST_LINE = 2**16  # characters of a line of `chat`
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
 DRAWN = ("steps", "sampler", "registers", "guidance")  # that `warmup` sets for images
@@ -110,15 +111,20 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     film = None if film_path is None else _Film(pipe, given.get("size"))
     with _shown_progress(film and film.add) as callback:
         requests = pipe.requests(name, words, shown or None, **given | own)
+        if getattr(asked, "crop", None) is not None and pipe.codec is not None:
+            height, width = asked.size or (pipe.codec.image_size,) * 2
+            image_files.check_box(asked.crop, (width, height))
         result = pipe.run(requests, callback=callback)
     if film is not None and film_path is not None:
-        drawn = len(result.attempts[0]) if result.attempts else 1
-        image_files.write_animation(film_path, film.first(drawn))
+        frames = film.first(len(result.attempts[0]) if result.attempts else 1)
+        shown_frames = [image_files.enlarged(frame, _scale(asked, frame)) for frame in frames]
+        image_files.write_animation(film_path, shown_frames)
     written: list[pathlib.Path] = []
     if result.pixels:
-        written = _save(result, asked.out, on_one_sheet=asked.grid)
+        written = _save(result, asked.out, asked)
     elif result.boxes and out is not None:
-        image_files.write(out, image_files.with_boxes(shown[0].pixels, result.boxes))
+        marked = image_files.with_boxes(shown[0].pixels, result.boxes)
+        image_files.write(out, marked, scale=_scale(asked, marked))
         written = [out]
     _print(result, written, form=_form(asked))
 
@@ -288,7 +294,7 @@ def _chat(asked: argparse.Namespace) -> None:
             say(f"{error}")
             continue
         asked.out.mkdir(parents=True, exist_ok=True)
-        written = _save(result, asked.out / f"{len(talk.turns)}.png")
+        written = _save(result, asked.out / f"{len(talk.turns)}.png", asked)
         _print(result, written, form=_form(asked))
 
 
@@ -360,7 +366,7 @@ def _replay(asked: argparse.Namespace) -> None:
     with _shown_progress() as callback:
         shown = image or (record.get(SHOWN_KEY) or {}).get("path")
         result = pipe.replay(record, shown, callback=callback)
-    _print(result, _save(result, asked.out), form=_form(asked))
+    _print(result, _save(result, asked.out, asked), form=_form(asked))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -390,16 +396,33 @@ class _Film:
         return [frame for take in self.takes[:count] for frame in take]
 
 
-def _save(result: Result, out: pathlib.Path, *, on_one_sheet: bool = False) -> list[pathlib.Path]:
-    """Writes the images of a result: one to `out`, several to numbered files or on one sheet."""
-    if on_one_sheet:
-        image_files.write(out, image_files.sheet(result.pixels))
+def _save(
+    result: Result, out: pathlib.Path, asked: argparse.Namespace | None = None
+) -> list[pathlib.Path]:
+    """Writes the images of a result: one to `out`, several to numbered files or on one sheet.
+
+    Args:
+        asked: may say how; by default images are written as they were drawn.
+    """
+    images, records = result.pixels, result.records
+    if (crop := getattr(asked, "crop", None)) is not None:
+        x1, y1, x2, y2 = crop
+        images, records = [image[y1:y2, x1:x2] for image in images], [None] * len(images)
+    scales = [1 if asked is None else _scale(asked, image) for image in images]
+    if getattr(asked, "grid", False):
+        shown = map(image_files.enlarged, images, scales)
+        image_files.write(out, image_files.sheet([*shown]))
         return [out]
-    count = len(result.pixels)
+    count = len(images)
     names = [out.with_stem(f"{out.stem}-{i}") if count > 1 else out for i in range(count)]
-    for row, path in enumerate(names):
-        result.save(path, row)
+    for path, image, record, scale in zip(names, images, records, scales, strict=True):
+        image_files.write(path, image, record, scale=scale)
     return names
+
+
+def _scale(asked: argparse.Namespace, image: image_files.Pixels) -> int:
+    """Returns how many times an image is enlarged when it is saved."""
+    return asked.scale or (SMALL_SCALE if max(image.shape[:2]) < SMALL else 1)
 
 
 def _form(asked: argparse.Namespace) -> Form:
@@ -433,17 +456,26 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text"
 
 @contextlib.contextmanager
 def _shown_progress(also: Callback | None = None) -> Iterator[Callback]:
-    """Shows the steps on a terminal, and nothing elsewhere; `also` is called too."""
-    done, total = 0, 1
+    """Shows the steps on a terminal, and nothing elsewhere; `also` is called too.
+
+    At the end it says how long programs were compiled, if that took a second or more.
+    """
+    done, total, begin = 0, 1, time.monotonic()
     with progress("starting") as update:
 
         def callback(state: Progress) -> None:
             nonlocal done, total
             done, total = state.steps, state.total
-            note = "" if done else " (compiling, once for each size)"
+            note = "" if done else " (compiling, once for each size and option)"
             update(done, total, state.making + note)
             if also is not None:
                 also(state)
 
         with side_by_side.progress_shown(lambda line: update(done, total, line)):
             yield callback
+    took, compiled = time.monotonic() - begin, compiling.seconds(begin)
+    if compiled >= 1:
+        say(
+            f"{compiled:.0f} s to compile, once for each size and option, and"
+            f" {took - compiled:.1f} s to run. `sparse-lavida demo` opens a page that stays ready."
+        )

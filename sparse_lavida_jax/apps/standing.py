@@ -52,7 +52,7 @@ def standing(ticket: Ticket, pace: Pace) -> str:
         said = [f"{MAKING.get(state.making, state.making)}: step {state.steps} of {state.total}"]
         share = state.steps / max(state.total, 1)
     if ticket.compiles:
-        said.append("compiling, once for each size")
+        said.append("compiling, once for each size and option")
     said.append(f"{elapsed:.0f} s")
     if expected is not None:
         left = expected - elapsed
@@ -78,7 +78,8 @@ def done(ticket: Ticket, result: Result) -> str:
     passed, dense = passes.counted(ticket)
     more = f" (a dense model: {dense / passed:.1f} times as many)" if dense > passed else ""
     said = f"{passed:,} tokens through the network{more}, seed {result.seeds[0]}"
-    took = note(f"{ticket.seconds:.2f} seconds, {said}")
+    compiled = f" (+ {ticket.compiled:.1f} to compile, once)" if ticket.compiled >= 0.1 else ""
+    took = note(f"{ticket.seconds - ticket.compiled:.2f} seconds{compiled}, {said}")
     return took + _warning(ticket) + passes.counters(ticket)
 
 

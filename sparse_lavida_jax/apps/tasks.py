@@ -36,7 +36,7 @@ FORMS = {
     "generate": TaskForm(
         "draw images",
         f"{_CIRCLE} --out out.png --save-steps steps.gif",
-        "prompt size replay batch",
+        "prompt size crop replay batch",
         label="Draw",
         words=("Prompt", "a red circle above a blue square"),
     ),
@@ -105,7 +105,7 @@ FORMS = {
     "ground": TaskForm(
         "find things in an image",
         'out.png "red circle" "blue square" --out boxes.png',
-        "needed_image phrases boxes",
+        "needed_image phrases boxes scale",
         label="Find",
         words=("What to find, one per line", "blue square"),
         result="Found",

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from flax import nnx
-from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax.checkpoints import arrays, contents, tensors
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
@@ -242,6 +241,8 @@ class _SafetensorsReader(ParamsReader):
 
 class _OrbaxReader(ParamsReader):
     def __init__(self, folder: pathlib.Path):
+        from orbax.checkpoint import v1 as ocp  # takes a quarter of a second
+
         self.batch_bytes = BATCH_BYTES
         contents.names(folder / PARAMS)  # the store would wait for a pipe
         self._store = (folder / PARAMS).resolve()
@@ -256,6 +257,8 @@ class _OrbaxReader(ParamsReader):
         return self.read_into({name: self.leaves[name] for name in names})
 
     def read_into(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+        from orbax.checkpoint import v1 as ocp
+
         def target(name: str, _: Any) -> Any:
             return targets.get(name, ocp.PLACEHOLDER)
 
@@ -273,6 +276,8 @@ class _OrbaxReader(ParamsReader):
 
 
 def _write_orbax(folder: pathlib.Path, wanted: Iterable[Tensor]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
     held: dict[str, np.ndarray] = {}
 
     def write() -> None:

@@ -39,6 +39,8 @@ BAND = 2**22  # pixels that are converted at once
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 RECORD = "sparse-lavida"  # the text chunk of a PNG that records how it was drawn
+SCALE = "sparse-lavida-scale"  # the text chunk that says how many times a PNG is enlarged
+MOST_SCALE = 16
 PNG_LEVEL = 1  # of zlib, for images that are sent: a quarter of the time of level 6, a third larger
 FRAME_MILLISECONDS = 350
 LAST_FRAME_MILLISECONDS = 2000
@@ -75,7 +77,8 @@ class WriteError(OSError):
 def read(path: pathlib.Path | str, *, backdrop: bool = True) -> Pixels:
     """Returns an image file as RGB bytes, upright.
 
-    Palettes, grey levels, 16 bits and CMYK are converted; transparent pixels become white.
+    Palettes, grey levels, 16 bits and CMYK are converted; transparent pixels become white. A PNG
+    that `write` enlarged is returned as it was before.
 
     Args:
         backdrop: False: transparent pixels keep their hidden colour, often black, as in others'
@@ -105,7 +108,8 @@ def read_bytes(
     """
     with _opened(contents, name, check) as image:
         pixels, orientation = _as_rgb(image, backdrop), _orientation(image, contents)
-    return _upright(pixels, orientation)
+        scale = str(image.info.get(SCALE, ""))
+    return _as_drawn(_upright(pixels, orientation), scale)
 
 
 def cost(
@@ -312,6 +316,16 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return pixels if turn is None else np.ascontiguousarray(turn(pixels))
 
 
+def _as_drawn(pixels: Pixels, scale: str) -> Pixels:
+    """Returns an enlarged image as it was before; others, and one that was changed, as they are."""
+    if scale not in map(str, range(2, MOST_SCALE + 1)):
+        return pixels
+    times = int(scale)
+    small = np.ascontiguousarray(pixels[::times, ::times])
+    parts = (pixels[y::times, x::times] for y in range(times) for x in range(times))
+    return small if all(np.array_equal(part, small) for part in parts) else pixels
+
+
 def _check_header(path: str, image: Image.Image) -> None:
     width, height = image.size
     if width * height > MOST_PIXELS:
@@ -379,11 +393,15 @@ def check_mask(mask: Any, like: Pixels, name: str = "the mask") -> Bool[np.ndarr
     """Returns a mask, True where an image is to be painted.
 
     Raises:
-        ImageError: its size differs from that of the image `like`, or nothing is to be painted.
+        ImageError: its size is not that of the image `like`, enlarged or not, or nothing is to be
+            painted.
     """
     if isinstance(mask, Image.Image):
         mask = _as_rgb(mask).mean(axis=-1) > 127
     mask = np.asarray(mask).astype(bool)
+    (height, width), times = like.shape[:2], len(mask) // len(like) if mask.ndim else 0
+    if 1 < times <= MOST_SCALE and mask.shape == (times * height, times * width):
+        mask = mask.reshape(height, times, width, times).any(axis=(1, 3))
     if mask.shape != like.shape[:2]:
         size = "x".join(map(str, mask.shape[::-1]))
         raise ImageError(f"{name} is {size} and the image {_size(like)}: make them one size.")
@@ -418,8 +436,23 @@ def _size(image: Pixels) -> str:
 # Writing.
 
 
-def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None = None) -> None:
+def enlarged(image: Pixels, scale: int) -> Pixels:
+    """Returns an image with every pixel a square of `scale` x `scale` pixels."""
+    return image.repeat(scale, axis=0).repeat(scale, axis=1)
+
+
+def write(
+    path: pathlib.Path | str,
+    image: Pixels,
+    record: dict[str, Any] | None = None,
+    *,
+    scale: int = 1,
+) -> None:
     """Writes an image; a PNG records in its metadata how it was drawn.
+
+    Args:
+        scale: how many times to enlarge it for a viewer's eye, 1 to `MOST_SCALE`. A PNG says so,
+            and `read` returns the original image.
 
     Raises:
         ImageError: the suffix is of an unsupported format.
@@ -427,7 +460,8 @@ def write(path: pathlib.Path | str, image: Pixels, record: dict[str, Any] | None
     """
     path = check_writable(path)
     format = SUFFIXES[path.suffix.lower()]
-    _save(path, Image.fromarray(image), format, **_noted(record if format == "PNG" else None))
+    shown = Image.fromarray(enlarged(image, scale))
+    _save(path, shown, format, **(_noted(record, scale) if format == "PNG" else {}))
 
 
 def encoded(
@@ -446,12 +480,15 @@ def encoded(
     return file.getvalue()
 
 
-def _noted(record: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns arguments that make Pillow record in a PNG how it was drawn."""
-    if record is None:
+def _noted(record: dict[str, Any] | None, scale: int = 1) -> dict[str, Any]:
+    """Returns arguments that make Pillow record in a PNG how it was drawn, and how enlarged."""
+    if record is None and scale == 1:
         return {}
     notes = PngImagePlugin.PngInfo()
-    notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
+    if record is not None:
+        notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
+    if scale > 1:
+        notes.add_text(SCALE, str(scale))
     return {"pnginfo": notes}
 
 

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from sparse_lavida_jax.kernels import blockwise, devices, pallas_tpu, sharded
+from sparse_lavida_jax.kernels import blockwise, devices, sharded
 from sparse_lavida_jax.kernels import tables as tiles
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags
 from sparse_lavida_jax.kernels.sharded import Deal
@@ -462,6 +462,8 @@ def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, A
     if chosen == "blockwise":
         return blockwise, False
     if chosen == "pallas_tpu":
+        from sparse_lavida_jax.kernels import pallas_tpu
+
         return pallas_tpu, _is_elsewhere("tpu", "tpu")
     if chosen == "pallas_gpu" and not _has_mosaic_gpu():
         raise ValueError(

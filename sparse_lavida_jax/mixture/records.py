@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import flax.serialization
-import grain
 import numpy as np
 from array_record.python import array_record_module  # type: ignore
 from jaxtyping import Float, Int
@@ -223,6 +222,8 @@ class ShardedRecords:
         ]
         self._source: Any = ()
         if whole:
+            import grain  # takes a quarter of a second
+
             self._source = grain.sources.ArrayRecordDataSource(whole)  # type: ignore
 
     def __len__(self) -> int:

@@ -19,6 +19,7 @@ from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
 from sparse_lavida_jax.models.stack import StepTables, Wanted, run_layers, step_tables
 from sparse_lavida_jax.models.vision import VisionEncoder
+from sparse_lavida_jax.programs import kept
 from sparse_lavida_jax.sequence import SeenBatch
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
@@ -92,7 +93,7 @@ class ImageHead(nnx.Module):
 @functools.cache
 def shapes(settings: config.Model) -> "Denoiser":
     """Returns the model with shapes instead of arrays; it must not be modified."""
-    return jax.eval_shape(lambda: Denoiser(settings, rngs=nnx.Rngs(0)))
+    return kept.shapes_of(lambda: Denoiser(settings, rngs=nnx.Rngs(0)), settings)
 
 
 class Denoiser(nnx.Module):

@@ -24,7 +24,7 @@ from sparse_lavida_jax import config, runtime, schema, sequence
 from sparse_lavida_jax.data import files, grey, tensor_files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.programs.arguments import taken_apart
-from sparse_lavida_jax.programs.kept import Program, kept
+from sparse_lavida_jax.programs.kept import Program, kept, shapes_of
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
 FORMAT = "sparse-lavida-vq/1"
@@ -106,7 +106,7 @@ class VQModel(nnx.Module):
 @functools.cache
 def shapes(settings: config.VQ) -> VQModel:
     """Returns the model with shapes instead of arrays; it must not be modified."""
-    return jax.eval_shape(lambda: VQModel(settings, rngs=nnx.Rngs(0)))
+    return shapes_of(lambda: VQModel(settings, rngs=nnx.Rngs(0)), settings)
 
 
 class Encoder(nnx.Module):

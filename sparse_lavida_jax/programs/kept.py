@@ -182,6 +182,27 @@ def make(calls: Generator[Call, Any, Any], number: int) -> None:
         side_by_side.wait([one.future for one in programs.values()], progress)
 
 
+def shapes_of(make: Callable[[], T], *settings: Hashable) -> T:
+    """Returns what a function returns, with shapes instead of arrays; kept like executables.
+
+    Args:
+        make: traced, as by `jax.eval_shape`, unless its shapes are kept.
+        settings: everything that they depend on besides the code; their representation says it.
+    """
+    name = ""
+    if executables.are_kept() and _is_alone():
+        whole = make.__module__, make.__qualname__, settings, _circumstances()
+        name = hashlib.sha256(repr(whole).encode()).hexdigest()
+    found = _read(name)
+    if found is None:
+        with side_by_side.uncollected():
+            leaves, structure = jax.tree.flatten(jax.eval_shape(make))
+        found = Types(leaves, structure), b""
+        if name:
+            executables.write(name, pickle.dumps(found))
+    return jax.tree.unflatten(found[0].structure, found[0].leaves)
+
+
 _all: list[Kept] = []
 
 

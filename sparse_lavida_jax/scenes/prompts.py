@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -88,13 +88,14 @@ class Encoder:
     Attributes:
         tokenizer: of the text.
         appearance_codes: codes [49 g] of an empty cell and of every appearance in a scene, from the
-            image tokenizer; None for digits, whose grey levels are the codes.
+            image tokenizer, or a function that returns them; None for digits, whose grey levels are
+            the codes.
     """
 
     tokenizer: Tokenizer
     data: config.Data
     model: config.Model
-    appearance_codes: Int[np.ndarray, "a g"] | None
+    appearance_codes: Int[np.ndarray, "a g"] | Callable[[], Int[np.ndarray, "a g"]] | None
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
         """Returns the image of a scene at the input size of the vision tower."""
@@ -103,8 +104,9 @@ class Encoder:
 
     def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
         """Returns the codes of an image of `scene`, cell by cell."""
-        assert self.appearance_codes is not None
-        return self.appearance_codes[np.asarray(scene.cells)]
+        codes = self.appearance_codes
+        assert codes is not None
+        return (codes() if callable(codes) else codes)[np.asarray(scene.cells)]
 
     def text_example(
         self,
@@ -279,7 +281,9 @@ class ScenePrompts(PromptLanguage):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
-        return cls(encoder_of(tokenizer, settings, codec))
+        # Requests do not need the codes of appearances, and they take as long as an image.
+        codes = None if codec.is_grey else functools.cache(lambda: appearance_codes(codec))
+        return cls(Encoder(tokenizer, settings.data, settings.model, codes))
 
     @property
     def tokenizer(self) -> Tokenizer:

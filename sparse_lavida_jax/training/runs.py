@@ -21,7 +21,6 @@ from flax import traverse_util
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.training import states
 
 # Settings that may differ from those a run was started with: its length, what it reports, and how
 # images are sampled. Any other change would make the resumed run another experiment.
@@ -84,6 +83,8 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     def __enter__(self) -> "Run":
+        from sparse_lavida_jax.training import states  # takes a quarter of a second, for orbax
+
         with contextlib.ExitStack() as undo:
             runtime.check_same(config.to_dict(self.config))
             if (claimed := runtime.first_does(self._claim)) is not None:

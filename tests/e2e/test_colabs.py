@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import tomllib
 
 import pytest
 
@@ -68,11 +69,25 @@ def test_only_a_missing_package_is_installed(name):
         assert not any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
 
 
-def test_a_missing_package_without_an_address_is_one_sentence(monkeypatch):
+def test_a_missing_package_is_installed_from_the_clone_or_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     cell = re.sub(r"^(\s*)[%!].*", r"\1pass", sources(NAMES[0])[0], flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"^Set INSTALL in this cell .*\.$"):
         exec(cell, {})
+    monkeypatch.chdir(COLABS)  # where Jupyter runs it
+    names = {}
+    exec(cell, names)
+    assert names["INSTALL"] == ".."
+    assert (COLABS / names["INSTALL"] / "pyproject.toml").is_file()
+
+
+def test_the_extra_brings_what_shows_and_runs_a_notebook():
+    project = tomllib.loads((COLABS.parent / "pyproject.toml").read_text())["project"]
+    brought = {re.match(r"[\w-]+", one)[0] for one in project["optional-dependencies"]["colabs"]}
+    assert brought == {"jupyterlab", "nbconvert", "nbclient", "ipykernel"}
+    page = (COLABS.parent / "README.md").read_text()
+    assert "[notebooks](colabs) (`pip install -e '.[colabs]' && jupyter lab colabs`)" in page
 
 
 @pytest.fixture(scope="module")

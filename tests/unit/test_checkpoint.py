@@ -17,6 +17,7 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
+from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
@@ -122,7 +123,7 @@ def test_a_model_without_images_has_no_image_tokenizer(save):
 
 
 def test_layers_lie_one_by_one_on_disk(save):
-    tree = stores.ocp.load(str(save(kind="orbax") / "params"))
+    tree = ocp.load(str(save(kind="orbax") / "params"))
     assert sorted(tree) == ["blocks", "joint_layers", "table"]
     assert sorted(tree["joint_layers"]) == ["00", "01", "02"]
     assert tree["joint_layers"]["01"]["weight"].shape == (3, 3)
@@ -369,7 +370,7 @@ def test_a_write_that_fails_leaves_the_old_model(save, monkeypatch, kind):
     def run_out_of_space(path, *_):
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(stores.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(ocp.partial, "save", run_out_of_space)
     monkeypatch.setattr(tensors, "write", run_out_of_space)
     before = sorted(folder.parent.iterdir())
     with pytest.raises(model_folder.CheckpointError, match=r"No space left.*is unchanged"):

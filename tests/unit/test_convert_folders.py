@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch_folder
+from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax.bench import record
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
@@ -548,7 +549,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(folder, complaint, mo
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("RESOURCE_EXHAUSTED")])
 def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monkeypatch, error):
-    save, calls = stores.ocp.partial.save, []
+    save, calls = ocp.partial.save, []
     monkeypatch.setattr(stores, "BATCH_BYTES", 10_000)
 
     def run_out_of_space(*args):
@@ -557,7 +558,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(folder, complaint, monke
             raise error
         save(*args)
 
-    monkeypatch.setattr(stores.ocp.partial, "save", run_out_of_space)
+    monkeypatch.setattr(ocp.partial, "save", run_out_of_space)
     assert "could not be written" in complaint(folder, kind="orbax")
     assert len(calls) == 3
 

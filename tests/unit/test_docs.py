@@ -35,7 +35,7 @@ QUOTED = (
     "the device has not enough memory: ",
     "lower --batch-size",
     "the device has not enough memory: ask for less.",
-    "(compiling, once for each size)",
+    "(compiling, once for each size and option)",
     "which will draw badly:",
     "has not written its model yet: that happens at its end.",
     "Give a model folder, a run directory, the name of a",

@@ -187,6 +187,38 @@ def test_a_mask_that_does_not_fit_is_reported(tmp_path):
         image_files.check_mask(np.zeros((6, 5), bool), NOISE)
 
 
+@pytest.mark.parametrize("scale", [1, 2, 4, image_files.MOST_SCALE])
+def test_an_enlarged_png_is_read_as_it_was_drawn(tmp_path, scale):
+    path = tmp_path / "large.png"
+    image_files.write(path, NOISE, {"seed": 3}, scale=scale)
+    with Image.open(path) as shown:
+        assert shown.size == (5 * scale, 6 * scale)
+        assert shown.getpixel((4 * scale, 5 * scale)) == tuple(NOISE[5, 4])
+    np.testing.assert_array_equal(image_files.read(path), NOISE)
+    np.testing.assert_array_equal(image_files.read_bytes(path.read_bytes()), NOISE)
+    assert image_files.read_record(path) == {"seed": 3}
+
+
+@pytest.mark.parametrize("said", ["4", "1", "0", "-2", "17", "4.0", "many"])
+def test_an_image_that_only_says_that_it_is_enlarged_is_read_whole(tmp_path, said):
+    path, notes = tmp_path / "changed.png", PngImagePlugin.PngInfo()
+    notes.add_text(image_files.SCALE, said)
+    changed = image_files.enlarged(NOISE, 4)
+    changed[-1, -1] += 1  # by another program that kept what the file says
+    Image.fromarray(changed).save(path, pnginfo=notes)
+    np.testing.assert_array_equal(image_files.read(path), changed)
+
+
+def test_a_mask_may_have_the_size_of_the_enlarged_image():
+    mask = np.zeros((6 * 4, 5 * 4), bool)
+    mask[9, 4:8] = True
+    wanted = np.zeros((6, 5), bool)
+    wanted[2, 1] = True
+    np.testing.assert_array_equal(image_files.check_mask(mask, NOISE), wanted)
+    with pytest.raises(ImageError, match="make them one size"):
+        image_files.check_mask(mask[:, :-1], NOISE)
+
+
 @pytest.mark.parametrize("box", [(0, 0, 6, 1), (-1, 0, 2, 2), (3, 0, 3, 2), (0, 4, 2, 3)])
 def test_a_box_outside_is_reported(box):
     with pytest.raises(ImageError, match=r"x1 < x2 lie in 0..5, y1 < y2 in 0..6"):

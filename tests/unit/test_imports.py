@@ -49,6 +49,14 @@ def test_imports_run_one_way():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_command_starts_without_what_it_does_not_need():
+    heavy = ("orbax", "grain", "jax.experimental.pallas", "sparse_lavida_jax.train", "sklearn")
+    code = "import sys, sparse_lavida_jax.cli, sparse_lavida_jax.apps.commands; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "sparse_lavida_jax.pipeline" in done.stdout.split()
+    assert not {*heavy} & {*done.stdout.split()}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_no_foreign_framework_and_no_pickle(path):
     roots = {name.split(".")[0] for name in imported(path)}

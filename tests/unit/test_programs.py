@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from jax._src import lru_cache
 
-from sparse_lavida_jax.programs import executables, folder, side_by_side
+from sparse_lavida_jax.programs import compiling, executables, folder, side_by_side
 from sparse_lavida_jax.programs import kept as kept_module
 from sparse_lavida_jax.programs.arguments import Types
 from sparse_lavida_jax.programs.kept import Call, finish, kept, make
@@ -300,6 +301,41 @@ def test_another_device_that_was_chosen_is_used():
     for result_of in (made, held):
         assert result_of["value"].devices() == {other}
     assert not step.in_memory()
+
+
+def test_shapes_are_kept_and_read_without_tracing(place):
+    traced = []
+
+    def shapes(setting):
+        def make():
+            traced.append(setting)
+            return {"x": jnp.zeros((2, 3)), "y": [jnp.ones(4, jnp.int8)]}
+
+        return kept_module.shapes_of(make, setting)
+
+    first = shapes("one")
+    assert [leaf.shape for leaf in jax.tree.leaves(first)] == [(2, 3), (4,)]
+    assert first == shapes("one") == shapes("two")
+    assert traced == ["one", "two"]
+    (place / os.listdir(place)[0]).write_bytes(b"damaged")
+    assert shapes("one") == shapes("two") == first
+    assert len(traced) == 3
+
+
+def test_seconds_of_compiling_are_counted_once_and_from_when_they_are_asked_for(monkeypatch):
+    spans = [(0.0, 2.0), (1.0, 3.0), (1.5, 1.7), (5.0, 6.0)]  # of two threads
+    monkeypatch.setattr(compiling, "_spans", spans)
+    assert compiling.seconds(since=0.0) == 4.0
+    assert compiling.seconds(since=2.5) == 1.5
+    assert compiling.seconds(since=9.0) == 0.0
+
+
+def test_what_jax_compiles_is_noted():
+    begin = time.monotonic()
+    jax.jit(lambda x: x @ x + 5).lower(jnp.ones((3, 3))).compile()
+    took = time.monotonic() - begin
+    assert 0 < compiling.seconds(begin) <= took
+    assert compiling.seconds(time.monotonic()) == 0
 
 
 def test_an_error_is_raised_by_the_call():
