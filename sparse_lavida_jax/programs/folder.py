@@ -63,17 +63,16 @@ def keep_programs(folder: pathlib.Path | str | None = None) -> None:
 def silence_alarm() -> None:
     """Silences XLA's alarm about slow compilation in this process.
 
-    XLA writes it among its errors, from C++, and has no flag for it: only its log level hides
-    it. So that other errors are seen, the level is raised only while a program is compiled, whose
-    own errors are raised as exceptions. `TF_CPP_MIN_LOG_LEVEL=0` shows everything.
+    XLA writes it among its errors, from C++, and has no flag for it: only its log level hides it.
+    So that other errors are seen, the level is raised only while a program is compiled, whose own
+    errors are raised as exceptions. `TF_CPP_MIN_LOG_LEVEL=0` shows everything.
     """
-    compile_program = getattr(_compile, "__wrapped__", _compile)
 
-    @functools.wraps(compile_program)
+    @functools.wraps(_compile)
     def silently(*args: Any, **named: Any) -> Any:
         _log_of_compilations(+1)
         try:
-            return compile_program(*args, **named)
+            return _compile(*args, **named)
         finally:
             _log_of_compilations(-1)
 

@@ -30,7 +30,7 @@ from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture import batches, folders, ingest, prepare, recipe, words
 from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.training import start, train_vq
+from sparse_lavida_jax.training import lengths, start, train_vq
 
 PEEKED = 64  # images whose sizes determine that of the image tokenizer
 MOST_BYTES = 2**28  # of pixels used to train an image tokenizer
@@ -302,7 +302,8 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
             weight_decay=0.01, ema=0.998,
         ),
         train=config.Train(
-            train_steps=100_000, seconds=CPU_SECONDS if on_cpu else 0.0,
+            train_steps=lengths.planned_steps(_count(prepared)) if on_cpu else 100_000,
+            seconds=CPU_SECONDS if on_cpu else 0.0,
             batch_size=16 if on_cpu else 64, eval_prompts=24,
         ),
     )  # fmt: skip
@@ -354,10 +355,18 @@ def _kinds(prepared: pathlib.Path) -> tuple[str, ...]:
     return tuple(sorted({one["kind"] for one in batches.read_index(prepared)["datasets"]}))
 
 
+def _count(prepared: pathlib.Path) -> int:
+    """Returns the number of records in a prepared folder."""
+    found = batches.read_index(prepared)["datasets"]
+    return sum(shard["records"] for one in found for shard in one["shards"])
+
+
 def size_in_words(settings: config.Config) -> str:
     """Returns a sentence on which size was chosen for a run, and why."""
     model, train = settings.model, settings.train
-    length = f"{train.seconds / 60:.0f} minutes" if train.seconds else f"{train.train_steps} steps"
+    length = f"{train.train_steps} steps"
+    if train.seconds:
+        length += f" or {lengths.in_words(train.seconds)}, whichever ends first"
     if train.init_from:
         how = f"adapters of rank {settings.lora.rank}" if settings.lora.rank else "whole"
         new = ", with new words and image codes" if start.has_own_tokenizers(settings) else ""

@@ -100,6 +100,7 @@ def test_an_interrupt_of_the_image_tokenizer_leaves_nothing(
 def test_a_small_image_is_drawn_in_as_many_steps_as_it_has_cells(tmp_path, monkeypatch):
     raw_data.tokenizer(tmp_path)
     monkeypatch.setattr(own_images, "_kinds", lambda _: ())
+    monkeypatch.setattr(own_images, "_count", lambda _: 40)
     for size, steps in ((32, 4), (64, 12)):
         images = config.VQ(image_size=size, channels=(8,) * 5)
         monkeypatch.setattr(vq, "read_settings", lambda _, images=images: images)
