@@ -107,10 +107,24 @@ def test_a_small_image_is_drawn_in_as_many_steps_as_it_has_cells(tmp_path, monke
         assert own_images.from_scratch(tmp_path).sampling.num_steps == steps
 
 
+@pytest.mark.parametrize(("count", "batch"), [(75, 4), (76, 8)])
+def test_few_images_are_prepared_in_half_the_time(tmp_path, count, batch):
+    rows = [json.dumps({"file_name": "0.png", "text": f"image {i}"}) for i in range(count)]
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "images/0.png")
+    (tmp_path / "images/metadata.jsonl").write_text("\n".join(rows))
+    settings = own_images.preparing(tmp_path / "images", tmp_path / "prepared")
+    assert (settings.train.train_steps, settings.train.batch_size) == (600, batch)
+    seconds = {4: "3 minutes", 8: "5 minutes"}[batch]
+    assert own_images._length(settings) == (
+        f"in at most 600 steps of {batch}: about {seconds} of CPU time"
+    )
+
+
 def test_the_image_tokenizer_learns_from_plain_images_too(monkeypatch):
     seen = []
 
-    def fit(settings, survey, images_of, console):
+    def fit(settings, survey, images_of, console, good_enough):
         seen.extend(images_of(0))
         raise KeyboardInterrupt
 
@@ -133,6 +147,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert printed.out.startswith(f"{prepared}: 29 records, 1 of 1 shard(s) made now")
     assert "29.png is not an image" in (prepared / "report.md").read_text()
     assert "an image tokenizer of 32x32 pixels, 64 codes an image" in printed.err
+    assert "in at most 6 steps of 2: about 40 seconds of CPU time" in printed.err
     assert "step 6/6" in printed.err
     assert image_files.read(prepared / "reconstructions.png").shape[1] > 4 * 64
 
@@ -146,7 +161,10 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert front("train", f"--data={prepared}", f"--workdir={run}", *SHORT, *TINY) == 0
     printed = capsys.readouterr()
     assert "2 layers of width 32 is trained from scratch" in printed.err
+    assert "\n2 of 2 planned steps, too few; the loss of an image code is " in f"\n{printed.out}"
+    assert "the model so far" in printed.out and "the trained model" not in printed.out
     report = (run / "report.md").read_text()
+    assert "2 of 2 planned steps, too few" in report and "of their codes" not in report
     assert "each next to the nearest of 29 training images" in report
     assert "No record was held out: that needs at least 100 records in a group." in report
     assert image_files.read(run / "images/nearest.png").shape[1] > 4 * 32

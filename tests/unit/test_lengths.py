@@ -45,15 +45,12 @@ def test_too_few_steps_are_named_with_the_loss_and_the_way_on(tmp_path):
     found = outcome(tmp_path, 76, (6.0, 5.0, 4.3, 4.2, 4.1))
     assert not found.enough
     assert "76 of 1000 planned steps, too few" in found.sentence
-    assert (
-        f"is 4.20, and in our runs images appeared below {lengths.IMAGES_APPEAR:g}"
-        in found.sentence
-    )
+    assert f"is 4.20, and images appeared in our runs by {lengths.SAMPLES_SHOW:g}" in found.sentence
     assert found.sentence.endswith("the same command with --config.train.seconds=5580 goes on")
 
 
 def test_a_run_is_long_enough_by_its_steps_or_by_its_loss(tmp_path):
-    low = lengths.IMAGES_APPEAR
+    low = lengths.SAMPLES_SHOW
     done, early = outcome(tmp_path, 1000, (4.2,)), outcome(tmp_path, 500, (low, low, low))
     assert done.enough and "1000 of 1000 planned steps" in done.sentence
     assert early.enough and "500 of 1000 planned steps" in early.sentence
