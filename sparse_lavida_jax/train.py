@@ -80,7 +80,7 @@ class _Loop:
             self.seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
         self.step = int(self.state.step)
 
-        self._start, self._is_measured = (self.step, self.seconds), False
+        self._start, self._is_forecast = (self.step, self.seconds), False
         self._clock = time.monotonic() - self.seconds
         self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of batches
         self._last_saved = self._last_drawn = time.monotonic()
@@ -179,13 +179,14 @@ class _Loop:
     def _forecast(self) -> None:
         """Warns once, when the speed is known, that a run on own images will be too short."""
         train = self._settings.train
+        if self._is_forecast or not train.seconds or self._source.prepared is None:
+            return
         steps = self.step - self._start[0] - len(self._compiled)  # whose seconds do not count
         measured = steps, self.seconds - self._start[1]
-        is_planned = train.seconds and self._source.prepared is not None
-        if is_planned and not self._is_measured and lengths.is_measured(train, measured):
-            self._is_measured = True
-            if warning := lengths.forecast(train, self.step, self.seconds, measured):
-                self.reporter.say(warning)
+        warning = lengths.forecast(train, self.step, self.seconds, measured)
+        self._is_forecast = warning is not None
+        if warning:
+            self.reporter.say(warning)
 
     def _save(self, score: float | None = None) -> None:
         self._record()  # raises before a diverged state could replace a good one
@@ -264,9 +265,9 @@ class _Loop:
         )
         is_enough = True
         if source.prepared is not None:
-            length = lengths.outcome(settings, run.metrics_path, self.step, self.seconds)
-            is_enough = length.enough
-            print(length.sentence)
+            log = run.metrics_path
+            is_enough, sentence = lengths.outcome(settings, log, self.step, self.seconds)
+            print(sentence)
         elif settings.train.seconds and self.step < settings.optimizer.warmup_steps:
             few = f"only {self.step} steps fitted into {settings.train.seconds:g} seconds"
             print(f"{few}: to go on, type it again with a larger --config.train.seconds")

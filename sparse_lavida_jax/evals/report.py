@@ -151,15 +151,14 @@ def write(
         f" compiling them) on {jax.devices()[0].device_kind}, seed {settings.seed}.",
     ]
     if data is not None:
-        length = lengths.outcome(settings, log, step, seconds)
-        parts += [f"{length.sentence}.", "## While it trained", NLL, _losses(log)]
+        enough, sentence = lengths.outcome(settings, log, step, seconds)
+        parts += [f"{sentence}.", "## While it trained", NLL, _losses(log)]
         if settings.data.held_out:
             parts += ["## Held-out records", held_out.compare(pipe.model, data)]
         parts += _newest_sheet(folder)
         records = [] if pipe.codec is None else data.captioned(nearest.MOST_RECORDS)
         if records:
-            shown_count = settings.train.eval_prompts
-            said, shown = nearest.compare(pipe, records, shown_count, length.enough)
+            said, shown = nearest.compare(pipe, records, settings.train.eval_prompts, enough)
             _save(sheet([Tile(*one) for one in shown]), folder / "images/nearest.png")
             # Captions as text, too: the font of the sheet only has Latin letters.
             pairs = zip(shown[::2], shown[1::2], strict=True)

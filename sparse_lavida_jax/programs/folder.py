@@ -67,20 +67,19 @@ def silence_alarm() -> None:
     So that other errors are seen, the level is raised only while a program is compiled, whose own
     errors are raised as exceptions. `TF_CPP_MIN_LOG_LEVEL=0` shows everything.
     """
-
-    @functools.wraps(_compile)
-    def silently(*args: Any, **named: Any) -> Any:
-        _log_of_compilations(+1)
-        try:
-            return _compile(*args, **named)
-        finally:
-            _log_of_compilations(-1)
-
-    compiler.backend_compile_and_load = silently
+    compiler.backend_compile_and_load = _compile_silently
 
 
-def _log_of_compilations(change: int) -> None:
-    """Sets the level of XLA's log, given the change in how many programs are being compiled."""
+def _compile_silently(*args: Any, **named: Any) -> Any:
+    _count_compilations(+1)
+    try:
+        return _compile(*args, **named)
+    finally:
+        _count_compilations(-1)
+
+
+def _count_compilations(change: int) -> None:
+    """Raises the level of XLA's log while any thread compiles."""
     global _compiling
     usual = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")  # jax sets it to 1
     with _lock:

@@ -16,7 +16,8 @@ def test_a_run_that_will_be_too_short_says_which_time_would_do():
     warning = lengths.forecast(TRAIN, 60, 60.0, (60, 60.0))
     assert warning.startswith("about 420 of 1000 planned steps fit into 7 minutes at this speed.")
     assert "All of them take about 17 minutes: --config.train.seconds=1020 " in warning
-    assert not lengths.forecast(TRAIN, 60, 24.0, (60, 24.0))  # exactly in time
+    assert lengths.forecast(TRAIN, 60, 24.0, (60, 24.0)) is None
+    assert lengths.forecast(TRAIN, 100, 42.0, (100, 42.0)) == ""  # exactly in time
     # A run that goes on at half the speed: 600 s for 500 steps, and 500 more take 1000 s.
     on = config.Train(train_steps=1000, seconds=1500.0)
     assert "--config.train.seconds=1620 " in lengths.forecast(on, 510, 620.0, (10, 20.0))
@@ -30,7 +31,8 @@ def test_a_run_that_will_be_too_short_says_which_time_would_do():
     ],
 )  # fmt: skip
 def test_the_speed_is_known_after_two_minutes_or_a_tenth_of_the_time(seconds, measured, known):
-    assert lengths.is_measured(config.Train(seconds=seconds), measured) == known
+    train = config.Train(seconds=seconds)
+    assert (lengths.forecast(train, *measured, measured) is not None) == known
 
 
 def outcome(tmp_path, step, losses=(), **train):
@@ -42,35 +44,35 @@ def outcome(tmp_path, step, losses=(), **train):
 
 
 def test_too_few_steps_are_named_with_the_loss_and_the_way_on(tmp_path):
-    found = outcome(tmp_path, 76, (6.0, 5.0, 4.3, 4.2, 4.1))
-    assert not found.enough
-    assert "76 of 1000 planned steps, too few" in found.sentence
-    assert f"is 4.20, and images appeared in our runs by {lengths.SAMPLES_SHOW:g}" in found.sentence
-    assert found.sentence.endswith("the same command with --config.train.seconds=5580 goes on")
+    enough, sentence = outcome(tmp_path, 76, (6.0, 5.0, 4.3, 4.2, 4.1))
+    assert not enough
+    assert "76 of 1000 planned steps, too few" in sentence
+    assert f"is 4.20, and images appeared in our runs by {lengths.SAMPLES_SHOW:g}" in sentence
+    assert sentence.endswith("the same command with --config.train.seconds=5580 goes on")
 
 
 def test_a_run_is_long_enough_by_its_steps_or_by_its_loss(tmp_path):
     low = lengths.SAMPLES_SHOW
     done, early = outcome(tmp_path, 1000, (4.2,)), outcome(tmp_path, 500, (low, low, low))
-    assert done.enough and "1000 of 1000 planned steps" in done.sentence
-    assert early.enough and "500 of 1000 planned steps" in early.sentence
-    assert "too few" not in done.sentence + early.sentence
-    assert "goes on" in early.sentence and "goes on" not in done.sentence
+    assert done[0] and "1000 of 1000 planned steps" in done[1]
+    assert early[0] and "500 of 1000 planned steps" in early[1]
+    assert "too few" not in done[1] + early[1]
+    assert "goes on" in early[1] and "goes on" not in done[1]
 
 
 def test_a_plan_of_too_few_steps_is_not_enough(tmp_path):
-    found = outcome(tmp_path, 6, (5.9,), train_steps=6)
-    assert not found.enough and found.sentence.startswith("6 of 6 planned steps, too few;")
+    enough, sentence = outcome(tmp_path, 6, (5.9,), train_steps=6)
+    assert not enough and sentence.startswith("6 of 6 planned steps, too few;")
     fewest = min(lengths.PLANNED.values())
-    assert found.sentence.endswith(f"with --config.train.train_steps={fewest} goes on")
+    assert sentence.endswith(f"with --config.train.train_steps={fewest} goes on")
 
 
 def test_the_loss_is_not_compared_where_ours_says_nothing(tmp_path):
-    for found in (
+    for enough, sentence in (
         outcome(tmp_path, 500, (0.1,), init_from="scenes"),  # starts elsewhere
         outcome(tmp_path, 500),  # no images
     ):
-        assert not found.enough and "images appeared" not in found.sentence
+        assert not enough and "images appeared" not in sentence
 
 
 def test_few_images_need_fewer_steps():
