@@ -20,7 +20,7 @@ def test_a_run_that_will_be_too_short_says_which_time_would_do():
     assert lengths.forecast(TRAIN, 100, 42.0, (100, 42.0)) == ""  # exactly in time
     # A run that goes on at half the speed: 600 s for 500 steps, and 500 more take 1000 s.
     on = config.Train(train_steps=1000, seconds=1500.0)
-    assert "--config.train.seconds=1620 " in lengths.forecast(on, 510, 620.0, (10, 20.0))
+    assert "--config.train.seconds=1620 " in lengths.forecast(on, 510, 620.0, (70, 140.0))
 
 
 @pytest.mark.parametrize(
