@@ -65,8 +65,8 @@ def outcome(
     rows = [row["image_nll"] for row in metrics.read_metrics(log) if row.get("image_nll")]
     if rows and not train.init_from:  # a model that was trained before starts at another loss
         needed, loss = max(needed, min(PLANNED.values())), float(np.mean(rows[-LOGGED:]))
-        shown = f"; the loss of an image code is {loss:.2f}, and images appeared in our runs by"
-        shown += f" {SAMPLES_SHOW:g}"
+        shown = f"; the loss of an image code is {loss:.2f}, and our runs with good samples ended"
+        shown += f" at {SAMPLES_SHOW:g} or less"
     enough = step >= needed or loss <= SAMPLES_SHOW
     sentence = f"{step} of {train.train_steps} planned steps{'' if enough else ', too few'}{shown}"
     if step < train.train_steps:

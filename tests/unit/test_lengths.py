@@ -47,7 +47,7 @@ def test_too_few_steps_are_named_with_the_loss_and_the_way_on(tmp_path):
     enough, sentence = outcome(tmp_path, 76, (6.0, 5.0, 4.3, 4.2, 4.1))
     assert not enough
     assert "76 of 1000 planned steps, too few" in sentence
-    assert f"is 4.20, and images appeared in our runs by {lengths.SAMPLES_SHOW:g}" in sentence
+    assert f"is 4.20, and our runs with good samples ended at {lengths.SAMPLES_SHOW:g}" in sentence
     assert sentence.endswith("the same command with --config.train.seconds=5580 goes on")
 
 
@@ -72,7 +72,7 @@ def test_the_loss_is_not_compared_where_ours_says_nothing(tmp_path):
         outcome(tmp_path, 500, (0.1,), init_from="scenes"),  # starts elsewhere
         outcome(tmp_path, 500),  # no images
     ):
-        assert not enough and "images appeared" not in sentence
+        assert not enough and "good samples" not in sentence
 
 
 def test_few_images_need_fewer_steps():
