@@ -42,10 +42,9 @@ ON_CPU = 64  # the largest side in pixels
 HELD_OUT = 0.05  # share of the records: if there are many, the report includes the loss on these
 CHANNELS = (16, 32, 48, 64, 96)  # of the image tokenizer, one entry per resolution
 
-# Training an image tokenizer: of few images, half as many per step suffice; a mean pixel error, and
-# the CPU time of compilation and of an image of 64x64 pixels in a step, in seconds.
+# Training an image tokenizer: of few images, half as many per step suffice. The CPU time of
+# compilation, and of an image of 64x64 pixels in a step, in seconds.
 FEW_IMAGES, BATCH = 75, 8
-GOOD_ENOUGH = 0.02
 COMPILING, PER_IMAGE = 40.0, 0.06
 
 CPU_SECONDS = 1500.0
@@ -254,7 +253,7 @@ def _squares(
 def _length(settings: config.Config) -> str:
     """Returns how many steps an image tokenizer is trained for, and on a CPU how long they take."""
     train, side = settings.train, settings.vq.image_size
-    steps = f"in at most {train.train_steps} steps of {train.batch_size}"
+    steps = f"in {train.train_steps} steps of {train.batch_size}"
     if jax.default_backend() != "cpu":
         return steps
     per_step = train.batch_size * PER_IMAGE * (side / ON_CPU) ** 2
@@ -272,8 +271,7 @@ def _trained(settings: config.Config, pixels: UInt8[np.ndarray, "n h w 3"]) -> v
         return chosen
 
     survey = pixels[:: -(-len(pixels) // SURVEYED)]
-    console = rich.console.Console(stderr=True)
-    return train_vq.fit(settings, survey, images_of, console, good_enough=GOOD_ENOUGH)
+    return train_vq.fit(settings, survey, images_of, rich.console.Console(stderr=True))
 
 
 # ---------------------------------------------------------------------------------------------

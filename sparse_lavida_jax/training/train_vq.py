@@ -9,7 +9,6 @@ remaining steps train the VQ-VAE in its final form.
 """
 
 import functools
-import math
 import pathlib
 from collections.abc import Callable
 
@@ -80,7 +79,6 @@ def fit(
     images_of: Callable[[int], UInt8[np.ndarray, "b h w 3"]],
     console: rich.console.Console,
     is_asked_to_stop: Callable[[int], bool] = lambda step: False,
-    good_enough: float = 0.0,
 ) -> vq.VQModel:
     """Returns an image tokenizer with the settings `settings.vq`.
 
@@ -89,8 +87,6 @@ def fit(
         images_of: returns the images of a step, given its number.
         console: where progress is shown.
         is_asked_to_stop: called with the number of each step after it.
-        good_enough: mean absolute pixel error, from 0 to 1, at which the rest of the steps before
-            the codebook is skipped.
 
     Raises:
         ConfigError: a length in seconds, or nothing but warm-up.
@@ -108,11 +104,8 @@ def fit(
     owner, placed_at = jnp.arange(settings.vq.codebook_size), int(steps * WARM_UP)
     with_codes = _make_step(_coded_loss, optimizer)
 
-    errors, go_on_at = [math.inf], 0
     with metrics.ProgressBar("image tokenizer", steps, console=console) as bar:
         for step in range(steps):
-            if step < go_on_at:
-                continue
             if step == placed_at:
                 model.codebook, owner = _place_codebook(
                     components(vq.to_float(survey)), settings.vq
@@ -128,12 +121,7 @@ def fit(
                 raise KeyboardInterrupt
             runtime.check_interrupt()
             if step % settings.train.log_every == 0 or step == steps - 1:
-                errors.append(float(terms["pixels"]))
-                bar.reach(step + 1, (step + 1) / steps, pixel_error=errors[-1])
-                if step < placed_at and max(errors[-2:]) <= good_enough:
-                    # The learning rate is that of the step to go on at.
-                    opt_state = optax.tree.set(opt_state, count=jnp.int32(placed_at))
-                    go_on_at = placed_at
+                bar.reach(step + 1, (step + 1) / steps, pixel_error=float(terms["pixels"]))
     return model
 
 

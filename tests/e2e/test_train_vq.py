@@ -4,11 +4,8 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import rich.console
 from PIL import Image
 
 from sparse_lavida_jax import config
@@ -33,34 +30,6 @@ def test_a_short_run_writes_a_tokenizer_and_says_how_good_it_is(tmp_path, capsys
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(model))
     assert Image.open(tmp_path / "reconstructions.png").size == (576, 192)
     assert "mean absolute pixel error" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("good_enough", "taken"), [(9.0, [0, 1, 7, 8, 9]), (0.0, [*range(10)])])
-def test_good_reconstructions_end_the_steps_before_the_codebook(monkeypatch, good_enough, taken):
-    """And the learning rate is then that of the later steps."""
-    seen, counts = [], []
-
-    def make_step(loss, optimizer):
-        def step(model, opt_state, owner, images, key):
-            count = optax.tree.get_all_with_path(opt_state, "count")
-            counts.append({int(value) for _, value in count})
-            state = optax.tree.set(opt_state, count=jnp.int32(1 + max(counts[-1])))
-            return model, state, {"pixels": 0.5}
-
-        return step
-
-    monkeypatch.setattr(train_vq, "_make_step", make_step)
-    train = dataclasses.replace(SETTINGS.train, train_steps=10, log_every=1)
-    settings = dataclasses.replace(SETTINGS, train=train)
-    images = train_vq._images((0,), 2)
-
-    def images_of(step):
-        seen.append(step)
-        return images
-
-    console = rich.console.Console(quiet=True)
-    train_vq.fit(settings, images, images_of, console, good_enough=good_enough)
-    assert seen == taken and counts == [{step} for step in taken]
 
 
 def test_targets_know_nothing_of_the_surroundings():
