@@ -42,9 +42,9 @@ ON_CPU = 64  # the largest side in pixels
 HELD_OUT = 0.05  # share of the records: if there are many, the report includes the loss on these
 CHANNELS = (16, 32, 48, 64, 96)  # of the image tokenizer, one entry per resolution
 
-# Training an image tokenizer: of few images, half as many per step suffice. The CPU time of
-# compilation, and of an image of 64x64 pixels in a step, in seconds.
-FEW_IMAGES, BATCH = 75, 8
+# CPU time of training an image tokenizer: of compilation, and of an image of 64x64 pixels in a step,
+# in seconds. It is as long for few images: of 40 emoji, reconstructions were 0.022 off, but 0.041
+# after 240 steps and 0.036 with batches of 4.
 COMPILING, PER_IMAGE = 40.0, 0.06
 
 CPU_SECONDS = 1500.0
@@ -86,7 +86,6 @@ def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
     """
     prepare.check_folder(prepared)
     mixture = folders.read(folder, prepared).recipe
-    is_small = sum(mixture.weights.values()) <= FEW_IMAGES  # a weight is a number of rows
     most = ON_CPU if jax.default_backend() == "cpu" else max(FACTORS)
     peeked = itertools.islice(prepare.drafts(mixture, ingest.Settings(8, 8, 1, 0)), PEEKED)
     sides = [min(one.record.size) for one in peeked if one.targets]
@@ -100,9 +99,7 @@ def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
         optimizer=config.Optimizer(
             learning_rate=1e-2, final_fraction=0.02, warmup_steps=30, b1=0.9, b2=0.99
         ),
-        train=config.Train(
-            stage="vq", train_steps=600, batch_size=BATCH // 2 if is_small else BATCH
-        ),
+        train=config.Train(stage="vq", train_steps=600, batch_size=8),
     )
 
 

@@ -107,16 +107,14 @@ def test_a_small_image_is_drawn_in_as_many_steps_as_it_has_cells(tmp_path, monke
         assert own_images.from_scratch(tmp_path).sampling.num_steps == steps
 
 
-@pytest.mark.parametrize(("count", "batch"), [(75, 4), (76, 8)])
-def test_few_images_are_prepared_in_half_the_time(tmp_path, count, batch):
-    rows = [json.dumps({"file_name": "0.png", "text": f"image {i}"}) for i in range(count)]
-    (tmp_path / "images").mkdir()
-    Image.new("RGB", (64, 64)).save(tmp_path / "images/0.png")
-    (tmp_path / "images/metadata.jsonl").write_text("\n".join(rows))
-    settings = own_images.preparing(tmp_path / "images", tmp_path / "prepared")
-    assert (settings.train.train_steps, settings.train.batch_size) == (600, batch)
-    seconds = {4: "3 minutes", 8: "5 minutes"}[batch]
-    assert own_images._length(settings) == (f"in 600 steps of {batch}: about {seconds} of CPU time")
+def test_the_time_for_an_image_tokenizer_is_said_before(monkeypatch):
+    train = config.Train(stage="vq", train_steps=600, batch_size=8)
+    for side, length in ((64, "5 minutes"), (32, "112 seconds")):
+        settings = config.Config(vq=config.VQ(image_size=side, channels=(8,) * 4), train=train)
+        said = own_images._length(settings)
+        assert said == f"in 600 steps of 8: about {length} of CPU time"
+    monkeypatch.setattr(own_images.jax, "default_backend", lambda: "gpu")
+    assert own_images._length(settings) == "in 600 steps of 8"
 
 
 def test_the_image_tokenizer_learns_from_plain_images_too(monkeypatch):
