@@ -21,7 +21,7 @@ from jax._src import (
     compilation_cache,  # no public function replaces what cannot be read
     compiler,
 )
-from jaxlib import utils
+from jaxlib import utils  # pyright: ignore[reportAttributeAccessIssue]  it has no stub
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.programs import executables
