@@ -111,10 +111,10 @@ def compile_slowly(rows):
             jnp.ones((rows, 1024)), 0.0, jax.lax.add, (1, 512), (1, 1), "SAME"
         )
     jax.jit(fold).lower(1.0).compile()
-compile_slowly(4)
+compile_slowly(30)
 folder.silence_alarm()
 print("silent from here on", file=sys.stderr, flush=True)
-compile_slowly(5)
+compile_slowly(31)
 try:
     jax.jit(lambda x: x, compiler_options={"xla_no_such_option": 1})(1.0)
 except Exception as error:
