@@ -100,6 +100,7 @@ print(any("cache_hits" in name for name in seen))
     assert [found(), found()] == ["False", "True"]
 
 
+@pytest.mark.slow
 def test_no_alarm_about_slow_compilation_reaches_users():
     """Folding a constant for more than a second sounds the alarm sooner than a slow program."""
     command = """
@@ -111,10 +112,10 @@ def compile_slowly(rows):
             jnp.ones((rows, 1024)), 0.0, jax.lax.add, (1, 512), (1, 1), "SAME"
         )
     jax.jit(fold).lower(1.0).compile()
-compile_slowly(30)
+compile_slowly(16)
 folder.silence_alarm()
 print("silent from here on", file=sys.stderr, flush=True)
-compile_slowly(31)
+compile_slowly(17)
 try:
     jax.jit(lambda x: x, compiler_options={"xla_no_such_option": 1})(1.0)
 except Exception as error:
