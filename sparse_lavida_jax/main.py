@@ -42,7 +42,7 @@ from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.models import quantize
-from sparse_lavida_jax.programs.folder import keep_programs
+from sparse_lavida_jax.programs.folder import keep_programs, silence_alarm
 from sparse_lavida_jax.training import runs
 
 MODEL_NAMES = "a model folder, a run directory, a bundled model, or one on the hub (org/name)"
@@ -115,6 +115,7 @@ def run(argv: list[str]) -> int:
     if parsed is None:
         return 0
     asked, settings = parsed
+    silence_alarm()
     if asked.compilation_cache:
         keep_programs(asked.compilation_cache)
     try:

@@ -19,7 +19,7 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.training import flops, metrics, optimizer, runs, sources
+from sparse_lavida_jax.training import flops, lengths, metrics, optimizer, runs, sources
 from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import TrainState, train_step
 
@@ -80,6 +80,7 @@ class _Loop:
             self.seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
         self.step = int(self.state.step)
 
+        self._start, self._is_forecast = (self.step, self.seconds), False
         self._clock = time.monotonic() - self.seconds
         self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of batches
         self._last_saved = self._last_drawn = time.monotonic()
@@ -109,6 +110,7 @@ class _Loop:
                 self._take_step()
                 now = time.monotonic()
                 is_late, is_to_draw = self._what_is_due(now)
+                self._forecast()
                 if self._run.is_asked_to_stop(self.step):
                     self._record()
                     self._run.save_and_stop(self.step, self._saved(), {"data": self.feed.position})
@@ -173,6 +175,18 @@ class _Loop:
         if every and self.step % every == 0 and self.progress() < 1:  # the last is drawn anyway
             is_to_draw = True
         return bool(is_late), bool(is_to_draw)
+
+    def _forecast(self) -> None:
+        """Warns once, when the speed is known, that a run on own images will be too short."""
+        train = self._settings.train
+        if self._is_forecast or not train.seconds or self._source.prepared is None:
+            return
+        steps = self.step - self._start[0] - len(self._compiled)  # whose seconds do not count
+        measured = steps, self.seconds - self._start[1]
+        warning = lengths.forecast(train, self.step, self.seconds, measured)
+        self._is_forecast = warning is not None
+        if warning:
+            self.reporter.say(warning)
 
     def _save(self, score: float | None = None) -> None:
         self._record()  # raises before a diverged state could replace a good one
@@ -249,10 +263,15 @@ class _Loop:
             readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
             dtype=dtype,
         )
-        if settings.train.seconds and self.step < settings.optimizer.warmup_steps:
+        is_enough = True
+        if source.prepared is not None:
+            log = run.metrics_path
+            is_enough, sentence = lengths.outcome(settings, log, self.step, self.seconds)
+            print(sentence)
+        elif settings.train.seconds and self.step < settings.optimizer.warmup_steps:
             few = f"only {self.step} steps fitted into {settings.train.seconds:g} seconds"
             print(f"{few}: to go on, type it again with a larger --config.train.seconds")
-        print(f"{run.model_folder}: the trained model")
+        print(f"{run.model_folder}: the {'trained model' if is_enough else 'model so far'}")
         if settings.lora.rank:
             folder = run.folder / "adapters"
             adapters.save(folder, trained, settings, base=settings.train.init_from)
@@ -262,7 +281,7 @@ class _Loop:
             path = report.write(
                 pipe, run.folder, step=self.step, seconds=self.seconds, data=source.prepared
             )
-            print(f"{path}: what it can do")
+            print(f"{path}: {'what it can do' if is_enough else 'its samples so far'}")
 
 
 def _mesh(settings: config.Config) -> Mesh | None:

@@ -23,7 +23,7 @@ REMEMBERED = 0.9  # share of equal codes from which a sample counts as memorized
 
 
 def compare(
-    pipe: SparseLaViDa, records: Sequence[Record], count: int
+    pipe: SparseLaViDa, records: Sequence[Record], count: int, is_trained: bool = True
 ) -> tuple[str, list[tuple[np.ndarray, str]]]:
     """Draws captions of records and finds the nearest training image to each sample.
 
@@ -31,13 +31,14 @@ def compare(
         records: images with captions; the first crop of each image is used.
         count: captions to draw; if there are enough records for a Fréchet distance, as many as it
             needs are drawn, and `count` shown.
+        is_trained: whether the model was trained for long enough that it could copy.
 
     Returns:
         A sentence or two, and `2 * count` captioned images: each sample, then its nearest image.
     """
     codec = pipe.codec
     assert codec is not None and codec.vq is not None
-    many = len(records) >= ENOUGH
+    many = is_trained and len(records) >= ENOUGH
     asked = [record.asked[0] for record in records[: ENOUGH if many else count]]
     drawn = np.stack(pipe.generate(asked).pixels)
     codes = vq.encode_images(codec.vq, drawn)
@@ -54,7 +55,12 @@ def compare(
     same, alike = (((a == b).mean(axis=(1, 2)) >= REMEMBERED).sum() for a, b in pairs)
     said = (
         f"Samples for captions of training images, each next to the nearest of {len(records)}"
-        f" training images. {same} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
+        " training images."
+    )
+    if not is_trained:
+        return f"{said} The model was trained too briefly to count copies.", tiles
+    said += (
+        f" {same} of {len(drawn)} samples share at least {REMEMBERED:.0%} of"
         f" their codes with it; {alike} of {len(some)} training images share as many with"
         " another one. If far more samples than images do, the model has memorised them."
     )

@@ -22,7 +22,7 @@ from sparse_lavida_jax.inference.engine import tokens_passed
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import digits, grammar, tasks, world
-from sparse_lavida_jax.training import metrics
+from sparse_lavida_jax.training import lengths, metrics
 
 CHECK_PROMPTS = 48  # drawing prompts scored during training
 SHEET_COLUMNS = 6
@@ -151,13 +151,14 @@ def write(
         f" compiling them) on {jax.devices()[0].device_kind}, seed {settings.seed}.",
     ]
     if data is not None:
-        parts += ["## While it trained", NLL, _losses(log)]
+        enough, sentence = lengths.outcome(settings, log, step, seconds)
+        parts += [f"{sentence}.", "## While it trained", NLL, _losses(log)]
         if settings.data.held_out:
             parts += ["## Held-out records", held_out.compare(pipe.model, data)]
         parts += _newest_sheet(folder)
         records = [] if pipe.codec is None else data.captioned(nearest.MOST_RECORDS)
         if records:
-            said, shown = nearest.compare(pipe, records, settings.train.eval_prompts)
+            said, shown = nearest.compare(pipe, records, settings.train.eval_prompts, enough)
             _save(sheet([Tile(*one) for one in shown]), folder / "images/nearest.png")
             # Captions as text, too: the font of the sheet only has Latin letters.
             pairs = zip(shown[::2], shown[1::2], strict=True)

@@ -3,6 +3,8 @@
 
 jax finds a program there by its lowered module, so that it has to be traced and lowered first. An
 executable of `programs.executables` is found by what it was made from.
+
+Commands also compile without XLA's alarm, which asks users to report a slow compilation as a bug.
 """
 
 import contextlib
@@ -15,13 +17,18 @@ from typing import Any
 
 import filelock
 import jax
-from jax._src import compilation_cache  # no public function replaces what cannot be read
+from jax._src import (
+    compilation_cache,  # no public function replaces what cannot be read
+    compiler,
+)
+from jaxlib import utils  # pyright: ignore[reportAttributeAccessIssue]  it has no stub
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.programs import executables
 
 MOST_BYTES = 5 * 2**30  # of jax's cache; beyond that the oldest programs are deleted
 LOCK_SECONDS = 10  # to wait for the lock on jax's cache
+FATAL = 3  # the level of XLA's log that leaves only messages of a process that ends
 
 
 def keep_programs(folder: pathlib.Path | str | None = None) -> None:
@@ -35,6 +42,7 @@ def keep_programs(folder: pathlib.Path | str | None = None) -> None:
         folder: by default `JAX_COMPILATION_CACHE_DIR`, otherwise `runtime.programs_folder()`; "":
             nothing is kept.
     """
+    silence_alarm()
     if folder == "":
         jax.config.update("jax_enable_compilation_cache", False)
         executables.keep_in(None)
@@ -52,6 +60,36 @@ def keep_programs(folder: pathlib.Path | str | None = None) -> None:
     executables.keep_in(None if "://" in str(folder) else folder / "executables")
 
 
+def silence_alarm() -> None:
+    """Silences XLA's alarm about slow compilation in this process.
+
+    XLA writes it among its errors, from C++, and has no flag for it: only its log level hides it.
+    So that other errors are seen, the level is raised only while a program is compiled, whose own
+    errors are raised as exceptions. `TF_CPP_MIN_LOG_LEVEL=0` shows everything.
+    """
+    compiler.backend_compile_and_load = _compile_silently
+
+
+def _compile_silently(*args: Any, **named: Any) -> Any:
+    _count_compilations(+1)
+    try:
+        return _compile(*args, **named)
+    finally:
+        _count_compilations(-1)
+
+
+def _count_compilations(change: int) -> None:
+    """Raises the level of XLA's log while any thread compiles."""
+    global _compiling
+    usual = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")  # jax sets it to 1
+    with _lock:
+        _compiling += change
+        if usual.isdecimal() and 0 < int(usual) < FATAL:
+            utils.absl_set_min_log_level(FATAL if _compiling else int(usual))
+
+
+_compiling, _lock = 0, threading.Lock()
+_compile = compiler.backend_compile_and_load
 _read = compilation_cache.get_executable_and_time
 
 

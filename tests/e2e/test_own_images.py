@@ -100,10 +100,21 @@ def test_an_interrupt_of_the_image_tokenizer_leaves_nothing(
 def test_a_small_image_is_drawn_in_as_many_steps_as_it_has_cells(tmp_path, monkeypatch):
     raw_data.tokenizer(tmp_path)
     monkeypatch.setattr(own_images, "_kinds", lambda _: ())
+    monkeypatch.setattr(own_images, "_count", lambda _: 40)
     for size, steps in ((32, 4), (64, 12)):
         images = config.VQ(image_size=size, channels=(8,) * 5)
         monkeypatch.setattr(vq, "read_settings", lambda _, images=images: images)
         assert own_images.from_scratch(tmp_path).sampling.num_steps == steps
+
+
+def test_the_time_for_an_image_tokenizer_is_said_before(monkeypatch):
+    train = config.Train(stage="vq", train_steps=600, batch_size=8)
+    for side, length in ((64, "5 minutes"), (32, "112 seconds")):
+        settings = config.Config(vq=config.VQ(image_size=side, channels=(8,) * 4), train=train)
+        said = own_images._length(settings)
+        assert said == f"in 600 steps of 8: about {length} of CPU time"
+    monkeypatch.setattr(own_images.jax, "default_backend", lambda: "gpu")
+    assert own_images._length(settings) == "in 600 steps of 8"
 
 
 def test_the_image_tokenizer_learns_from_plain_images_too(monkeypatch):
@@ -132,6 +143,7 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert printed.out.startswith(f"{prepared}: 29 records, 1 of 1 shard(s) made now")
     assert "29.png is not an image" in (prepared / "report.md").read_text()
     assert "an image tokenizer of 32x32 pixels, 64 codes an image" in printed.err
+    assert "in 6 steps of 2: about 40 seconds of CPU time" in printed.err
     assert "step 6/6" in printed.err
     assert image_files.read(prepared / "reconstructions.png").shape[1] > 4 * 64
 
@@ -145,7 +157,10 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert front("train", f"--data={prepared}", f"--workdir={run}", *SHORT, *TINY) == 0
     printed = capsys.readouterr()
     assert "2 layers of width 32 is trained from scratch" in printed.err
+    assert "\n2 of 2 planned steps, too few; the loss of an image code is " in f"\n{printed.out}"
+    assert "the model so far" in printed.out and "the trained model" not in printed.out
     report = (run / "report.md").read_text()
+    assert "2 of 2 planned steps, too few" in report and "of their codes" not in report
     assert "each next to the nearest of 29 training images" in report
     assert "No record was held out: that needs at least 100 records in a group." in report
     assert image_files.read(run / "images/nearest.png").shape[1] > 4 * 32

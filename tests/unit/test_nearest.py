@@ -46,6 +46,9 @@ def test_what_is_remembered_is_counted(count):
     said, tiles = nearest.compare(Pipe(), records, 2)
     drawn = count if count == nearest.ENOUGH else 2
     assert f"{drawn} of {drawn} samples share at least 90%" in said
+    briefly, shown = nearest.compare(Pipe(), records, 2, is_trained=False)
+    assert "trained too briefly to count copies" in briefly and "%" not in briefly
+    assert [words for _, words in shown] == [words for _, words in tiles]
     vectors = np.asarray(MODEL.codebook[...])[codes].reshape(count, -1)
     alike = 0
     for i in range(drawn):

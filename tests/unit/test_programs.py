@@ -101,6 +101,56 @@ print(any("cache_hits" in name for name in seen))
     assert [found(), found()] == ["False", "True"]
 
 
+@pytest.mark.slow
+def test_no_alarm_about_slow_compilation_reaches_users():
+    """Folding a constant for more than a second sounds the alarm sooner than a slow program."""
+    command = """
+import sys, jax, jax.numpy as jnp
+from sparse_lavida_jax.programs import folder
+def compile_slowly(rows):
+    def fold(x):
+        return x + jax.lax.reduce_window(
+            jnp.ones((rows, 1024)), 0.0, jax.lax.add, (1, 512), (1, 1), "SAME"
+        )
+    jax.jit(fold).lower(1.0).compile()
+compile_slowly(16)
+folder.silence_alarm()
+print("silent from here on", file=sys.stderr, flush=True)
+compile_slowly(17)
+try:
+    jax.jit(lambda x: x, compiler_options={"xla_no_such_option": 1})(1.0)
+except Exception as error:
+    print(error, file=sys.stderr)
+"""
+    environment = {name: x for name, x in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", command], env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    before, _, after = done.stderr.partition("silent from here on")
+    assert "slow_operation_alarm" in before and "file a bug" in before
+    assert "alarm" not in after and "xla_no_such_option" in after  # true errors are raised
+
+
+def test_the_log_of_xla_is_silent_only_while_something_is_compiled(monkeypatch):
+    levels = []
+    monkeypatch.setattr(folder.utils, "absl_set_min_log_level", levels.append)
+    monkeypatch.setattr(folder.compiler, "backend_compile_and_load", None)
+
+    def failing():
+        assert levels[-1] == folder.FATAL
+        raise RuntimeError
+
+    monkeypatch.setattr(folder, "_compile", failing)
+    folder.silence_alarm()
+    for usual, set_to in (("1", [3, 1]), ("2", [3, 2]), ("0", [])):
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", usual)
+        levels[:] = [] if set_to else [folder.FATAL]
+        with pytest.raises(RuntimeError):
+            folder.compiler.backend_compile_and_load()
+        assert levels == (set_to or [folder.FATAL])
+
+
 # ---------------------------------------------------------------------------------------------
 # Executables.
 

@@ -702,6 +702,30 @@ def test_the_seconds_of_compiling_do_not_count(loop, monkeypatch):
     assert len(loop.rates) == len(seen) + 5 and now[0] == 1000 * len(seen) + 5
 
 
+def test_a_run_on_own_images_says_once_that_it_will_be_too_short(loop, monkeypatch, capsys):
+    """A step takes one second here, and compiling none of it."""
+    now = [0.0]
+    own = types.SimpleNamespace(words=lambda: None)
+    monkeypatch.setattr(train.sources.TrainingData, "prepared", own)
+    monkeypatch.setattr(report, "write", lambda *_, **__: loop.folder / "report.md")
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def wait(step):
+        now[0] += 1.0
+
+    loop.before_step = wait
+    loop.run(train_steps=30, seconds=12.0, checkpoint_seconds=1e6)
+    done, said = len(loop.rates), capsys.readouterr()
+    assert said.err.count("of 30 planned steps fit into 12 seconds at this speed") == 1
+    assert f"\n{done} of 30 planned steps, too few; " in f"\n{said.out}"
+    assert "the model so far" in said.out and "report.md: its samples so far" in said.out
+    assert "the trained model" not in said.out
+    loop.run(train_steps=30, seconds=50.0, checkpoint_seconds=1e6)
+    said = capsys.readouterr()
+    assert "planned steps fit" not in said.err and "30 of 30 planned steps\n" in said.out
+    assert "the trained model" in said.out and "report.md: what it can do" in said.out
+
+
 def test_images_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
     loop.run(train_steps=10, image_seconds=3.5)
     assert loop.images[-1] == "000010.png"
