@@ -140,6 +140,12 @@ class Segment:
     def num_steps(self) -> int:
         return len(self.block)
 
+    def dense(self, positions: Int[np.ndarray, "b l"]) -> "Segment":
+        """Returns steps that each pass these positions, and no registers."""
+        decode = np.repeat(positions[None], self.num_steps, axis=0)
+        none, registers = decode[..., :0], np.zeros_like(self.registers)
+        return dataclasses.replace(self, clean=none, decode=decode, rest=none, registers=registers)
+
     def steps(self, start: int, stop: int) -> "Segment":
         """Returns some of the steps."""
         fields = dataclasses.fields(self)

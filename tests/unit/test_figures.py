@@ -8,7 +8,7 @@ import tiny
 from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.layout import make_layout
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling import costs
 
 
 def colour_at(image, x, y):
@@ -43,10 +43,7 @@ def test_the_order_is_drawn_from_dark_to_light():
 def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
     model, sampling = tiny.model_settings(grid_size=4), config.Sampling(num_steps=5, preset=preset)
     segments, settings = figures.plan_of(sampling, model)
-    steps = figures.costs(sampling, model, 11)
-    assert sum(step.total for step in steps) == int(
-        presets.response_tokens(segments, settings)[0]
-    ) + 11 * presets.prompt_passes(segments, settings)
+    steps = costs.costs(segments, settings, [11])
     assert sum(step.decode for step in steps) == 16
     assert len(steps) == 5 + settings.preset.cache_prompt
 
@@ -54,7 +51,7 @@ def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
 def test_bars_and_strips_have_their_sizes():
     model = tiny.model_settings(grid_size=4)
     runs = {
-        name: figures.costs(config.Sampling(num_steps=4, preset=name), model, 9)
+        name: costs.costs(*figures.plan_of(config.Sampling(num_steps=4, preset=name), model), [9])
         for name in ("dense", "sparse")
     }
     assert figures.cost_bars(runs).width == 620
