@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the images of `docs/method.md` with the code that they explain.
 
-    python docs/method.py              # writes docs/method_*.png, and the table of samplers
-    python docs/method.py --no-model   # only what the bundled model need not draw
+python docs/method.py              # writes docs/method_*.png, and the table of samplers
+python docs/method.py --no-model   # only what the bundled model need not draw
 """
 
 import dataclasses
