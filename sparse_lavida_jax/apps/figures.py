@@ -5,7 +5,7 @@ Every function returns a Pillow image. Nothing here computes the mask, the order
 step: they are read from `visibility.visible`, a plan and a checkpoint's settings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ def order_grid(segments: Sequence[plans.Segment], rows: int) -> Image.Image:
     return image
 
 
-def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Image:
+def cost_bars(runs: Mapping[str, Sequence[StepCost]], width: int = 620) -> Image.Image:
     """Draws the tokens that each step passes, one row of bars per sampler, on one scale.
 
     Args:

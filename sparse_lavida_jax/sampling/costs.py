@@ -57,8 +57,8 @@ def costs(
         registers = rows * num_registers(part, settings)
         positions = (one[:, row] for one in (part.clean, part.decode, part.rest))
         kinds = [rows * (one != plans.PAD_POSITION).sum(axis=-1) for one in positions]
-        for step in np.stack(kinds, axis=-1).tolist():
-            steps.append(StepCost(again * sum(prompts[-rows:]), *step, registers))
+        for newest, decode, rest in np.stack(kinds, axis=-1).tolist():
+            steps.append(StepCost(again * sum(prompts[-rows:]), newest, decode, rest, registers))
     return steps
 
 
