@@ -143,8 +143,9 @@ class Segment:
     def dense(self, positions: Int[np.ndarray, "b l"]) -> "Segment":
         """Returns steps that each pass these positions, and no registers."""
         decode = np.repeat(positions[None], self.num_steps, axis=0)
-        none, registers = decode[..., :0], np.zeros_like(self.registers)
-        return dataclasses.replace(self, clean=none, decode=decode, rest=none, registers=registers)
+        parts = {"clean": decode[..., :0], "decode": decode, "rest": decode[..., :0]}
+        parts |= {"candidates": decode[..., None] >= 0, "registers": np.zeros_like(self.registers)}
+        return dataclasses.replace(self, **parts)
 
     def steps(self, start: int, stop: int) -> "Segment":
         """Returns some of the steps."""
