@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the images of `docs/method.md` with the code that they explain.
 
-    python docs/method.py              # writes docs/method_*.png
-    python docs/method.py --no-model   # all but the last one
-
-The bundled model draws the last one.
+python docs/method.py              # writes docs/method_*.png, and the table of samplers
+python docs/method.py --no-model   # only what the bundled model need not draw
 """
 
 import dataclasses
@@ -12,20 +10,26 @@ import pathlib
 import sys
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import SparseLaViDa, config
 from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.layout import make_layout
+from sparse_lavida_jax.sampling import costs
 
 HERE = pathlib.Path(__file__).resolve().parent
 # Prompt, two clean blocks, two masked blocks with a register each; M = 2.
 BLOCKS = np.array([[0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4]], np.int32)
 NAMES = ("P", "P", "P", "1", "1", "2", "2", "3", "3", "R", "4", "4", "R")
 LAST_CLEAN = 2
-PROMPT_TOKENS = 60  # approximately those of a prompt with its layout
+PROMPT_TOKENS = 26  # of `CAPTION` with its layout
 CAPTION = "a red circle above a blue square"
+SAMPLERS = tuple(name for name in config.PRESETS if name != "dense")  # which give the same image
+BEGIN, END = "<!-- written by docs/method.py -->", "<!-- up to here -->"
+BAR, SIDE = 24, 192  # pixels: the height of a bar with its gap; the side of the image
 
 
 def main() -> None:
@@ -41,12 +45,18 @@ def main() -> None:
     segments, _ = figures.plan_of(settings.sampling, settings.model)
     figures.order_grid(segments, settings.model.grid_size).save(HERE / "method_order.png")
     runs = {
-        preset: figures.costs(with_preset(settings, preset), settings.model, PROMPT_TOKENS)
+        preset: costs.costs(
+            *figures.plan_of(with_preset(settings, preset), settings.model), [PROMPT_TOKENS]
+        )
         for preset in ("dense", "sparse")
     }
     figures.cost_bars(runs).save(HERE / "method_costs.png")
     if "--no-model" not in sys.argv:
         unmasking().save(HERE / "method_unmasking.png")
+        drawn = samplers(SparseLaViDa.from_pretrained("scenes"))
+        sampler_bars(drawn).save(HERE / "method_samplers.png")
+        page = (HERE / "method.md").read_text()
+        (HERE / "method.md").write_text(markdown.with_part(page, BEGIN, END, table(drawn)))
 
 
 def with_preset(settings: config.Config, preset: str) -> config.Sampling:
@@ -70,6 +80,47 @@ def unmasking() -> Image.Image:
         )
         rows.append(np.asarray(figures.strip(frames)))
     return Image.fromarray(np.concatenate(rows))
+
+
+def samplers(pipe: SparseLaViDa) -> dict[str, Result]:
+    """Draws `CAPTION` with each of `SAMPLERS`.
+
+    Raises:
+        ValueError: two of the images differ.
+    """
+    drawn = {
+        name: pipe.generate(CAPTION, sampling=with_preset(pipe.settings, name)) for name in SAMPLERS
+    }
+    first = drawn["none"]
+    for name, result in drawn.items():
+        if result.plans != first.plans or not np.array_equal(result.pixels[0], first.pixels[0]):
+            raise ValueError(f"the sampler {name!r} draws another image than 'none'.")
+    return drawn
+
+
+def table(drawn: dict[str, Result]) -> str:
+    """Returns the tokens of each sampler, in Markdown."""
+    rows = [
+        ["tokens of the image", *(result.passed[0] for result in drawn.values())],
+        ["tokens of its layout", *(result.layout_passed[0] for result in drawn.values())],
+    ]
+    return markdown.table(["sampler", *(f"`{name}`" for name in drawn)], rows)
+
+
+def sampler_bars(drawn: dict[str, Result]) -> Image.Image:
+    """Draws the one image, and beside it a bar for the tokens of each sampler."""
+    left, width = SIDE + 80, 300
+    page = Image.new("RGB", (left + width + 50, len(drawn) * BAR), figures.PAPER)
+    side = Image.fromarray(drawn["none"].pixels[0]).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    page.paste(side, (0, (page.height - SIDE) // 2))
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(figures.TEXT)
+    most = max(result.passed[0] for result in drawn.values())
+    for row, (name, result) in enumerate(drawn.items()):
+        y, end = (row + 0.5) * BAR, left + result.passed[0] / most * width
+        pen.text((left - 8, y), name, figures.INK, font, "rm")
+        pen.rectangle((left, y - BAR / 3, end, y + BAR / 3), fill=figures.MASKED)
+        pen.text((end + 6, y), str(result.passed[0]), figures.INK, font, "lm")
+    return page
 
 
 if __name__ == "__main__":

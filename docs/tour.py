@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs every task of `sparse-lavida` and writes what it draws and prints to `docs/tour.md`.
 
-    python docs/tour.py                               # docs/tour.md and docs/tour.png
-    python docs/tour.py --dense=runs/scenes_dense     # docs/steps.gif too
+    python docs/tour.py            # docs/tour.md, docs/tour.png and docs/steps.gif
+    python docs/tour.py --steps    # only docs/steps.gif
 
-Uses the bundled model and the first seed. In the animation, the model that
-`configs/scenes_dense.py` trains is next to it. Afterwards, look at the results: describe the model
-in `MODEL`, and mark wrong results in the page with a line `# wrong: ...` below them.
+Uses the bundled model and the first seed. Afterwards, look at the results: describe the model in
+`MODEL`, and mark wrong results in the page with a line `# wrong: ...` below them.
 """
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import shlex
@@ -20,11 +20,10 @@ import tempfile
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sparse_lavida_jax import SparseLaViDa, sequence
-from sparse_lavida_jax.apps import figures
+from sparse_lavida_jax import SparseLaViDa
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.inference import engine
+from sparse_lavida_jax.sampling import costs
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODEL = """It is the model that `configs/scenes_long.py` trained for 44,000 steps
@@ -40,7 +39,7 @@ of all tasks.
 ![what the commands drew](tour.png)
 """
 SCALE = 2  # pixels of the page to a pixel of an image
-EDGE, FONT_SIZE = 12, 14  # of a captioned image, in pixels
+EDGE, FONT_SIZE = 12, 12  # of a captioned image, in pixels
 CAPTION = "a red circle above a blue square"
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 TOUR = (
@@ -92,50 +91,43 @@ def enlarged(image: image_files.Pixels) -> image_files.Pixels:
     return image.repeat(SCALE, axis=0).repeat(SCALE, axis=1)
 
 
-def unmasking(name: str, folder: str) -> list[image_files.Pixels]:
-    """Draws `CAPTION` by a model; returns its steps, each with the tokens it passed so far.
+def unmasking(pipe: SparseLaViDa, preset: str) -> list[image_files.Pixels]:
+    """Draws `CAPTION`; returns its steps, with the tokens of the layout and of the image so far."""
+    shown, seen = [], []
 
-    Those of the layout, which comes first, are counted as if no text ended early.
-    """
-    pipe, shown = SparseLaViDa.from_pretrained(folder), []
-    drawn = pipe.generate(
-        CAPTION,
-        callback=lambda progress: shown.extend(
-            pipe.preview(progress.after(block)[0])
-            for block in progress.blocks
-            if progress.making == "image"
-        ),
-    )
-    settings, block_len = pipe.settings, pipe.prompts.text_block_len
-    laid_out = engine.tokens_passed(
-        settings.model, settings.sampling, pipe.prompts.plan(CAPTION, None), block_len
-    )
-    cells = np.zeros_like(drawn.tokens[0])
-    example = pipe.prompts.draw(CAPTION, cells, plan=drawn.plans[0])
-    words = sum(sequence.num_tokens(part) for part in example.parts) - len(cells)
-    costs = figures.costs(settings.sampling, settings.model, words)
-    totals = laid_out + np.cumsum([cost.total for cost in costs])
-    shown.insert(0, pipe.preview(np.full_like(cells, settings.model.image_mask_id)))
-    # Where the prompt is passed beforehand, that is the first cost.
-    before = [laid_out] * (len(shown) - len(totals))
+    def watch(progress):
+        if progress.making == "image":
+            shown.extend(pipe.preview(progress.after(block)[0]) for block in progress.blocks)
+            seen.append(progress)
+
+    sampling = dataclasses.replace(pipe.settings.sampling, preset=preset)
+    drawn = pipe.generate(CAPTION, sampling=sampling, callback=watch)
+    steps = costs.costs(seen[-1].plan, seen[-1].settings, seen[-1].prompted[0])
+    # A cached prompt is passed before the first step.
+    passed = np.cumsum([step.total for step in steps])[len(steps) - len(shown) :]
+    assert passed[-1] == drawn.passed[0]
+    layout = f"layout, written first: {drawn.layout_passed[0]} tokens"
+    told = [layout, *(f"layout {drawn.layout_passed[0]} tokens, image {n}" for n in passed)]
+    shown.insert(0, pipe.preview(np.full_like(drawn.tokens[0], pipe.settings.model.image_mask_id)))
     return [
-        _captioned(enlarged(image), f"{name}: {tokens} tokens")
-        for image, tokens in zip(shown, [*before, *totals], strict=True)
+        _captioned(enlarged(image), preset, words) for image, words in zip(shown, told, strict=True)
     ]
 
 
-def _captioned(image: image_files.Pixels, words: str) -> image_files.Pixels:
-    page = Image.new("RGB", (image.shape[1] + 2 * EDGE, image.shape[0] + 3 * EDGE), "white")
+def _captioned(image: image_files.Pixels, *lines: str) -> image_files.Pixels:
+    page = Image.new("RGB", (image.shape[1] + 2 * EDGE, image.shape[0] + 5 * EDGE), "white")
     page.paste(Image.fromarray(image), (EDGE, EDGE))
-    font = ImageFont.load_default(FONT_SIZE)
-    middle = (page.width / 2, page.height - EDGE)
-    ImageDraw.Draw(page).text(middle, words, "black", font, "mm")
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(FONT_SIZE)
+    for number, words in enumerate(lines):
+        middle = page.width / 2, image.shape[0] + EDGE * (2 + 1.5 * number)
+        pen.text(middle, words, "black", font, "mm")
     return np.asarray(page)
 
 
-def animate(dense: str) -> None:
-    """Writes `docs/steps.gif`: the dense model next to the bundled one, step for step."""
-    sides = [unmasking("dense", dense), unmasking("sparse", "scenes")]
+def animate() -> None:
+    """Writes `docs/steps.gif`: the bundled model, sampled densely and sparsely, step for step."""
+    pipe = SparseLaViDa.from_pretrained("scenes")
+    sides = [unmasking(pipe, preset) for preset in ("dense", "sparse")]
     frames = [np.concatenate(pair, axis=1) for pair in zip(*sides, strict=True)]
     image_files.write_animation(HERE / "steps.gif", frames)
 
@@ -160,11 +152,10 @@ def tour() -> None:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dense", help="a run of configs/scenes_dense.py, for the animation")
-    asked = parser.parse_args()
-    tour()
-    if asked.dense:
-        animate(asked.dense)
+    parser.add_argument("--steps", action="store_true", help="only the animation")
+    if not parser.parse_args().steps:
+        tour()
+    animate()
 
 
 if __name__ == "__main__":

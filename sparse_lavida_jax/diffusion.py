@@ -9,8 +9,8 @@ Three block assignments (config `diffusion.blocks`):
 * `plan`, used by our configs: every step of a sampler's plan (order, counts) at once. Each block
   is there twice: clean, for later ones, and masked, with an M of its own; the last one only masked.
   Every cell is predicted once, with weight 1: the sum is the sampler's negative log likelihood
-  under the whole plan, so the plan is the only random draw (docs/method.md). If a text has more
-  steps than `text_masked_blocks`, that many of them are drawn.
+  under the whole plan, so the plan is the only random draw (docs/method.md). Of a text
+  with more than `text_masked_blocks` steps, so many are chosen at random.
 * `schedule`: draws a plan, then the step k that contains a uniform t, so with probability |C_k|/L.
   Clean tokens get the step that decoded them (M = k-1), the first masked block is C_k and further
   ones are cut from the rest of the order; other masked tokens are left out (truncation lemma). A

@@ -9,8 +9,8 @@ assignment of up to six tokens:
 
 * **Truncation.** For a masked block k and M clean blocks, the set {blocks <= M} + {block k} is
   closed: no member sees outside it. Deleting all other masked blocks changes nothing for block
-  k, at any depth. So the sampler may leave tokens out, and training may use several rival masked
-  blocks at once and need not include all masked tokens.
+  k, at any depth. So the sampler may leave tokens out. Training may put several masked blocks into
+  one row, which do not see each other, and may leave other masked tokens out.
 * **Caching.** A prompt or clean token of block j sees only blocks <= j, so its keys and values
   are final once computed. So tokens decoded in one step may be stored in the next, and the cache
   is exact.

@@ -178,7 +178,7 @@ class Progress:
         blocks: those of the segment that has just ended; none before the first step.
         rows: request numbers of the first rows; any further rows fill the batch up.
         plan, settings: what each step passes.
-        prompted: for each of `rows`, the tokens in its whole prompt, with anything given.
+        prompted: for each of `rows`, the tokens of its prompts (`LaidOut.prompt_tokens`).
     """
 
     making: str
@@ -191,7 +191,7 @@ class Progress:
     rows: tuple[int, ...] = ()
     plan: Sequence[plans.Segment] = ()
     settings: StepSettings | None = None
-    prompted: tuple[int, ...] = ()
+    prompted: tuple[tuple[int, ...], ...] = ()
 
     def after(self, block: int) -> Int[np.ndarray, "b l g"]:
         """Returns the canvas as it was after a block, whole tokens at a time."""

@@ -5,8 +5,8 @@ Every function returns a Pillow image. Nothing here computes the mask, the order
 step: they are read from `visibility.visible`, a plan and a checkpoint's settings.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.sampling import plans, presets
-from sparse_lavida_jax.sampling.state import num_registers
+from sparse_lavida_jax.sampling.costs import StepCost, total
 from sparse_lavida_jax.visibility import visible
 
 PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (222, 222, 226)
@@ -25,20 +25,6 @@ SQUARE = 22  # pixels per side of a matrix entry
 CELL = 34  # pixels per side of a grid cell
 MARGIN = 30
 TEXT = 12
-
-
-class StepCost(NamedTuple):
-    """Tokens of one row that one step passes through the network, by kind."""
-
-    prompt: int
-    newest: int = 0
-    decode: int = 0
-    rest: int = 0
-    registers: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
 
 
 # Colour and name of each part of a cost.
@@ -58,39 +44,6 @@ def plan_of(
     settings = presets.step_settings(sampling, model, "image")
     given = np.zeros((1, model.grid_size**2), bool)
     return presets.plan(sampling, settings, model, given, 0, seeds=[0]), settings
-
-
-def costs(sampling: config.Sampling, model: config.Model, prompt_tokens: int) -> list[StepCost]:
-    """Returns the cost of each step of one image; the prefill of a cached prompt comes first.
-
-    Their totals add up to `inference.engine.tokens_passed`.
-    """
-    return step_costs(*plan_of(sampling, model), prompt_tokens)
-
-
-def step_costs(
-    segments: Sequence[plans.Segment],
-    settings: presets.StepSettings,
-    prompt_tokens: int,
-    row: int | None = None,
-) -> list[StepCost]:
-    """Returns the cost of each step of a plan; the prefill of a cached prompt comes first.
-
-    Args:
-        row: of the plan; by default it has only one.
-    """
-    own = slice(None) if row is None else row
-    steps = [StepCost(prompt_tokens)] if settings.caches_prompt else []
-    for part in segments:
-        again = bool(part.refresh[0]) or not settings.preset.cache_prompt
-        registers = num_registers(part, settings)
-        for step in range(part.num_steps):
-            kinds = (part.clean, part.decode, part.rest)
-            newest, decode, rest = (
-                int((one[step, own] != plans.PAD_POSITION).sum()) for one in kinds
-            )
-            steps.append(StepCost(prompt_tokens * again, newest, decode, rest, registers))
-    return steps
 
 
 # ---------------------------------------------------------------------------------------------
@@ -144,11 +97,11 @@ def order_grid(segments: Sequence[plans.Segment], rows: int) -> Image.Image:
     return image
 
 
-def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Image:
+def cost_bars(runs: Mapping[str, Sequence[StepCost]], width: int = 620) -> Image.Image:
     """Draws the tokens that each step passes, one row of bars per sampler, on one scale.
 
     Args:
-        runs: results of `costs`, by name.
+        runs: results of `costs.costs`, by name.
         width: of the image, in pixels.
     """
     height, foot = 110, 40
@@ -158,7 +111,7 @@ def cost_bars(runs: dict[str, Sequence[StepCost]], width: int = 620) -> Image.Im
     room = (width - 2 * MARGIN) / longest
     for row, (name, steps) in enumerate(runs.items()):
         floor = MARGIN + row * (height + foot) + height
-        whole = sum(step.total for step in steps)
+        whole = total(steps)
         pen.text((MARGIN, floor - height - 4), f"{name}: {whole} tokens", INK, font, "ls")
         for i, step in enumerate(steps):
             x, y = MARGIN + i * room, float(floor)

@@ -2,6 +2,7 @@
 """What passes through the network in each step, as HTML for the page: the method made visible."""
 
 import base64
+import dataclasses
 import html
 import itertools
 import re
@@ -17,7 +18,7 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.sample import Progress
-from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.sampling import costs, plans, presets
 
 SIDE = 144  # pixels of a frame, at least
 LEAST_CELL = 4  # pixels of a cell in a frame
@@ -57,51 +58,58 @@ def colour(rgb: Sequence[int]) -> str:
 # Counters.
 
 
-def counted(ticket: Ticket) -> tuple[int, int]:
+def counted(ticket: Ticket, *, layout: bool = False) -> tuple[int, int]:
     """Returns how many tokens a request has passed so far, and would have with full attention.
 
     With full attention, every step passes the whole prompt and the whole response.
+
+    Args:
+        layout: whether to count the layout, or everything else.
     """
     sparse = dense = 0
     for state in ticket.stages:
-        for row in {*ticket.rows} & {*state.rows}:
+        for row in {*ticket.rows} & {*state.rows} if (state.making == "layout") == layout else ():
             i = state.rows.index(row)
-            costs = _costs(state, i)
-            sparse += sum(cost.total for cost in costs)
-            dense += state.steps * (state.prompted[i] + _open(state, i))
+            sparse += costs.total(_costs(state, i))
+            dense += costs.total(_costs(state, i, dense=True))
     return sparse, dense
 
 
 def counters(ticket: Ticket) -> str:
     """Returns both counts as bars; "" before the first step."""
+    laid_out, _ = counted(ticket, layout=True)
     sparse, dense = counted(ticket)
-    if not dense:
-        return ""
-    rows = [("this run", sparse, figures.MASKED)]
-    if sparse != dense:
+    rows = [("layout", laid_out, figures.PROMPT)] if laid_out else []
+    if dense:
+        rows.append(("this run", sparse, figures.MASKED))
+    if dense not in (0, sparse):
         rows.append(("a dense model", dense, figures.PARTS["rest"][0]))
-    most = max(sparse, dense)
+    if not rows:
+        return ""
+    most = max(tokens for _, tokens, _ in rows)
     bars = "".join(
         f"<span>{name}: <b>{tokens:,}</b> tokens</span>"
         f'<div style="width: {100 * tokens / most:.1f}%; background: {colour(rgb)}"></div>'
         for name, tokens, rgb in rows
     )
-    return f'<div class="counts">{bars}</div>'
+    return f'<div class="counts">{bars}</div><div class="legend">{costs.DEFINITION}</div>'
 
 
-def _costs(state: Progress, row: int) -> list[figures.StepCost]:
-    """Returns the costs of the steps so far, with that of a cached prompt first."""
+def _costs(state: Progress, row: int, *, dense: bool = False) -> list[costs.StepCost]:
+    """Returns the costs of the steps so far, with that of a cached prompt first.
+
+    Args:
+        dense: as if every step passed the prompt and all tokens of the response.
+    """
     assert state.settings is not None
-    costs = figures.step_costs(state.plan, state.settings, state.prompted[row], row)
-    return costs[: len(costs) - state.total + state.steps]
-
-
-def _open(state: Progress, row: int) -> int:
-    """Returns how many tokens of a response are not counted in its prompt."""
-    assert state.settings is not None
-    decoded_at = state.decoded_at[row]
-    given = state.settings.preset.passes_given
-    return len(decoded_at) if given else int((decoded_at >= FIRST_BLOCK).sum())
+    plan, settings = state.plan, state.settings
+    if dense:
+        is_open = settings.preset.passes_given | (state.decoded_at >= FIRST_BLOCK)
+        whole = np.where(is_open, np.arange(is_open.shape[1]), plans.PAD_POSITION)
+        settings = dataclasses.replace(settings, preset=presets.preset("dense"))
+        plan = [part.dense(whole) for part in plan]
+    found = costs.costs(plan, settings, state.prompted[row], row)
+    return found[: len(found) - state.total + state.steps]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -147,17 +155,17 @@ def drawn(
         return legend()
     row, done = state.rows.index(ticket.start), state.steps
     rows = cell_rows(state.decoded_at.shape[1], ticket.requests[0].size)
-    costs = _costs(state, row)
-    cut = len(costs) - done
-    before = f"prompt, once<br>{costs[0].total} tokens" if cut else "before step 1"
+    passed = _costs(state, row)
+    cut = len(passed) - done
+    before = f"prompt, once<br>{passed[0].total} tokens" if cut else "before step 1"
     shown = [_figure(_boxes(layout), before)]
     pixels = np.full((1, 1, 3), 255, np.uint8) if pixels is None else pixels
     for step in np.linspace(0, done - 1, min(done, MOST_FRAMES)).round().astype(int).tolist():
         png = image_files.encoded(frame(state, row, step, rows, pixels))
         image = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="">'
-        shown.append(_figure(image, f"step {step + 1}<br>{costs[cut + step].total} tokens"))
+        shown.append(_figure(image, f"step {step + 1}<br>{passed[cut + step].total} tokens"))
     names = ", ".join(f"{i} {html.escape(name)}" for i, (name, _) in enumerate(layout, 1))
-    note = "(blue boxes; its steps, which come first, are only in the counter above)"
+    note = "(blue boxes; written first, step by step; its tokens are in the counter above)"
     laid_out = f'<div class="legend"><b>Layout</b> {note}: {names}</div>' if layout else ""
     return f'{legend(state.settings)}<div class="passes">{"".join(shown)}</div>{laid_out}'
 

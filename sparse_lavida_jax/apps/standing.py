@@ -77,7 +77,8 @@ def done(ticket: Ticket, result: Result) -> str:
     """Returns what a finished request took, in time and in tokens."""
     passed, dense = passes.counted(ticket)
     more = f" (a dense model: {dense / passed:.1f} times as many)" if dense > passed else ""
-    said = f"{passed:,} tokens through the network{more}, seed {result.seeds[0]}"
+    layout = f", {sum(result.layout_passed):,} for the layout" if any(result.layout_passed) else ""
+    said = f"{passed:,} tokens through the network{more}{layout}, seed {result.seeds[0]}"
     compiled = f" (+ {ticket.compiled:.1f} to compile, once)" if ticket.compiled >= 0.1 else ""
     took = note(f"{ticket.seconds - ticket.compiled:.2f} seconds{compiled}, {said}")
     return took + _warning(ticket) + passes.counters(ticket)

@@ -13,6 +13,7 @@ from sparse_lavida_jax.bench import record, table
 from sparse_lavida_jax.bench.comparison import SUITE
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.scorers import mean_and_spread, spread
+from sparse_lavida_jax.sampling import costs
 
 SPEED_BATCHES = (1, 2, 4)
 BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
@@ -92,8 +93,10 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
         parts += [
             "## What do cache and truncation bring?",
             "`python -m sparse_lavida_jax.bench.sampling --batch=1`, and with 2 and 4, with the"
-            " bundled model. Times are medians of rows that were timed in turn; tokens are those of"
-            " one response, without padding.",
+            " bundled model. Times are medians of rows that were timed in turn. "
+            + costs.DEFINITION
+            + " Here no layout was written, which leaves a drawing a shorter prompt, and texts have"
+            " their full length.",
             table.table("sampling", speed),
         ]
     path = folder / "ablations.md"

@@ -85,6 +85,8 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "images_a_minute": lambda row: 60 * row["batch"] / row["median_s"],
     "padding": lambda row: 1 - row["tokens"]["useful"] / row["tokens"]["padded"],
     "compilations": lambda row: row["compilations_timed"],
+    # Rows of the suite `sampling` hold those of one guidance row.
+    "tokens_of_one": lambda row: row["tokens"]["useful"] * row.get("guidance_rows", 1),
     "operations": lambda row: row["flops"]["useful"] + row["flops"]["vq"],
     "vq_s": lambda row: row["split_s"]["vq_encode"] + row["split_s"]["vq_decode"],
     "vq_share_of_s": lambda row: row["vq_s"] / row["median_s"],

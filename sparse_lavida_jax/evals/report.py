@@ -18,9 +18,10 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.data import image_files, markdown
 from sparse_lavida_jax.evals import exact, held_out, nearest, scorers
-from sparse_lavida_jax.inference.engine import tokens_passed
+from sparse_lavida_jax.inference.engine import planned_costs
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.scenes import digits, grammar, tasks, world
 from sparse_lavida_jax.training import lengths, metrics
 
@@ -283,7 +284,7 @@ def _speed(pipe: SparseLaViDa) -> str:
     # The first run includes compilation.
     sparse, dense = (1000 * statistics.median(taken[1:]) / len(examples) for taken in times)
     example, block = examples[0], pipe.prompts.text_block_len
-    passed = [tokens_passed(settings.model, one, example, block) for one in samplings]
+    passed = [costs.total(planned_costs(settings.model, one, example, block)) for one in samplings]
     return (
         f"{settings.sampling.num_steps} steps, batch {len(examples)}, median of {SPEED_RUNS} on"
         f" this machine: sparse {sparse:.1f} ms per image, dense {dense:.1f} ms:"

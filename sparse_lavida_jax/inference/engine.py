@@ -37,10 +37,10 @@ from sparse_lavida_jax.models.stack import implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
-from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.sampling import costs, plans, presets
 from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import LaidOut, batched, lay_out
+from sparse_lavida_jax.sampling.prompts import batched, lay_out
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.version import __version__
 
@@ -55,7 +55,7 @@ class Decoded:
     Attributes:
         responses: one per example, in order.
         buckets: the shapes that each was padded to.
-        tokens: the number of tokens each passed through the network (`tokens_passed`).
+        tokens: the number of tokens each passed through the network (`costs.costs`).
     """
 
     responses: list[Int[np.ndarray, "_l g"]]
@@ -124,15 +124,15 @@ class Engine:
         for chunk in batches.chunks(laid, self.batch_size, padding, bucket):
             filled = [laid[i] for i in chunk.filled]
             rows = [one.example for one in filled]
-            plan = _plan_of(rows, most, settings, model, block)
+            segments = _plan_of(rows, most, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
             key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
-            prompted = [_prompt_tokens(laid[i]) for i in chunk.members]
+            prompted = [laid[i].prompt_tokens for i in chunk.members]
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),
                     rows,
-                    plan.segments,
+                    segments,
                     settings=settings,
                     prompt=batched(filled, model, chunk.bucket.prompt_len),
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
@@ -140,8 +140,12 @@ class Engine:
                     prefixes=self._prefixes[sampling.quantize],
                 )
             for row, i in enumerate(chunk.members):
-                passed = int(plan.tokens[row]) + prompted[row] * plan.prompt_passes
-                decoded[i] = responses[row], chunk.bucket, passed
+                end = None
+                if kind == "text" and not settings.released:  # nothing but end-of-text follows
+                    words = np.flatnonzero(responses[row] != model.end_of_text_id)
+                    end = int(words.max(initial=-1)) + 1
+                steps = costs.costs(segments, settings, prompted[row], row, end)
+                decoded[i] = responses[row], chunk.bucket, costs.total(steps)
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
 
@@ -154,7 +158,7 @@ class Engine:
             return self._models[method]
 
 
-def _told(callback: Callback | None, **of_rows: Sequence[int]) -> Callback | None:
+def _told(callback: Callback | None, **of_rows: Sequence[Any]) -> Callback | None:
     """Returns a callback that is also told about the rows of a batch (`Progress`)."""
     told = {name: tuple(values) for name, values in of_rows.items()}
     return callback and (lambda state: callback(dataclasses.replace(state, **told)))
@@ -189,21 +193,14 @@ def block_len(length: int, text_block_len: int) -> int:
     return length if length % text_block_len else text_block_len
 
 
-def tokens_passed(
+def planned_costs(
     model: config.Model, sampling: config.Sampling, example: Example, text_block_len: int
-) -> int:
-    """Returns the tokens passed by all steps of one example, with the prompt, without padding."""
+) -> list[costs.StepCost]:
+    """Returns the cost of each step of one example, as planned (`costs.costs`)."""
     settings = _settings(sampling, model, example.kind, _has_source(example))
     asked = dataclasses.replace(example, request=example.request or RowRequest())
-    plan = _plan_of([asked], sampling, settings, model, text_block_len)
-    laid = lay_out(asked, model, settings)
-    return int(plan.tokens[0]) + _prompt_tokens(laid) * plan.prompt_passes
-
-
-def _prompt_tokens(laid: LaidOut) -> int:
-    """Returns the number of tokens in a whole prompt, with anything given."""
-    passed = int(laid.example.given.sum()) * (not laid.given_passed)
-    return len(laid.text[-1].index) + len(laid.image[-1].index) + passed
+    segments = _plan_of([asked], sampling, settings, model, text_block_len)
+    return costs.costs(segments, settings, lay_out(asked, model, settings).prompt_tokens)
 
 
 def of_all(
@@ -228,22 +225,13 @@ def of_all(
     return dataclasses.replace(sampling, guidance_edit=-1.0, **most)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The segments of a batch, the tokens passed per row, and how often the prompt is passed."""
-
-    segments: list[plans.Segment]
-    tokens: Int[np.ndarray, " b"]
-    prompt_passes: int
-
-
 def _plan_of(
     examples: Sequence[Example],
     sampling: config.Sampling,
     settings: StepSettings,
     model: config.Model,
     text_block_len: int,
-) -> _Plan:
+) -> list[plans.Segment]:
     """Returns the plan of a batch of one shape."""
     given = np.stack([example.given for example in examples])
     length, grid = given.shape[1], examples[0].grid
@@ -254,11 +242,9 @@ def _plan_of(
 
 
 @functools.lru_cache(maxsize=32)
-def _plan(sampling, settings, model, given: bytes, shape, block_len, seeds, grid) -> _Plan:
+def _plan(sampling, settings, model, given: bytes, shape, block_len, seeds, grid):
     known = np.frombuffer(given, bool).reshape(shape)
-    segments = presets.plan(sampling, settings, model, known, block_len, seeds=seeds, grid=grid)
-    tokens = presets.response_tokens(segments, settings)
-    return _Plan(segments, tokens, presets.prompt_passes(segments, settings))
+    return presets.plan(sampling, settings, model, known, block_len, seeds=seeds, grid=grid)
 
 
 @functools.lru_cache(maxsize=32)
@@ -316,7 +302,7 @@ class TaskRun:
         seconds: the time of each stage.
         first: the request of the first example, if requests are done one after another.
         buckets: of the images decoded last.
-        tokens: the number passed through the network for each request.
+        tokens, layout_tokens: the number passed through the network for each request.
         prompted: tokens in each request's first prompt (`Result.prompted`).
     """
 
@@ -334,6 +320,7 @@ class TaskRun:
     first: int = 0
     buckets: list[Bucket] = dataclasses.field(default_factory=list)
     tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    layout_tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     prompted: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def run(self, requests: Sequence[Request]) -> Result:
@@ -370,8 +357,9 @@ class TaskRun:
             )
         if making == "image":
             self.buckets = decoded.buckets
+        tokens = self.layout_tokens if making == "layout" else self.tokens
         for row, one in enumerate(examples, self.first):
-            self.tokens[row] += decoded.tokens[row - self.first]
+            tokens[row] += decoded.tokens[row - self.first]
             self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
         return decoded.responses
 
@@ -402,6 +390,7 @@ class TaskRun:
             records=records,
             prompted=tuple(self.prompted.get(row, (0, 0)) for row in range(len(requests))),
             passed=tuple(self.tokens[row] for row in range(len(requests))),
+            layout_passed=tuple(self.layout_tokens[row] for row in range(len(requests))),
             **found,
         )
 

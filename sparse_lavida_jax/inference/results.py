@@ -58,8 +58,9 @@ class Result:
         records: how to draw each image again (`SparseLaViDa.replay`).
         prompted: text tokens and image tokens of each row's prompt, headers included; those of the
             first stage, if an image is laid out first.
-        passed: tokens that all steps of a row passed through the network, including prompts but not
-            padding, as planned: a text that ends early passes fewer.
+        passed: tokens of each row (`costs.DEFINITION`). A text counts up to the text block in
+            which it ends.
+        layout_passed: those of its layouts.
     """
 
     task: str
@@ -77,11 +78,12 @@ class Result:
     records: tuple[dict[str, Any], ...] = dataclasses.field(default=(), repr=False)
     prompted: tuple[tuple[int, int], ...] = ()
     passed: tuple[int, ...] = ()
+    layout_passed: tuple[int, ...] = ()
 
     @property
     def tokens_passed(self) -> int:
-        """Tokens that all rows passed through the network."""
-        return sum(self.passed)
+        """Tokens that all rows passed through the network, those of layouts included."""
+        return sum(self.passed) + sum(self.layout_passed)
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
@@ -131,6 +133,7 @@ class Result:
             return lean
         return lean | {
             "seconds": self.seconds,
+            "tokens": {"passed": list(self.passed), "layout": list(self.layout_passed)},
             "checkpoint": dataclasses.asdict(self.source),
             "sampling": config.to_dict(self.sampling),
         }

@@ -140,6 +140,13 @@ class Segment:
     def num_steps(self) -> int:
         return len(self.block)
 
+    def dense(self, positions: Int[np.ndarray, "b l"]) -> "Segment":
+        """Returns steps that each pass these positions, and no registers."""
+        decode = np.repeat(positions[None], self.num_steps, axis=0)
+        parts = {"clean": decode[..., :0], "decode": decode, "rest": decode[..., :0]}
+        parts |= {"candidates": decode[..., None] >= 0, "registers": np.zeros_like(self.registers)}
+        return dataclasses.replace(self, **parts)
+
     def steps(self, start: int, stop: int) -> "Segment":
         """Returns some of the steps."""
         fields = dataclasses.fields(self)

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.models import text_head
@@ -391,22 +391,3 @@ def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
         return orders.random_order(1, num_blocks, sampling.order_seed).tolist()
     left_to_right = range(num_blocks)
     return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
-
-
-def response_tokens(segments: list[plans.Segment], settings: StepSettings) -> Int[np.ndarray, " b"]:
-    """Returns how many tokens of each row all steps pass, with registers, without the prompt."""
-    passed = np.zeros(segments[0].decode.shape[1] if segments else 1, int)
-    for part in segments:
-        used = (part.clean, part.decode, part.rest)
-        passed += sum((positions != plans.PAD_POSITION).sum(axis=(0, 2)) for positions in used)
-        asked = int(part.registers[0])
-        passed += part.num_steps * (settings.num_registers if asked < 0 else asked)
-    return passed
-
-
-def prompt_passes(segments: list[plans.Segment], settings: StepSettings) -> int:
-    """Returns how many times a prompt is passed."""
-    if not settings.preset.cache_prompt:
-        return sum(part.num_steps for part in segments)
-    refreshed = sum(int(part.refresh.sum()) for part in segments)
-    return refreshed if settings.preset.refreshes else 1

@@ -77,10 +77,9 @@ class LaidOut:
     """An example laid out once: a row of each stream for every guidance row.
 
     Attributes:
-        text, image: prompt and given tokens.
+        text, image: prompt, and given tokens unless steps pass them (`Preset.passes_given`).
         response_position: position of the first response token.
         length: L, where register positions start.
-        given_passed: whether `text` and `image` include given tokens.
     """
 
     example: Example
@@ -88,7 +87,12 @@ class LaidOut:
     image: tuple[StreamRow, ...]
     response_position: int
     length: int
-    given_passed: bool
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Tokens in the prompt of each guidance row, with given tokens that no step passes."""
+        pairs = zip(self.text, self.image, strict=True)
+        return tuple(len(text.index) + len(image.index) for text, image in pairs)
 
 
 def lay_out(example: Example, model: config.Model, settings: StepSettings) -> LaidOut:
@@ -112,7 +116,7 @@ def lay_out(example: Example, model: config.Model, settings: StepSettings) -> La
         else:
             image[-1] = image[-1].followed_by(example.response[known], known, at)
     place = row.response_position, row.length
-    return LaidOut(example, tuple(text), tuple(image), *place, given_passed)
+    return LaidOut(example, tuple(text), tuple(image), *place)
 
 
 def lengths_of(laid: Sequence[LaidOut]) -> tuple[int, int]:

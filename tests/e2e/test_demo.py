@@ -414,7 +414,7 @@ def test_what_is_counted_is_what_passes(service):
     cells = service.pipe.settings.model.grid_size**2
     (state,) = ticket.stages
     assert passed == result.tokens_passed
-    assert dense == 4 * (state.prompted[0] + cells)
+    assert dense == 4 * (sum(state.prompted[0]) + cells)
     full = service.submit("generate", "a red circle", seed=3, steps=4, sampler="dense")
     whole = full.future.result(60).tokens_passed
     assert passes.counted(full) == (whole, whole) == (dense, dense)
@@ -425,7 +425,7 @@ def test_frames_outline_what_a_step_passes(service):
     image = ticket.future.result(60).pixels[0]
     (state,) = ticket.stages
     rows = service.pipe.settings.model.grid_size
-    number, costs = 0, passes.figures.step_costs(state.plan, state.settings, 0, 0)[1:]
+    number, costs = 0, passes.costs.costs(state.plan, state.settings, [0])[1:]
     for part in state.plan:
         for step in range(part.num_steps):
             drawn = passes.frame(state, 0, number, rows, image)

@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures show what the code does: entries, steps and token counts are read back from them."""
 
+import dataclasses
+import importlib.util
+import pathlib
+import re
+
 import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import SparseLaViDa, config
 from sparse_lavida_jax.apps import figures
+from sparse_lavida_jax.bench import suites, work
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.layout import make_layout
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling import costs
+from sparse_lavida_jax.sequence import Text
+
+ROOT = pathlib.Path(__file__).parents[2]
+EIGHT = ["none", "p", "r", "t", "pr", "pt", "rt", "sparse"]
+PAGES = ("README.md", "docs/method.md", "docs/ablations.md", "colabs/how_it_works.ipynb",
+         "colabs/generate_image.ipynb")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def method():
+    """The script of `docs/method.md`."""
+    spec = importlib.util.spec_from_file_location("method", ROOT / "docs/method.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def colour_at(image, x, y):
@@ -43,10 +65,7 @@ def test_the_order_is_drawn_from_dark_to_light():
 def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
     model, sampling = tiny.model_settings(grid_size=4), config.Sampling(num_steps=5, preset=preset)
     segments, settings = figures.plan_of(sampling, model)
-    steps = figures.costs(sampling, model, 11)
-    assert sum(step.total for step in steps) == int(
-        presets.response_tokens(segments, settings)[0]
-    ) + 11 * presets.prompt_passes(segments, settings)
+    steps = costs.costs(segments, settings, [11])
     assert sum(step.decode for step in steps) == 16
     assert len(steps) == 5 + settings.preset.cache_prompt
 
@@ -54,7 +73,7 @@ def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
 def test_bars_and_strips_have_their_sizes():
     model = tiny.model_settings(grid_size=4)
     runs = {
-        name: figures.costs(config.Sampling(num_steps=4, preset=name), model, 9)
+        name: costs.costs(*figures.plan_of(config.Sampling(num_steps=4, preset=name), model), [9])
         for name in ("dense", "sparse")
     }
     assert figures.cost_bars(runs).width == 620
@@ -63,3 +82,76 @@ def test_bars_and_strips_have_their_sizes():
     assert strip.size == (5 * 12 + 4 * 4, 12)
     assert colour_at(strip, 0, 0) == (0, 0, 0)
     assert colour_at(strip, strip.width - 1, 0) == (19, 19, 19)
+
+
+@pytest.mark.parametrize("guidance", [{}, {"guidance": 2.0, "guidance_interval": (0.0, 0.5)}])
+@pytest.mark.parametrize("name", [*config.PRESETS, *config.TEXT_PRESETS])
+def test_tokens_are_those_of_the_prompts_and_steps_that_are_laid_out(name, guidance):
+    """`bench.work` counts rows x tokens from the arrays of the prompts, for operations."""
+    settings = config.Config(
+        model=tiny.model_settings(grid_size=4), sampling=config.Sampling(num_steps=4, **guidance)
+    )
+    words = (Text(np.arange(1, 12, dtype=np.int32)),)
+    examples = {
+        "draw": suites._example(words, "image", 16, settings.model.codes_per_token),
+        "text": suites._example(words, "text", 32, 1),
+    }
+    kinds = {"preset": "draw", "text_preset": "text"}
+    for field, task in kinds.items():
+        if task == "draw" and name in config.TEXT_PRESETS:
+            continue
+        sampling = dataclasses.replace(settings.sampling, **{field: name})
+        case = suites.RequestCase(
+            id=name, task=task, method=name, example=examples[task], sampling=sampling,
+            text_block_len=8,
+        )  # fmt: skip
+        prompt, how = case.prompt(settings.model), case.settings(settings.model)
+        held = (np.asarray(prompt.understanding.layout.horizon) >= 0).sum(axis=1)
+        assert len(held) == (2 if guidance and task == "draw" else 1)
+        found = costs.costs(case.plan(settings.model), how, held.tolist())
+        assert costs.total(found) == work.of_case(case, settings.model).total("tokens")
+
+
+def test_a_text_counts_up_to_the_text_block_in_which_it_ends():
+    settings = config.Config(model=tiny.model_settings())
+    case = suites.RequestCase(
+        id="", task="text", method="sparse", example=suites._example((), "text", 32, 1),
+        sampling=dataclasses.replace(settings.sampling, text_steps=2), text_block_len=8,
+    )  # fmt: skip
+    plan, how = case.plan(settings.model), case.settings(settings.model)
+    for end, blocks in ((0, 1), (7, 1), (8, 2), (31, 4), (32, 4)):
+        assert len(costs.costs(plan, how, [5], end=end)) == 1 + 2 * blocks
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_that_show_tokens_say_what_they_are(page):
+    assert costs.DEFINITION in " ".join((ROOT / page).read_text().split())
+
+
+def test_the_page_shows_the_tokens_of_eight_samplers(method):
+    settings = model_folder.read_config(model_folder.find_model("scenes"))
+    page = (ROOT / "docs/method.md").read_text()
+    (row,) = re.findall(r"^\| tokens of the image \| (.*) \|$", page, re.M)
+    planned = {
+        name: costs.total(
+            costs.costs(
+                *figures.plan_of(method.with_preset(settings, name), settings.model),
+                [method.PROMPT_TOKENS],
+            )
+        )
+        for name in EIGHT
+    }
+    assert [*method.SAMPLERS] == EIGHT
+    assert [*map(int, row.split(" | "))] == [*planned.values()]
+    assert len(set(planned.values())) == 8
+
+
+@pytest.mark.slow  # 16 plans are compiled: three minutes
+def test_eight_samplers_draw_the_same_image_at_the_costs_on_the_page(method):
+    drawn = method.samplers(SparseLaViDa.from_pretrained("scenes"))
+    assert [*drawn] == EIGHT
+    for result in drawn.values():
+        np.testing.assert_array_equal(result.pixels[0], drawn["none"].pixels[0])
+        np.testing.assert_array_equal(result.tokens[0], drawn["none"].tokens[0])
+        assert result.plans == drawn["none"].plans
+    assert method.table(drawn) in (ROOT / "docs/method.md").read_text()

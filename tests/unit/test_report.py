@@ -15,6 +15,7 @@ from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import files, grey
 from sparse_lavida_jax.evals import exact, report
 from sparse_lavida_jax.inference import engine
+from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.scenes import digits, tasks, world
 from sparse_lavida_jax.training import metrics
 
@@ -189,7 +190,7 @@ def counted():
 
 def passed_by(pipe, sampling, example):
     block = pipe.settings.data.text_block_len
-    return engine.tokens_passed(pipe.settings.model, sampling, example, block)
+    return costs.total(engine.planned_costs(pipe.settings.model, sampling, example, block))
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,7 @@ def notes(ticket: Ticket, result: Result) -> dict[str, Any]:
         "seeds": list(result.seeds),
         "plans": list(result.plans),
         "seconds": round(ticket.seconds, 4),
-        "tokens_passed": result.tokens_passed,
+        "tokens_passed": sum(result.passed),
+        "layout_tokens_passed": sum(result.layout_passed),
         "batch": ticket.batch,
     }

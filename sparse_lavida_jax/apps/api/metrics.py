@@ -23,7 +23,7 @@ OF_REQUESTS: dict[str, tuple[str, tuple[float, ...]]] = {
     "device_seconds": ("Seconds that the batch had the device.", SECONDS),
     "batch_rows": ("Rows of the batch.", ROWS),
     "request_images": ("Images that were drawn.", ROWS),
-    "request_tokens": ("Tokens that passed through the network.", TOKENS),
+    "request_tokens": ("Tokens that passed through the network, layouts included.", TOKENS),
 }
 
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of a request, counted from its plan: the one count behind every number of tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.state import num_registers
+
+# Repeated word for word wherever numbers are shown.
+DEFINITION = (
+    "Tokens are those that pass through the network: in all steps and all guidance rows, with"
+    " prompt and registers, without padding. A layout comes first and is counted separately."
+)
+
+
+class StepCost(NamedTuple):
+    """Tokens of one request that one step passes through the network, by kind."""
+
+    prompt: int
+    newest: int = 0
+    decode: int = 0
+    rest: int = 0
+    registers: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def costs(
+    segments: Sequence[plans.Segment],
+    settings: StepSettings,
+    prompts: Sequence[int],
+    row: int = 0,
+    end: int | None = None,
+) -> list[StepCost]:
+    """Returns the cost of each step of a plan; the prefill of a cached prompt comes first.
+
+    Args:
+        prompts: tokens of the prompt in each guidance row (`LaidOut.prompt_tokens`).
+        row: of the plan.
+        end: position of the last token of a text that ended early: steps after its text block are
+            left out. None: all steps count.
+    """
+    if end is not None:
+        used = [bool(np.isin(np.arange(end + 1), part.decode[:, row]).any()) for part in segments]
+        segments = segments[: len(used) - used[::-1].index(True)] if any(used) else ()
+    steps = [StepCost(sum(prompts))] if segments and settings.caches_prompt else []
+    for part in segments:
+        # Without a cache, a step without guidance passes only the last row.
+        rows = len(prompts) if settings.uses_cache or part.guided[0] else 1
+        again = bool(part.refresh[0]) or not settings.preset.cache_prompt
+        registers = rows * num_registers(part, settings)
+        positions = (one[:, row] for one in (part.clean, part.decode, part.rest))
+        kinds = [rows * (one != plans.PAD_POSITION).sum(axis=-1) for one in positions]
+        for newest, decode, rest in np.stack(kinds, axis=-1).tolist():
+            steps.append(StepCost(again * sum(prompts[-rows:]), newest, decode, rest, registers))
+    return steps
+
+
+def total(steps: Sequence[StepCost]) -> int:
+    """Returns the tokens of some steps."""
+    return sum(step.total for step in steps)
