@@ -100,7 +100,7 @@ def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
         for i in range(report.CHECK_PROMPTS)
     ]
     result = types.SimpleNamespace(pixels=drawn)
-    monkeypatch.setattr(pipe, "generate", lambda prompts: result)
+    monkeypatch.setattr(pipe, "generate", lambda prompts, **_: result)
     assert report.check(pipe, tmp_path / "digits.png")["draw"] > 0.9
 
 
