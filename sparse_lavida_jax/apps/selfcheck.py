@@ -111,7 +111,12 @@ def checks(pipe: SparseLaViDa) -> Iterator[Check]:
     yield Check("ask: ids", f"below {model.vocab_size}, no mask", f"up to {ids.max()}", known)
     said = answer.text.lower().replace(".", " ").split()
     right = bool(ANSWERS & {*said})
-    yield Check("ask: answer", " or ".join(sorted(ANSWERS)), answer.text[:80] or "nothing", right)
+    yield Check(
+        "ask: answer",
+        " or ".join(sorted(ANSWERS)),
+        answer.text[:80].replace("|", "/") or "nothing",
+        right,
+    )
     found, most = perplexity(pipe), model.vocab_size**0.5
     yield Check("infill: perplexity", f"{most:.0f} or less", f"{found:.2f}", found <= most)
     if pipe.codec is not None:

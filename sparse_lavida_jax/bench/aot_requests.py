@@ -370,7 +370,8 @@ def memory_of(
     def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
         return programs(case, model_types(settings.model, task, place), place)
 
-    state = max(_bytes(args[1:]) for _, (args, _) in lowered(settings))
+    held = [(one.name, _bytes(args[1:])) for one, (args, _) in lowered(settings)]
+    parts = sum(number for name, number in held if name == "gather")  # next to what is made of them
     cut = [one for one, _ in lowered(with_layers(settings, layers) if layers else settings)]
     widest = [max(cut, key=lambda one: one.width), *(one for one in cut if not one.width)]
     return {
@@ -379,7 +380,7 @@ def memory_of(
         "method": case.method,
         "batch": case.batch,
         "bytes": {
-            "state": state,
+            "state": parts + max(number for name, number in held if name != "gather"),
             "temporaries": max(_temporaries(one.lowered) for one in widest),
         },
         "layers_compiled": str(layers or "all"),
@@ -420,7 +421,7 @@ def _temporaries(lowered: jax.stages.Lowered) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 LINE = ("request", "programs", "kernels_per_layer", "floor_s", "predicted_s")
