@@ -56,7 +56,7 @@ RUNS = flags.DEFINE_integer("runs", 24, "Timed steps of each way, each with its 
     lower_bound=2,
 )  # fmt: skip
 DEVICE_GB = flags.DEFINE_float(
-    "device-gb", 141.0, "Memory of the device in GiB (2**30 bytes), which vendors call GB; 141: an H200.",
+    "device-gb", 141.0, "Memory of the device in GiB (2**30 bytes, a vendor's GB); 141: an H200.",
     lower_bound=0.0,
 )  # fmt: skip
 CARDS = (24, 48)  # GB of other devices in the table of --plan
