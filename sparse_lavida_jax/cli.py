@@ -277,6 +277,11 @@ COMMANDS = {
         "rehearsed sizes image_steps image_sampler registers guidance quantize rows"
         f" {_LOADED} quiet debug",
     ),
+    "selfcheck": Command(
+        "check a model on this device with a few requests, and print a report for an issue",
+        "models/lavida-o",
+        "checked compilation_cache quiet debug",
+    ),
     "completion": Command(
         "print a script with which a shell completes commands",
         "bash > ~/.local/share/bash-completion/completions/sparse-lavida",

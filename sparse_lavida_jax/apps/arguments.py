@@ -135,6 +135,9 @@ _CHECKPOINT = (
     "the model: a folder, a run directory, a bundled model, or org/name on the Hugging Face hub;"
     f" by default {DEFAULT_MODEL} (for replay, the model that the PNG names)"
 )
+_CHECKED = (
+    f"the model to check: a folder, a run directory or a bundled model; by default {DEFAULT_MODEL}"
+)
 _OVER = (
     "split the model over all devices, as tensor=4 or fsdp=2,tensor=4; the axes are data, fsdp and"
     " tensor, and a size of -1 takes the rest; by default one device"
@@ -261,6 +264,7 @@ ARGUMENTS = {
     "seed": _argument("--seed", _SEED, _whole),
     # The model and its server.
     "checkpoint": _argument("--checkpoint", _CHECKPOINT, metavar="MODEL"),
+    "checked": _argument("checkpoint", _CHECKED, str, nargs="?", metavar="MODEL"),
     "adapters": _argument("--adapters", ADAPTERS, metavar="FOLDER[:WEIGHT],..."),
     "convert": _argument(
         "--convert", "convert a released LaViDa-O from the hub first; this is done only once", None

@@ -63,6 +63,11 @@ def run(name: str, asked: argparse.Namespace) -> int:
         found = doctor.kernels() if asked.kernels else doctor.report()
         told = doctor.kernels_text if asked.kernels else doctor.text
         print(json.dumps(found) if asked.json else told(found))
+    elif name == "selfcheck":
+        from sparse_lavida_jax.apps import selfcheck
+
+        keep_programs(asked.compilation_cache)
+        return selfcheck.run(asked.checkpoint or DEFAULT_MODEL)
     elif name == "chat":
         _chat(asked)
     elif name == "warmup":

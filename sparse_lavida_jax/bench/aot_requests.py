@@ -3,6 +3,7 @@ r"""Requests at full size, lowered and compiled for a GPU that is only described
 
     python -m sparse_lavida_jax.bench.aot --device=h200
     python -m sparse_lavida_jax.bench.aot --device=h200 --requests=image --layers=0
+    python -m sparse_lavida_jax.bench.aot --memory --requests=image,image_dense,tokenizer
 
 Needs `pip install -e '.[aot-cuda]'` and `ptxas`, no GPU, and makes no arrays. The programs are
 those of the sampler, with the parameters fused as on a GPU; all of their layers are lowered.
@@ -10,6 +11,11 @@ Only `--layers` of them are compiled, half of them split, as well as two fewer: 
 layers adds is then counted for each pair. Nothing is timed but tracing and lowering: seconds are
 predictions, in which every kernel takes max(operations / rate of products, bytes / bandwidth).
 Operations of attention are those of all slots; the image tokenizer is left out.
+
+`--memory` writes what a request needs besides the parameters: its state, mostly the cache, from the
+types of all layers, and the temporaries of the program that has most of them: one of the prompt, or
+the widest step. These do not grow with the layers, so only `--layers` of them are compiled. The
+name `tokenizer` is the image tokenizer.
 """
 
 import collections
@@ -38,11 +44,11 @@ from sparse_lavida_jax.bench import hlo, suites, table, work
 from sparse_lavida_jax.bench.described import DEVICES, DescribedGpu
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.suites import RequestCase
-from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.kept import Call, finish
 
-SUITE = "aot_requests"
+SUITE, MEMORY_SUITE = "aot_requests", "aot_memory"
 # A name, and the suite and id of the request.
 REQUESTS = {
     "image": ("headline", "t2i1024/sparse/b1"),
@@ -50,6 +56,12 @@ REQUESTS = {
     "reasoning": ("reasoning", "reasoning/sparse/b1/k8"),
     "batch_of_8": ("batch", "t2i1024/sparse/b8"),
 }
+# The same of the model as it was released; compiled only if they are asked for.
+DENSE_REQUESTS = {
+    "image_dense": ("headline", "t2i1024/dense_lean/b1"),
+    "edit_dense": ("edit", "edit1024/dense_lean/b1"),
+}
+TOKENIZER = "tokenizer"
 IMPLEMENTATION = "pallas_gpu"
 LEAST_MATRIX = 1024  # rows and columns of a matrix of weights
 
@@ -57,6 +69,7 @@ LEAST_MATRIX = 1024  # rows and columns of a matrix of weights
 DEVICE = flags.DEFINE_enum("device", "h200", DEVICES, "The GPU.")
 ASKED = flags.DEFINE_list("requests", list(REQUESTS), "The requests.")
 CONFIG = flags.DEFINE_string("config", "configs/lavida_o.py", "The config of the model.")
+MEMORY = flags.DEFINE_boolean("memory", False, "Only the memory of each request.")
 LAYERS = flags.DEFINE_integer(
     "layers", 4, "Layers that are compiled, an even number; 0: all.", lower_bound=0
 )
@@ -111,10 +124,10 @@ def case_of(name: str, settings: config.Config) -> RequestCase:
     Raises:
         ConfigError: there is no such request, for a model of this size.
     """
-    suite, row_id = REQUESTS.get(name, ("headline", ""))
+    suite, row_id = (REQUESTS | DENSE_REQUESTS).get(name, ("headline", ""))
     found = [case for case in suites.cases(suite, settings) if case.id == row_id]
     if not found:
-        known = ", ".join(REQUESTS)
+        known = ", ".join(REQUESTS | DENSE_REQUESTS)
         raise config.ConfigError(f"--requests={name}: it takes {known}, at full size.")
     return found[0]
 
@@ -336,6 +349,81 @@ def row_of(
     }
 
 
+def memory_of(
+    name: str, settings: config.Config, place: NamedSharding, *, layers: int = 4
+) -> dict[str, Any]:
+    """Returns the values of the row with the memory of a request, or of the image tokenizer.
+
+    Args:
+        layers: see `--memory`.
+
+    Raises:
+        ConfigError: there is no such request.
+    """
+    note = "compiled, never run"
+    if name == TOKENIZER:
+        return {"request": name, "bytes": _tokenizer_bytes(settings.vq, place), "note": note}
+    settings = config.changed(settings, {"model": {"attention_implementation": IMPLEMENTATION}})
+    case = case_of(name, settings)
+    task: fuse.Task = "image" if case.example.kind == "image" else "both"
+
+    def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
+        return programs(case, model_types(settings.model, task, place), place)
+
+    held = [(one.name, _bytes(args[1:])) for one, (args, _) in lowered(settings)]
+    parts = sum(number for name, number in held if name == "gather")  # next to what is made of them
+    cut = [one for one, _ in lowered(with_layers(settings, layers) if layers else settings)]
+    widest = [max(cut, key=lambda one: one.width), *(one for one in cut if not one.width)]
+    return {
+        "request": name,
+        "task": case.task,
+        "method": case.method,
+        "batch": case.batch,
+        "bytes": {
+            "state": parts + max(number for name, number in held if name != "gather"),
+            "temporaries": max(_temporaries(one.lowered) for one in widest),
+        },
+        "layers_compiled": str(layers or "all"),
+        "note": note,
+    }
+
+
+def _tokenizer_bytes(settings: config.VQ, place: NamedSharding) -> dict[str, int]:
+    """Returns the parameters, and the temporaries to encode and to decode the largest image."""
+
+    def typed(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    model, side = jax.tree.map(typed, vq.shapes(settings)), settings.image_size
+    codes = side // settings.factor
+    calls = {
+        "encode": (
+            lambda model, x: model.encode(vq.to_float(x)),
+            jax.ShapeDtypeStruct((1, side, side, 3), np.uint8),
+        ),
+        "decode": (
+            lambda model, x: vq.to_uint8(model.decode(x)),
+            jax.ShapeDtypeStruct((1, codes, codes), np.int32),
+        ),
+    }
+    with unchecked():
+        return {"parameters": _bytes(model)} | {
+            name: _temporaries(
+                jax.jit(call).trace(model, typed(x)).lower(lowering_platforms=("cuda",))
+            )
+            for name, (call, x) in calls.items()
+        }
+
+
+def _temporaries(lowered: jax.stages.Lowered) -> int:
+    found: Any = lowered.compile().memory_analysis()
+    return found.temp_size_in_bytes
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 LINE = ("request", "programs", "kernels_per_layer", "floor_s", "predicted_s")
 PROGRAM = ("name", "width", "trace_and_lower_s", "stablehlo_mb", "modules", "copies")
 
@@ -363,6 +451,12 @@ def main(_: list[str]) -> None:
         device, bench = DEVICES[DEVICE.value], Bench(SUITE)
         settings, place = config.read(pathlib.Path(CONFIG.value)), device.place()
         for name in ASKED.value:
+            if MEMORY.value:
+                row = memory_of(name, settings, place, layers=LAYERS.value)
+                device_row = {"device": {"kind": device.kind, "count": 1, "described": True}}
+                Bench(MEMORY_SUITE).write(name, row | device_row)
+                print(f"{name}: {row['bytes']}", flush=True)
+                continue
             row = row_of(name, settings, device, place, layers=LAYERS.value, tell=_tell)
             bench.write(name, row)
             programs_told = [{**row, **one} for one in row["programs"]]

@@ -354,8 +354,9 @@ def refusal(found: dict[str, MemoryPlan], name: str, device_bytes: int) -> str:
         if other != name and one.fits(device_bytes)
     ]
     return (
-        f"{name} needs {found[name].total / GB:.1f} GB (1e9 bytes), and a device of"
-        f" {device_bytes / 2**30:g} GB has {USABLE * device_bytes / GB:.1f} for it."
+        f"{name} needs {found[name].total / GB:.1f} GB (1e9 bytes). A device of"
+        f" {device_bytes / 2**30:g} GiB has {device_bytes / GB:.1f} GB, and we count on"
+        f" {USABLE:.0%} of that, {USABLE * device_bytes / GB:.1f} GB."
         f" What fits: {', '.join(others) or 'nothing of the above'}."
         " Fewer rows, a smaller train.loss_chunk and model.remat='layer' take less."
     )

@@ -56,9 +56,10 @@ RUNS = flags.DEFINE_integer("runs", 24, "Timed steps of each way, each with its 
     lower_bound=2,
 )  # fmt: skip
 DEVICE_GB = flags.DEFINE_float(
-    "device-gb", 141.0, "Memory of the device as vendors count it, in 2**30 bytes; 141: an H200.",
+    "device-gb", 141.0, "Memory of the device in GiB (2**30 bytes, a vendor's GB); 141: an H200.",
     lower_bound=0.0,
 )  # fmt: skip
+CARDS = (24, 48)  # GB of other devices in the table of --plan
 DEVICES = flags.DEFINE_integer(
     "devices", 0, "Of --plan: devices that train.mesh is laid over; 0: as many as it names.",
     lower_bound=0,
@@ -159,14 +160,15 @@ def _print_plan(settings: config.Config) -> None:
     rows = memory.rows_of(settings, axes)
     batch = memory.BatchSize(rows, TEXT_TOKENS.value * packing, images * packing)
     plans, device = memory.plans(settings, batch, axes), round(DEVICE_GB.value * 2**30)
-    columns = (*memory.PARTS, "total")
-    shown = rich.table.Table("GB (1e9)", "trained", "remat", *columns, f"of {DEVICE_GB.value:g}")
+    columns, cards = (*memory.PARTS, "total"), sorted({*CARDS, DEVICE_GB.value})
+    titles = (f"{card:g} GiB" for card in cards)
+    shown = rich.table.Table("GB (1e9)", "trained", "remat", *columns, *titles)
     for name, one in plans.items():
         numbers = [f"{getattr(one, column) / memory.GB:.1f}" for column in columns]
-        fits = "fits" if one.fits(device) else "too large"
-        shown.add_row(name, f"{one.trained / 1e9:.2f} B", one.remat, *numbers, fits)
+        fits = ("fits" if one.fits(round(card * 2**30)) else "too large" for card in cards)
+        shown.add_row(name, f"{one.trained / 1e9:.2f} B", one.remat, *numbers, *fits)
     # In a file, use the width of a wide terminal: wrapped rows of numbers are unreadable.
-    rich.console.Console(width=150).print(shown)
+    rich.console.Console(width=170).print(shown)
     if not plans[settings.name].fits(device):
         print(f"bench.training: {memory.refusal(plans, settings.name, device)}", file=sys.stderr)
         sys.exit(2)
