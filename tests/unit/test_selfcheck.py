@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on a model says what came, and names no folder. `e2e/test_selfcheck_runs.py` runs it."""
+"""The report on a model says what came and names no folder (e2e/test_selfcheck_runs.py runs it)."""
 
 import dataclasses
 import json
