@@ -245,12 +245,20 @@ def test_an_answer_is_streamed(client, service):
 
 
 def test_words_that_the_model_does_not_know_are_named_in_every_reply(client):
+    """In chats they are named before the answer, too, since most clients show nothing else."""
     ask = client.chat.completions.create
-    for words, told in (("a", []), ("hexagon", ["unknown: 'hexagon'."])):
+    for words, told, before in (
+        ("a", [], ""),
+        ("hexagon", ["unknown: 'hexagon'."], "Unknown: 'hexagon'. "),
+    ):
         asked = {"model": "staged", "messages": [said("user", words)]}
-        assert ask(**asked).sparse_lavida["warnings"] == told
-        *_, last = ask(**asked, stream=True)
-        assert last.sparse_lavida["warnings"] == told
+        whole = ask(**asked)
+        assert whole.sparse_lavida["warnings"] == told
+        assert whole.choices[0].message.content == f"{before}b"
+        chunks = [*ask(**asked, stream=True)]
+        assert chunks[-1].sparse_lavida["warnings"] == told
+        parts = (chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert "".join(parts) == f"{before}b"
         drawn = client.images.generate(prompt=words)
         assert drawn.sparse_lavida["warnings"] == told
 
