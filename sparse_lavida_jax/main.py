@@ -272,6 +272,8 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     return (
         f"{asked.dst}: {done.records} records, {done.made} of {done.shards} shard(s) made now;"
         f" {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
+        + f". Next: sparse-lavida train --data={asked.dst}"
+        * bool(with_tokenizers)
     )
 
 

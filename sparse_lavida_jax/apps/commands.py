@@ -425,6 +425,15 @@ def _save(
     return names
 
 
+def _answers(result: Result) -> list[str]:
+    """Returns the texts of a result; those to other questions than the user's say to which."""
+    rows = itertools.zip_longest(result.texts, result.replaced, result.warnings, fillvalue="")
+    return [
+        f"{text} (to '{sentence}')" if warning and sentence else text
+        for text, sentence, warning in rows
+    ]
+
+
 def _scale(asked: argparse.Namespace, image: image_files.Pixels) -> int:
     """Returns how many times an image is enlarged when it is saved."""
     return asked.scale or (SMALL_SCALE if max(image.shape[:2]) < SMALL else 1)
@@ -439,16 +448,14 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text"
         said = result.as_json(full=form == "full JSON")
         print(json.dumps(said | {"files": [str(path) for path in files]}, ensure_ascii=False))
         return
-    lines = [str(path) for path in files] or result.texts
+    lines = [str(path) for path in files] or _answers(result)
     if result.boxes:
         found = (b and ",".join(f"{edge:g}" for edge in b) for b in result.boxes)
         pairs = zip(result.prompts, found, strict=True)
         lines = [f"{phrase}: {box or 'not found'}" for phrase, box in pairs]
     elif len(files) == len(result.prompts):
         verdicts = [f" ({text})" for text in result.texts] or [""] * len(files)
-        drawn = [
-            f" (drawn as '{one['prompt']}')" if one.get("asked") else "" for one in result.records
-        ]
+        drawn = [f" (drawn as '{sentence}')" if sentence else "" for sentence in result.replaced]
         rows = zip(files, result.prompts, drawn, verdicts, strict=True)
         lines = [f"{path}: {prompt}{sentence}{verdict}" for path, prompt, sentence, verdict in rows]
     for line in lines:

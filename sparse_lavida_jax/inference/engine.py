@@ -388,6 +388,8 @@ class TaskRun:
             self.source,
             self.seconds,
             records=records,
+            sentences=tuple(request.words for request in requests),
+            warnings=tuple(request.warning for request in requests),
             prompted=tuple(self.prompted.get(row, (0, 0)) for row in range(len(requests))),
             passed=tuple(self.tokens[row] for row in range(len(requests))),
             layout_passed=tuple(self.layout_tokens[row] for row in range(len(requests))),

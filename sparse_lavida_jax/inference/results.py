@@ -61,6 +61,8 @@ class Result:
         passed: tokens of each row (`costs.DEFINITION`). A text counts up to the text block in
             which it ends.
         layout_passed: those of its layouts.
+        sentences: what the model was given in place of each prompt.
+        warnings: what each prompt holds that the model does not know; "" if it knows all.
     """
 
     task: str
@@ -79,11 +81,19 @@ class Result:
     prompted: tuple[tuple[int, int], ...] = ()
     passed: tuple[int, ...] = ()
     layout_passed: tuple[int, ...] = ()
+    sentences: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def tokens_passed(self) -> int:
         """Tokens that all rows passed through the network, those of layouts included."""
         return sum(self.passed) + sum(self.layout_passed)
+
+    @property
+    def replaced(self) -> list[str]:
+        """The sentences that the model was given in place of other words; "" where it was not."""
+        pairs = zip(self.sentences or self.prompts, self.prompts, strict=True)
+        return ["" if sentence == prompt else sentence for sentence, prompt in pairs]
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
@@ -124,6 +134,8 @@ class Result:
         lean = {
             "task": self.task,
             "prompts": list(self.prompts),
+            "sentences": list(self.sentences),
+            "warnings": list(self.warnings),
             "seeds": list(self.seeds),
             "texts": list(self.texts),
             "boxes": [None if box is None else list(box) for box in self.boxes],

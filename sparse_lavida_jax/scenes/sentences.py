@@ -225,14 +225,17 @@ def _drawn(text: str, dice: Dice) -> Read:
     read = _things(re.sub(r"(?i)\b(?:an?|the) (?:picture|image|drawing|painting) of\b", " ", text))
     things, relation, faults = read.things, None, read.faults
     if not things:
-        faults += [] if faults else ["what to draw"]
+        faults = faults or ["what to draw"]
+        faults[-1] += f" (it draws {listed([Phrase(one).plural for one in SHAPES], 'and')})"
         things = [_Thing(1, True, Phrase(), True)]
     if read.relations:
         relation = read.relations[0] if len(things) > 1 else None
         is_converse = re.fullmatch("r&*T&*T", read.order)  # "above a square, a circle"
         if is_converse:
             things.reverse()
-        if len(things) > 2 or len(read.relations) > 1 or any(one.count != 1 for one in things):
+        if len(read.relations) > 1 and len(things) == 2:
+            faults.append(" and ".join(f"'{word}'" for word in read.relations) + " at once")
+        elif len(things) > 2 or any(one.count != 1 for one in things):
             faults.append(f"'{read.relations[0]}' of more than two objects")
         elif not (is_converse or read.order == "TrT"):
             faults.append(f"'{read.relations[0]}' in this place")
@@ -316,7 +319,7 @@ def _changed(text: str, dice: Dice) -> Read:
                 anchor = _whole(dice, anchor)
             thing = thing and _whole(dice, thing)
             return str(Edit(kind, anchor, thing, **found)), faults
-    read = _things(said)
+    read = _things(text)
     faults = read.faults or [f"'{text[:LONGEST_NAMED]}'"]
     anchor = _whole(dice, read.things[0].phrase if read.things else Phrase())
     return str(Edit("recolour", anchor, colour=dice.pick(COLOURS))), faults
@@ -433,7 +436,7 @@ def read(task: str, text: str, seed: int) -> Reading | None:
         return Reading(sentence)
     sentence, faults = reader(text, Dice(0, "unsaid", 0))  # one warning for images of many seeds
     named = [*dict.fromkeys(faults)]
-    if len(named) > MOST_NAMED:
+    if len(named) > MOST_NAMED + 1:
         named[MOST_NAMED:] = [f"{len(named) - MOST_NAMED} more"]
     return Reading(
         sentence,

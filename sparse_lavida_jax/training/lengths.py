@@ -15,6 +15,7 @@ from sparse_lavida_jax.training import metrics
 
 # When the speed is known: after these seconds, or this share of the time given if that is less.
 MEASURED_AFTER, MEASURED_SHARE = 120.0, 0.1
+LEAST_MEASURED = 5  # steps: the first ones vary
 # Of our finished runs: steps by number of images (colabs/train_own_images.ipynb with drawings,
 # docs/own_images.md with emoji), and the loss of the first, in nats per image code, whose samples
 # show their captions. The second ended at 0.09.
@@ -39,7 +40,9 @@ def forecast(
         measured: steps of this process, and their seconds without compiling; None is returned
             while they are too few.
     """
-    if measured[0] < 2 or measured[1] < min(MEASURED_AFTER, MEASURED_SHARE * train.seconds):
+    if measured[0] < LEAST_MEASURED or measured[1] < min(
+        MEASURED_AFTER, MEASURED_SHARE * train.seconds
+    ):
         return None
     per_step = measured[1] / measured[0]
     needed = seconds + (train.train_steps - step) * per_step

@@ -26,7 +26,7 @@ def test_a_run_that_will_be_too_short_says_which_time_would_do():
 @pytest.mark.parametrize(
     ("seconds", "measured", "known"),
     [
-        (420.0, (9, 41.9), False), (420.0, (9, 42.0), True), (420.0, (1, 100.0), False),
+        (420.0, (9, 41.9), False), (420.0, (9, 42.0), True), (420.0, (4, 100.0), False),
         (9000.0, (9, 119.0), False), (9000.0, (9, 120.0), True),
     ],
 )  # fmt: skip
