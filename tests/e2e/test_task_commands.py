@@ -261,7 +261,7 @@ def complaint(model, tmp_path, capsys):
     [
         ([""], "the prompt is empty"),
         (["a red circle and " * 60], "tokens long, images included: at most 96 fit"),
-        (["a", "--steps=37"], "--steps=37 is more than there are tokens of the image"),
+        (["a circle", "--steps=37"], "--steps=37 is more than there are tokens of the image"),
         (["a", "--steps=0"], "--steps=0 is out of range"),
         (["a", "--order=spiral"], "choose one of stratified, halton"),
         (["a", "--temperature=-1"], "--temperature=-1.0 is out of range: it must be 0"),
@@ -321,9 +321,11 @@ def test_an_error_of_ours_has_no_traceback_unless_asked_for(complaint, monkeypat
         raise ZeroDivisionError("x")
 
     monkeypatch.setattr(SparseLaViDa, "run", broken)
-    assert "an error of the program: ZeroDivisionError: x" in complaint("generate", "a", code=1)
+    assert "an error of the program: ZeroDivisionError: x" in complaint(
+        "generate", "a circle", code=1
+    )
     with pytest.raises(ZeroDivisionError):
-        cli.main(["sparse-lavida", "generate", "a", f"--checkpoint={model}", "--debug"])
+        cli.main(["sparse-lavida", "generate", "a circle", f"--checkpoint={model}", "--debug"])
 
 
 def test_the_modes_of_main_are_commands(finished, capsys):
