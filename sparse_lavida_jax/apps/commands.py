@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import logging
 import os
 import pathlib
 import sys
@@ -20,7 +19,7 @@ from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
-from sparse_lavida_jax.apps.terminal import progress, say
+from sparse_lavida_jax.apps.terminal import progress, say, unsaid
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, records, requests, warmup
@@ -303,11 +302,11 @@ def _chat(asked: argparse.Namespace) -> None:
         _print(result, written, form=_form(asked))
 
 
+@unsaid(requests.__name__)  # rehearsed words mean nothing
 def _warm_up(asked: argparse.Namespace) -> None:
     """Makes the programs of usual requests, and says for each kind of them what it took."""
     if asked.compilation_cache == "":
         raise UsageError("--compilation-cache= keeps nothing for later: leave it out, or name one.")
-    logging.getLogger(requests.__name__).setLevel(logging.ERROR)  # rehearsed words mean nothing
     pipe, begin = load(asked), time.monotonic()
     for task in warmup.tasks_of(pipe, asked.tasks):
         draws, options = TASKS[task].draws, {"quantize": asked.quantize}

@@ -5,7 +5,6 @@ import argparse
 import errno
 import importlib.util
 import ipaddress
-import logging
 import os
 import socket
 from typing import Any
@@ -14,7 +13,7 @@ from sparse_lavida_jax.apps import log_lines
 from sparse_lavida_jax.apps.commands import load
 from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
-from sparse_lavida_jax.apps.terminal import say
+from sparse_lavida_jax.apps.terminal import say, unsaid
 from sparse_lavida_jax.inference import requests
 from sparse_lavida_jax.programs import side_by_side
 
@@ -46,15 +45,14 @@ def run(name: str, asked: argparse.Namespace) -> int:
         if not least <= (value := getattr(asked, option)) <= most:
             named = f"--{option.replace('_', '-')}={value}"
             raise UsageError(f"{named} is out of range: {least} to {most}.")
-    with listen(asked.host, asked.port) as door:
+    # Clients are told; what strangers ask for stays out of the log.
+    with unsaid(requests.__name__), listen(asked.host, asked.port) as door:
         from sparse_lavida_jax.apps import server
 
         host, port = door.getsockname()[:2]
         key = asked.api_key or os.environ.get(KEY, "")
         _check_key(key)
         _check_guarded(name, host, key, insecure=asked.insecure)
-        # Clients are told; what strangers ask for stays out of the log.
-        logging.getLogger(requests.__name__).setLevel(logging.ERROR)
         log_lines.shorten()
         pipe = load(asked)
         limits = Limits(

@@ -7,7 +7,6 @@ is easy for a trained one (colours, a number). The bars are ours, and wide.
 """
 
 import dataclasses
-import logging
 import pathlib
 import platform
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 from sparse_lavida_jax import pipeline
-from sparse_lavida_jax.apps.terminal import progress, say
+from sparse_lavida_jax.apps.terminal import progress, say, unsaid
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.convert.settings import settings_from
@@ -57,6 +56,7 @@ def run(name: str) -> int:
     return 0 if passed else 1
 
 
+@unsaid(pipeline.__name__)  # two samplers, whatever it learned
 def report(name: str) -> tuple[str, bool]:
     """Returns a text for an issue, without names of folders, and whether all checks passed.
 
@@ -65,9 +65,6 @@ def report(name: str) -> tuple[str, bool]:
         RoomError: the model is larger than the device.
         RequestError: the model does not draw, edit, answer or fill in.
     """
-    logging.getLogger(pipeline.__name__).setLevel(
-        logging.ERROR
-    )  # two samplers, whatever it learned
     folder = model_folder.find_model(name)
     found = [_settings(folder)]
     with progress("loading the model, with all digests") as update:

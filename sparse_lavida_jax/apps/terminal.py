@@ -42,6 +42,18 @@ def warnings_said() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unsaid(module: str) -> Iterator[None]:
+    """Keeps the warnings of a module from being said; also as a decorator."""
+    log = logging.getLogger(module)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
     """Suppresses remarks and progress if `wanted`; exceptions pass through."""
     if not wanted:

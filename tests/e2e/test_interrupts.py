@@ -60,7 +60,7 @@ def interrupted(words, after: float) -> tuple[int, str]:
 def check(words, rng, folder):
     code, said = interrupted(words, rng.uniform(0, SECONDS))
     if code == -signal.SIGINT:  # Python was shutting down: the command had ended
-        assert said == ""
+        assert "Traceback" not in said
         code = 0
     assert code in (0, 130), said
     if code:

@@ -38,6 +38,7 @@ def test_images_are_those_of_a_batch_of_their_own(pipe, seed):
         pipe.requests(
             "generate", dice.choice(PROMPTS), seed=dice.randrange(100), steps=2,
             guidance=[dice.choice((1.0, 3.0))], temperature=[dice.choice((0.5, 1.0))],
+            as_written=True,
         )[0]
         for _ in range(dice.randint(3, 6))
     ]  # fmt: skip
@@ -49,14 +50,14 @@ def test_images_are_those_of_a_batch_of_their_own(pipe, seed):
         np.testing.assert_array_equal(alone.pixels[0], result.pixels[row])
         assert record["bucket"]["rows"] in (1, 2, 4)
         part = result.part(row, row + 1)
-        assert part.prompts == (made[row].words,)
+        assert part.prompts == part.sentences == (made[row].words,)
         assert (part.passed, part.records) == ((result.passed[row],), (record,))
 
 
 def test_answers_are_those_of_a_batch_of_copies(pipe):
     image = world.render(tasks.sample("edit", 0, 0).image)
     asked = ("how many squares are there?", "what is red?", f"is there {LONG}?")
-    made = [pipe.requests("ask", words, image, seed=3)[0] for words in asked]
+    made = [pipe.requests("ask", words, image, seed=3, as_written=True)[0] for words in asked]
     result = served(pipe, made)
     shapes = [[0, 1], [2]]  # the long one is padded to more
     for rows in shapes:

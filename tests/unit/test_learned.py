@@ -51,17 +51,20 @@ def test_words_that_training_never_held_are_said(tokenizer, tmp_path, caplog):
 
     known = with_words(tokenizer, tmp_path, "a", "red", "circle", "Paris")
     made = asked(known, "a red dragon", "A Red circle in paris, two circles")
-    (warning,) = caplog.messages
-    assert warning == (
-        "this model knows the 4 words of its training texts, listed in its words.txt: 'dragon',"
-        " 'in' and 'two' are not among them."
+    knows = "this model knows the 4 words of its training texts, listed in its words.txt"
+    assert (
+        [one.warning for one in made]
+        == caplog.messages
+        == [
+            f"{knows}: 'dragon' is not among them.",
+            f"{knows}: 'in' and 'two' are not among them.",
+        ]
     )
-    assert [one.warning for one in made] == [warning, warning]
     assert made[1].words == "a red circle in Paris, two circles"
     asked(known, "a Red circle <LOC_3>")
     (plain,) = asked(tokenizer, "a Red dragon")  # its folder does not record the words
     assert plain.words == "a Red dragon"
-    assert caplog.messages == [warning]
+    assert len(caplog.messages) == 2
 
 
 def test_the_words_of_records_are_found(tokenizer, tmp_path, monkeypatch):
