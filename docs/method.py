@@ -108,7 +108,7 @@ def table(drawn: dict[str, Result]) -> str:
 
 
 def sampler_bars(drawn: dict[str, Result]) -> Image.Image:
-    """Draws the one image, and beside it a bar for the tokens of each sampler."""
+    """Draws the image, next to one bar of tokens for each sampler."""
     left, width = SIDE + 80, 300
     page = Image.new("RGB", (left + width + 50, len(drawn) * BAR), figures.PAPER)
     side = Image.fromarray(drawn["none"].pixels[0]).resize((SIDE, SIDE), Image.Resampling.NEAREST)

@@ -191,6 +191,10 @@ class PromptLanguage(Protocol):
             task: a key of `requests.TASKS`.
             seed: chooses what the words leave open, if training left nothing open.
         """
+        return self.as_written(text)
+
+    def as_written(self, text: str) -> Reading:
+        """Returns a text with the case of its words as in the training texts."""
         return self.vocabulary.reading(text) if self.vocabulary else Reading(text)
 
     def lays_out(self, task: str) -> bool:

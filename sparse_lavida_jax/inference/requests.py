@@ -28,7 +28,6 @@ from sparse_lavida_jax.data.templates import (
     parse_template,
     words_template,
 )
-from sparse_lavida_jax.data.vocabulary import Reading
 from sparse_lavida_jax.inference import regions
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
@@ -269,8 +268,10 @@ class RequestMaker:
         for plan in plans:
             check_characters(plan if isinstance(plan, str) else "", "layout")
         numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
-        read = self._as_written if as_written else self.prompts.read
-        readings = [read(task, one, seed) for (one, _), seed in zip(pairs, seeds, strict=True)]
+        readings = [
+            self.prompts.as_written(one) if as_written else self.prompts.read(task, one, seed)
+            for (one, _), seed in zip(pairs, seeds, strict=True)
+        ]
         made = [
             Request(
                 task=task,
@@ -287,11 +288,6 @@ class RequestMaker:
             for i, (one, images) in enumerate(pairs)
         ]
         return self._warned(made, spec)
-
-    def _as_written(self, task: str, text: str, seed: int) -> Reading:
-        """Returns a text with the case of its words as in the training texts."""
-        known = self.prompts.vocabulary
-        return known.reading(text) if known else Reading(text)
 
     def _spelled(self, words: Words) -> Words:
         """Returns words in the case that they have in the training texts."""

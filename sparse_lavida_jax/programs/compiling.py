@@ -24,7 +24,7 @@ def seconds(since: float) -> float:
         since: when to begin, in seconds of `time.monotonic`.
     """
     total, reached = 0.0, since
-    for begin, end in sorted([*_spans]):
+    for begin, end in sorted(span for span in [*_spans] if span[1] > since):
         if end > reached:
             total += end - max(begin, reached)
             reached = end
