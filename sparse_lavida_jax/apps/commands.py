@@ -206,7 +206,7 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UsageError(f"--batch={path} must end in .txt or .jsonl.")
     try:
-        lines = files.read_text(path, encoding="utf-8-sig").splitlines()
+        lines = files.lines(files.read_text(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"--batch={path} cannot be read: {error}.") from error
     numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]

@@ -376,7 +376,7 @@ async def _run(
     elif TASKS[task].image == "needed":
         image = _needed(image)
     if makes == "boxes":
-        words = [line for line in words.splitlines() if line.strip()] or [""]
+        words = [line for line in files.lines(words) if line.strip()] or [""]
     elif task == "caption":
         task = "constrained_caption" if words.strip() else "caption"
         options["template"], words = words if words.strip() else None, None

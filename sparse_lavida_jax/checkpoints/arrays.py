@@ -249,7 +249,7 @@ def read_list(path: pathlib.Path) -> dict[str, str]:
         CheckpointError: it is empty or damaged.
     """
     try:
-        lines = files.read_text(path, MOST_LISTED).splitlines()
+        lines = files.lines(files.read_text(path, MOST_LISTED))
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:

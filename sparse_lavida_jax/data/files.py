@@ -79,15 +79,29 @@ def read_bytes(path: pathlib.Path | str, most: int = MOST_BYTES) -> bytes:
     return contents
 
 
-def read_text(path: pathlib.Path | str, most: int = MOST_BYTES, encoding: str = "utf-8") -> str:
-    """Reads a regular text file as `read_bytes` does; line ends become newlines.
+def read_text(path: pathlib.Path | str, most: int = MOST_BYTES) -> str:
+    """Reads a regular file of text in UTF-8, with or without a byte order mark.
+
+    Line ends become newlines.
 
     Raises:
         OSError: as `read_bytes`.
-        UnicodeDecodeError: it is not text in this encoding.
+        UnicodeDecodeError: it is not text in UTF-8.
     """
-    text = read_bytes(path, most).decode(encoding)
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return "\n".join(lines(read_bytes(path, most).decode("utf-8-sig")))
+
+
+def lines(text: str) -> list[str]:
+    r"""Returns the lines of a text, which end at \n, \r\n and \r alone.
+
+    `str.splitlines` also ends them at U+2028, form feeds and others, which stand inside of lines.
+    """
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def expanded(name: pathlib.Path | str) -> pathlib.Path:
+    """Returns a path with `~` or `~user` at its start expanded, as a shell would."""
+    return pathlib.Path(os.path.expanduser(name))
 
 
 def copy(path: pathlib.Path, new: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item
 from sparse_lavida_jax.evals.files import EvaluationError, read_text
 from sparse_lavida_jax.evals.scorers import mean
@@ -62,7 +63,7 @@ class Bench(ImageBenchmark):
     def judged(self, answers, path):
         """Returns the mean score of all sheets; if one was judged twice, the last score counts."""
         found = {}
-        for match in filter(None, map(_LINE.fullmatch, read_text(path).splitlines())):
+        for match in filter(None, map(_LINE.fullmatch, files.lines(read_text(path)))):
             key, parts = match["key"], match["parts"].count(",")
             if parts != self.settings.num_images:
                 raise EvaluationError(

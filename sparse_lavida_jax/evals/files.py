@@ -31,7 +31,7 @@ def read_text(path: pathlib.Path) -> str:
         EvaluationError: it is not text.
     """
     try:
-        return files.read_text(path, MOST_BYTES, "utf-8-sig")
+        return files.read_text(path, MOST_BYTES)
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{path} is no text in UTF-8: {error}. Get it again.") from error
 

@@ -6,6 +6,7 @@ Files and layout: github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic. The judge i
 
 from typing import ClassVar
 
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.images import centre_crop
 from sparse_lavida_jax.evals.benchmark import JUDGED, Benchmark, Item, write_images
 from sparse_lavida_jax.evals.files import EvaluationError, check_fields, image_name, read, records
@@ -80,6 +81,6 @@ def judged_points(said: str) -> float | None:
     Points follow the only ": " of their line, and the mean is rounded to two places, as in the
     official script.
     """
-    lines = [line.strip().split(": ") for line in said.splitlines()]
+    lines = [line.strip().split(": ") for line in files.lines(said)]
     points = [int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()]
     return round(sum(points) / len(points), 2) if points else None

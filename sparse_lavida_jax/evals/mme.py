@@ -9,6 +9,7 @@ question is that of lmms-eval, with which the base model was evaluated.
 import pathlib
 from typing import ClassVar
 
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_text
 from sparse_lavida_jax.evals.scorers import Metric, grouped
@@ -52,7 +53,7 @@ class Bench(QuestionBenchmark):
                 yield from self._questions(category, path, image)
 
     def _questions(self, category: str, path: pathlib.Path, image: pathlib.Path):
-        lines = [line for line in read_text(path).splitlines() if line.strip()]
+        lines = [line for line in files.lines(read_text(path)) if line.strip()]
         for number, line in enumerate(lines):
             question, _, answer = (part.strip() for part in line.rpartition("\t"))
             if answer not in ("Yes", "No") or len(lines) != 2:

@@ -201,7 +201,7 @@ def _captions(
 
 def _lines(path: pathlib.Path) -> list[str]:
     try:
-        lines = files.read_text(path, MOST_TEXT, "utf-8-sig").splitlines()
+        lines = files.lines(files.read_text(path, MOST_TEXT))
     except UnicodeDecodeError as error:
         raise ValueError("no text in UTF-8: save it in that encoding") from error
     return [line.strip() for line in lines if line.strip()]

@@ -122,7 +122,7 @@ def _looked_through(path: pathlib.Path, *_version: int) -> Places:
         case ".json":
             if path.stat().st_size > MOST_JSON:
                 raise ValueError(f"it has more than {MOST_JSON} bytes: write it as JSON lines")
-            rows = files.parse_json(files.read_text(path, MOST_JSON, "utf-8-sig"))
+            rows = files.parse_json(files.read_text(path, MOST_JSON))
             if not isinstance(rows, list):
                 raise ValueError("it holds no list of rows; is it one row a line? Name it .jsonl")
             return rows

@@ -21,6 +21,7 @@ from sparse_lavida_jax.training.flops import Work
 
 PLAIN_SECONDS = 10.0  # between lines of progress without a terminal
 SPEED_SECONDS = 3600.0  # over which speed is averaged to estimate the time left
+MOST_BYTES = 2**31  # of a metrics file
 # Values that depend on the clock: they differ between otherwise identical runs.
 TIMED = ("tokens_per_second", "mfu", "data_wait")
 
@@ -28,7 +29,7 @@ TIMED = ("tokens_per_second", "mfu", "data_wait")
 def read_metrics(path: pathlib.Path | str) -> list[dict[str, Any]]:
     """Returns the lines of a metrics file, skipping any that are not JSON objects."""
     lines = []
-    for text in pathlib.Path(path).read_text().splitlines():
+    for text in files.lines(files.read_text(path, MOST_BYTES)):
         with contextlib.suppress(ValueError):
             lines.append(files.parse_json(text))
     return [line for line in lines if isinstance(line, dict) and "step" in line]

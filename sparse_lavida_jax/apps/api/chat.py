@@ -19,7 +19,7 @@ import fastapi
 from sparse_lavida_jax.apps.api import asking, bodies, errors
 from sparse_lavida_jax.apps.api.bodies import ChatBody
 from sparse_lavida_jax.apps.serving import Service
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
 
@@ -117,7 +117,7 @@ async def _boxes(client: asking.Client, asked: ChatBody, talk: Talk) -> dict[str
     if talk.earlier or len(talk.images) != 1:
         raise fastapi.HTTPException(400, "things are found in one image, asked in one message.")
     service, scale = client.service, [1.0, 1.0]
-    phrases = [line.strip() for line in talk.question.splitlines() if line.strip()]
+    phrases = [line.strip() for line in files.lines(talk.question) if line.strip()]
 
     def decode() -> tuple[Any, dict[str, Any]]:
         image = image_files.read_bytes(talk.images[0], check=client.check)
