@@ -291,17 +291,20 @@ class Service:
     def contents_of_uri(self, uri: str) -> bytes:
         """Returns the image file in a data URI; nothing is ever fetched.
 
+        Its base64 may be broken into lines or end without padding, as browsers take it.
+
         Raises:
             ImageError: a remote address, or another URI.
         """
         kind, comma, payload = uri.partition(",")
+        kind, encoded = kind.lower(), payload.encode(errors="replace").translate(None, b"\t\n\r ")
         if not (kind.startswith("data:image/") and kind.endswith(";base64") and comma):
             raise image_files.ImageError(
                 f"an image at {uri[:60]!r} is not fetched: send the image itself, as"
                 " data:image/png;base64,..."
             )
         try:
-            return base64.b64decode(payload, validate=True)
+            return base64.b64decode(encoded + b"=" * (-len(encoded) % 4), validate=True)
         except ValueError as error:
             raise image_files.ImageError(f"the data URI is not base64: {error}.") from error
 

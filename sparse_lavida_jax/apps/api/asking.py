@@ -179,7 +179,7 @@ async def queued(
     if "num_inference_steps" in given:
         more.pop("steps", None)
     service = client.service
-    with errors.refusing(), service.place(client.address):
+    with errors.refusing(asked.sent), service.place(client.address):
         shown = None
         if images:
             with service.counting_refusals(task):
