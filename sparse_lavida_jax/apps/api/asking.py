@@ -103,10 +103,11 @@ class Client:
 
 
 class Asked:
-    """A request in the queue, and the client that waits for it."""
+    """A request in the queue, its fields, and the client that waits for it."""
 
-    def __init__(self, client: Client, ticket: Ticket):
+    def __init__(self, client: Client, ticket: Ticket, fields: Body):
         self.request, self.ticket, self._client = client.request, ticket, client
+        self.fields = fields
         self._ended = asyncio.wrap_future(ticket.future)
         # If the client has left, asyncio should not log the error as never retrieved.
         self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -145,7 +146,7 @@ class Asked:
         Raises:
             HTTPException: the request was refused, failed or was cancelled.
         """
-        with errors.refusing():
+        with errors.refusing(self.fields.sent):
             await self.goes_on(None)
             return self.result()
 
@@ -188,7 +189,7 @@ async def queued(
         options = {"previews": previews, "client": client.address, **more, **given}
         add = functools.partial(service.add, task, words, shown, **options)
         # It is short, and what it adds is cancelled once it is known that the client has left.
-        return Asked(client, await asyncio.wrap_future(service.lane().submit(add)))
+        return Asked(client, await asyncio.wrap_future(service.lane().submit(add)), asked)
 
 
 def check_model(request: fastapi.Request, name: str | None) -> None:
@@ -215,7 +216,7 @@ async def streamed(
     Raises:
         HTTPException: the request was refused or cancelled.
     """
-    with errors.refusing():
+    with errors.refusing(asked.fields.sent):
         while asked.ticket.state is None and await asked.goes_on():
             pass
         if asked.ticket.state is None:

@@ -103,6 +103,8 @@ class Body(pydantic.BaseModel):
         for name, value in found.items():
             if isinstance(value, bool) and cls.model_fields[name].annotation is not bool:
                 raise ValueError(f"{name}: Input should be a number or a text, not true or false")
+            if isinstance(value, float) and value.is_integer():
+                found[name] = int(value)
         return found
 
     def sent(self, option: str) -> str:
@@ -201,7 +203,8 @@ class ChatBody(Body):
 
 
 # What a sentence about a request may name.
-FIELDS = {*ImageBody.model_fields, *ChatBody.model_fields, "image", "mask"} - {"model", "task"}
+FIELDS = {"image", "mask", *ImageBody.model_fields, *ChatBody.model_fields} - {"model", "task"}
+FIELDS |= {*ImageBody.neutral, *ChatBody.neutral}
 
 
 def of_json(contents: bytes, kind: type[B]) -> B:

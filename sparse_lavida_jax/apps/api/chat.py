@@ -103,7 +103,7 @@ async def _chunks(
 
     for row in range(asked.n):
         yield chunk(row, {"role": "assistant", "content": asking.remark(waiting.ticket)})
-    with errors.refusing():
+    with errors.refusing(asked.sent):
         while await waiting.goes_on():
             for row in range(asked.n):
                 text = committed(service, waiting.ticket.state, waiting.ticket.start + row, most)
