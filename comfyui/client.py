@@ -17,13 +17,7 @@ KEY = "SPARSE_LAVIDA_API_KEY"
 
 
 def address_of(text: str) -> str:
-    """Returns the address of a server without a path, from what a person copies for it.
-
-    That may lack http://, or end as the address for OpenAI's clients does: in /v1.
-
-    Raises:
-        ServerError: it is another kind of address.
-    """
+    """Returns the address of a server, given with or without http://, and with or without /v1."""
     found = re.fullmatch(
         r"(?:(https?)://)?((?!https?:/)[^/?#]+(?:/.*?)??)(?:/v1)?/*", text.strip(), re.I
     )

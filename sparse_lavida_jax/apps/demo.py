@@ -265,16 +265,13 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     return inputs
 
 
-def _number(component: Any, read: Callable[[float], Any], given: Any) -> Any:
+def _number(component: Any, read: Callable[[float], Any], payload: Any) -> Any:
     """Returns the number in a field; None if the field is empty."""
-    try:
-        number = 0.0 if given is None else float(given)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        told = f"{component.label}: {str(given)[:40]!r} is not a number that is taken."
-        raise gr.Error(told, print_exception=False)
-    return None if given is None else read(number)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if payload is None or math.isfinite(float(payload)):
+            return payload if payload is None else read(float(payload))
+    told = f"{component.label}: {str(payload)[:40]!r} is not a number that is taken."
+    raise gr.Error(told, print_exception=False)
 
 
 def _outputs(task: str) -> list[Any]:

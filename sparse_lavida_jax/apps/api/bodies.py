@@ -30,12 +30,13 @@ MOST_FIELDS = 64  # of a form, besides files
 NAMED = 10  # unknown fields in a message
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs what strangers send
 DATA_URI = re.compile(rb'"data:[^"]*"', re.IGNORECASE)
-EMPTY = (None, "", [])  # says nothing; an empty object may mean "with the defaults"
+EMPTY, NEEDED = ("", []), ("prompt", "messages")  # what says nothing, unless it is needed
 B = TypeVar("B", bound="Body")
 
 # -1 is what other programs send for "any" and "no limit".
 OrAny = pydantic.AfterValidator(lambda number: None if number == -1 else number)
 Seed = Annotated[int, pydantic.Field(ge=-1, lt=2**64), OrAny]
+MostTokens = Annotated[int, pydantic.Field(ge=-1), OrAny]
 Count = Annotated[int, pydantic.Field(ge=1, le=10)]
 Steps = Annotated[int, pydantic.Field(ge=1, le=MOST_STEPS)]
 Scale = Annotated[float, pydantic.Field(ge=0, le=LARGEST_SCALE, allow_inf_nan=False)]
@@ -81,18 +82,16 @@ class Body(pydantic.BaseModel):
         """Drops fields that change nothing, and refuses unsupported ones that would."""
         if not isinstance(given, dict):
             raise ValueError("Input should be a valid dictionary of fields")
-        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
-        found = _without_nulls(given)
-        found = {name: v for name, v in found.items() if name in needed or v not in EMPTY}
+        found = {
+            name: value
+            for name, value in _without_nulls(given).items()
+            if name in NEEDED or (value not in EMPTY and (value != {} or name in cls.neutral))
+        }
         for name, values in cls.neutral.items():
             if name in found and found.pop(name) not in values:
                 allowed = "".join(f", or say {json.dumps(value)}" for value in values)
                 raise ValueError(f"{name} is not supported: leave it out{allowed}")
-        found = {
-            name: value
-            for name, value in found.items()
-            if name in cls.model_fields or (name not in PASSED_OVER and value != {})
-        }
+        found = {name: value for name, value in found.items() if name not in PASSED_OVER}
         if unknown := [name for name in found if name not in cls.model_fields]:
             more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
             names = (str(name)[:40].encode("utf-8", "replace").decode() for name in unknown[:NAMED])
@@ -103,8 +102,6 @@ class Body(pydantic.BaseModel):
         for name, value in found.items():
             if isinstance(value, bool) and cls.model_fields[name].annotation is not bool:
                 raise ValueError(f"{name}: Input should be a number or a text, not true or false")
-            if isinstance(value, float) and value.is_integer():
-                found[name] = int(value)
         return found
 
     def sent(self, option: str) -> str:
@@ -162,7 +159,10 @@ class ChatBody(Body):
     """
 
     neutral = {
-        **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_p"), (0,)),
+        **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
+        **dict.fromkeys(("logprobs", "echo", "ignore_eos", "enable_thinking"), (False,)),
+        **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
         **dict.fromkeys(("tools", "functions", "stop"), ([],)),
         **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
         **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
@@ -171,15 +171,7 @@ class ChatBody(Body):
         "modalities": (["text"],),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
-        # Of vLLM and llama.cpp.
-        **dict.fromkeys(("min_p", "min_tokens", "mirostat", "prompt_logprobs"), (0,)),
-        **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
-        **dict.fromkeys(("typical_p", "best_of"), (1,)),
-        **dict.fromkeys(("logprobs", "echo", "ignore_eos", "use_beam_search"), (False,)),
-        **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
-        **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
         "top_k": (-1, 0),
-        "enable_thinking": (False,),
         "thinking": ({"type": "disabled"},),
         "chat_template_kwargs": ({}, {"enable_thinking": False}),
     }
@@ -188,8 +180,8 @@ class ChatBody(Body):
     messages: Annotated[list[dict[str, Any]], pydantic.Field(min_length=1, max_length=256)]
     task: Literal["ask", "ground"] = "ask"
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    max_tokens: Annotated[int, OrAny] | None = None
-    max_completion_tokens: Annotated[int, OrAny] | None = None
+    max_tokens: MostTokens | None = None
+    max_completion_tokens: MostTokens | None = None
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
 
     @pydantic.model_validator(mode="after")
@@ -202,8 +194,7 @@ class ChatBody(Body):
         return self
 
 
-# What a sentence about a request may name.
-FIELDS = {"image", "mask", *ImageBody.model_fields, *ChatBody.model_fields} - {"model", "task"}
+FIELDS = {"image", "mask", *ImageBody.model_fields, *ChatBody.model_fields}
 FIELDS |= {*ImageBody.neutral, *ChatBody.neutral}
 
 
@@ -215,7 +206,8 @@ def of_json(contents: bytes, kind: type[B]) -> B:
             too large besides the images in it.
         RequestValidationError: a field is not allowed.
     """
-    if _bytes_besides_images(contents, kind.images) > MOST_JSON:
+    uris = itertools.islice(DATA_URI.finditer(contents), kind.images)
+    if len(contents) - sum(uri.end() - uri.start() for uri in uris) > MOST_JSON:
         raise HTTPException(
             413, f"the body has more than {MOST_JSON} bytes besides images, the most that is taken."
         )
@@ -224,12 +216,6 @@ def of_json(contents: bytes, kind: type[B]) -> B:
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON that is read: {error}.") from error
     return checked(given, kind)
-
-
-def _bytes_besides_images(contents: bytes, images: int) -> int:
-    """Returns the bytes of JSON without those of its first data URIs."""
-    uris = itertools.islice(DATA_URI.finditer(contents), images)
-    return len(contents) - sum(uri.end() - uri.start() for uri in uris)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -26,11 +26,10 @@ from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# What a message, a part of it and an image may hold. No answer depends on names, on what may be
-# cached, and on the detail of an image: the model looks at all of it.
+# What messages and their parts may hold. No answer depends on names, on what may be cached, and on
+# the detail of an image: the model looks at all of it.
 MESSAGE = {"role", "content", "name", "id", "tool_calls"}
-PART = {"type", "text", "image_url", "detail", "cache_control"}
-IMAGE = {"url", "detail", "format"}
+PART = {"type", "text", "image_url", "url", "detail", "format", "cache_control"}
 
 router = fastapi.APIRouter()
 
@@ -73,7 +72,7 @@ async def chat(request: fastapi.Request):
         ]
         return shown, {"together": len(shown) > 1 or None}
 
-    more["max_new_tokens"] = most = most_tokens(asked, service)
+    more["max_new_tokens"] = most = asked.max_tokens
     if talk.earlier:
         more["earlier"] = talk.earlier
     words = [talk.question] * asked.n
@@ -93,8 +92,7 @@ async def _chunks(
     waiting: asking.Asked, asked: ChatBody
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yields the text added to each answer, and finally why it ended."""
-    service = asking.service_of(waiting.request)
-    most = most_tokens(asked, service)
+    service, most = asking.service_of(waiting.request), asked.max_tokens
     said, name = [""] * asked.n, _name()
 
     def chunk(row: int, delta: dict[str, Any], reason: str | None = None) -> tuple[str, dict]:
@@ -126,14 +124,13 @@ async def _boxes(
     client: asking.Client, asked: ChatBody, talk: Talk, more: dict[str, Any]
 ) -> dict[str, Any]:
     """Answers with the list of things to find: a label and a box in pixels, or null, for each."""
-    if talk.earlier or talk.system or len(talk.images) != 1:
-        sentence = "messages: things are found in one image, asked in one message of the user."
-        raise fastapi.HTTPException(400, sentence)
+    refusal = "messages: things are found in one image, asked in one message of the user."
     service, scale = client.service, [1.0, 1.0]
     phrases = [line.strip() for line in files.lines(talk.question) if line.strip()]
     if not phrases:
-        sentence = "messages: nothing is to be found: give at least one phrase, each on a line."
-        raise fastapi.HTTPException(400, sentence)
+        refusal = "messages: nothing is to be found: give at least one phrase, each on a line."
+    if not phrases or talk.earlier or talk.system or len(talk.images) != 1:
+        raise fastapi.HTTPException(400, refusal)
 
     def decode() -> tuple[Any, dict[str, Any]]:
         image = image_files.read_bytes(talk.images[0], check=client.check)
@@ -142,7 +139,7 @@ async def _boxes(
         return small, {}
 
     waiting = await asking.queued(client, "ground", asked, phrases, talk.images, decode, **more)
-    result, most = await waiting.ended(), most_tokens(asked, service)
+    result, most = await waiting.ended(), asked.max_tokens
     if most is not None and (tokens := _usage(service, result, None)["completion_tokens"]) > most:
         name = asked.sent("max_new_tokens")
         sentence = f"{name}={most}: the boxes are {tokens} tokens and come whole: leave it out."
@@ -161,7 +158,12 @@ async def _boxes(
 
 
 def _read(contents: bytes, service: Service) -> tuple[ChatBody, Talk]:
+    """Returns the fields of a request, `max_tokens` cut to the most there are, and its talk."""
     asked = bodies.of_json(contents, ChatBody)
+    most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    if most is not None:
+        room = service.pipe.settings.data.max_sequence_len
+        asked.max_tokens = min(most, service.limits.new_tokens, room)
     try:
         talk = talk_of(asked.messages, service.contents_of_uri)
     except REFUSED as error:
@@ -218,14 +220,14 @@ def _parts(content: Any) -> tuple[list[str], list[str]]:
         raise RequestError("the content of a message must be a text, or a list of parts.")
     words, uris = [], []
     for part in parts:
-        kind, text, named = part.get("type"), part.get("text"), part.get("image_url")
+        kind, text, uri = part.get("type"), part.get("text"), part.get("image_url")
+        if isinstance(uri, dict):
+            part, uri = part | uri, uri.get("url")
         _check_fields("part", part, PART)
         if kind in ("text", "input_text") and isinstance(text, str):
             words += [text] if text else []
-        elif kind in ("image_url", "input_image") and isinstance(named, str | dict):
-            named = {"url": named} if isinstance(named, str) else named
-            _check_fields("image_url", named, IMAGE)
-            uris.append(str(named.get("url", "")))
+        elif kind in ("image_url", "input_image") and isinstance(uri, str):
+            uris.append(uri)
         else:
             raise RequestError(
                 f"a part of type {str(kind)[:40]!r} is not known, or empty: text or image_url."
@@ -240,17 +242,6 @@ def _check_fields(what: str, given: dict[str, Any], known: set[str]) -> None:
             f"a {what} with {unknown[0][:40]!r} is not taken: there is no such field here, and it"
             " might change the answer: leave it out."
         )
-
-
-def most_tokens(asked: ChatBody, service: Service) -> int | None:
-    """Returns the largest number of tokens in an answer; None: the default.
-
-    A client that asks for more than the server or the model allow gets as many as they do.
-    """
-    most = asked.max_completion_tokens
-    most = asked.max_tokens if most is None else most
-    ceiling = min(service.limits.new_tokens, service.pipe.settings.data.max_sequence_len)
-    return None if most is None else min(most, ceiling)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ CLIENT_LEFT = 499  # nginx's code for a client that has disconnected; no client 
 HEAD, TAIL = 200, 100  # characters of a longer message that are sent
 # Where messages name an option of the pipeline, and where they name the field that they are about.
 _OPTION = re.compile(r"^((?:\w+ ){1,2}takes no )?(\w+)(?:\. It takes .*)?")
-_FIELD = re.compile(r"(?:\bthe |\bno |^)(\w+)")
+_FIELD = re.compile(r"(?:\bthe |\bno |^)(?!model|task)(\w+)")
 _SIZE = re.compile(r"^an image of (\d+)x(\d+) ")  # height and width
 
 _KINDS = {
@@ -71,8 +71,7 @@ def _shown(text: str) -> str:
 def refusing(sent: Callable[[str], str] = str) -> Iterator[None]:
     """Turns exceptions that a request raises into responses with a status code.
 
-    Args:
-        sent: returns the field that the client sent for an option that a message names.
+    `sent` returns the field that the client sent for an option that a message names.
     """
     try:
         yield

@@ -41,13 +41,11 @@ async def edit(request: fastapi.Request):
     with errors.refusing():
         form = await client.body(parse, has_images=True)
     # An empty file or field is what forms send for none.
-    files: dict[str, Any] = {
-        name: [one for one in sent if one] for name, sent in form.files.items()
-    }
+    files = {name: [one for one in sent if one] for name, sent in form.files.items()}
     images, masks = files.pop("image", []) + files.pop("image[]", []), files.pop("mask", [])
-    files |= {"image": images[1:] or not images, "mask": masks[1:] or form.fields.get("mask")}
-    if wrong := [name for name, surplus in files.items() if surplus]:
-        sentence = f"{wrong[0]}: send one file named image, and at most one file named mask."
+    if len(images) != 1 or len(masks) > 1 or form.fields.get("mask") or any(files.values()):
+        wrong = "mask" if len(images) == 1 else "image"
+        sentence = f"{wrong}: send one file named image, and at most one file named mask."
         raise HTTPException(400, sentence)
     asked = bodies.checked(form.fields, ImageBody)
     service, side = client.service, client.service.drawn_side
