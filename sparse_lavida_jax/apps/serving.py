@@ -250,13 +250,16 @@ class Service:
         cells = self.pipe.settings.model.grid_size
         return self.small(image), {"known": regions.untouched(hole, cells)}
 
-    def cost_of(self, images: Sequence[bytes], name: str = "the image") -> int:
+    def cost_of(self, images: Sequence[bytes], *names: str) -> int:
         """Returns what it costs to decode the image files of a request, from their headers.
+
+        Messages call them by their names, others "the image".
 
         Raises:
             ImageError: one is too large or not an image, or all of them cost too much.
         """
-        for contents in images:
+        named = [*itertools.zip_longest(images, names, fillvalue="the image")]
+        for contents, name in named:
             if len(contents) > self.limits.upload:
                 raise image_files.ImageError(
                     f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken."
@@ -267,11 +270,11 @@ class Service:
         def check() -> None:
             if time.thread_time() > end:
                 raise image_files.ImageError(
-                    f"the headers of {name} take more than {HEADER_SECONDS:g} s to read: save it"
+                    f"the headers of the image take more than {HEADER_SECONDS:g} s to read: save it"
                     " anew as PNG."
                 )
 
-        cost = sum(image_files.cost(contents, name, check=check) for contents in images)
+        cost = sum(image_files.cost(contents, name, check=check) for contents, name in named)
         if cost > self.limits.pixels:
             raise image_files.ImageError(
                 f"the images have {cost} pixels in all, where each further scan of a JPEG counts an"

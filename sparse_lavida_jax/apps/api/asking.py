@@ -73,7 +73,7 @@ class Client:
         self.check()
         return done.result()
 
-    async def decoded(self, images: Sequence[bytes], decode: Callable[[], P]) -> P:
+    async def decoded(self, images: Sequence[bytes], decode: Callable[[], P], *names: str) -> P:
         """Decodes the images of a request in the lane of their cost.
 
         Raises:
@@ -81,7 +81,7 @@ class Client:
                 left.
         """
         async with self._turn("headers"):
-            cost = await self.call(self.service.lane(0), self.service.cost_of, images)
+            cost = await self.call(self.service.lane(0), self.service.cost_of, images, *names)
         if cost <= SMALL:
             return await self.call(self.service.lane(cost), decode)
         async with self._turn("large"):
@@ -184,7 +184,8 @@ async def queued(
         shown = None
         if images:
             with service.counting_refusals(task):
-                shown, read = await client.decoded(images, decode)
+                names = ("the image", "the mask") if task == "inpaint" else ()
+                shown, read = await client.decoded(images, decode, *names)
             given |= read
         options = {"previews": previews, "client": client.address, **more, **given}
         add = functools.partial(service.add, task, words, shown, **options)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What request bodies may contain: fields and their ranges; what would be ignored is refused.
 
-A field that is null, an empty text or an empty list counts as left out, at any depth if it is null.
-An unsupported field that could change the result is accepted only with the value that changes
-nothing; fields that cannot change a result here (`PASSED_OVER`) are ignored.
+What is null counts as left out, at any depth, and so does an empty text. An unsupported field that
+could change the result is accepted only if it is empty or has the value that changes nothing;
+fields that cannot change a result here (`PASSED_OVER`) are ignored.
 """
 
 import dataclasses
@@ -30,13 +30,11 @@ MOST_FIELDS = 64  # of a form, besides files
 NAMED = 10  # unknown fields in a message
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs what strangers send
 DATA_URI = re.compile(rb'"data:[^"]*"', re.IGNORECASE)
-EMPTY, NEEDED = ("", []), ("prompt", "messages")  # what says nothing, unless it is needed
+NEEDED = ("prompt", "messages")
+# What says nothing: the first for any field, two for an unsupported one, all for an unknown one.
+EMPTY = ("", [], {})
 B = TypeVar("B", bound="Body")
 
-# -1 is what other programs send for "any" and "no limit".
-OrAny = pydantic.AfterValidator(lambda number: None if number == -1 else number)
-Seed = Annotated[int, pydantic.Field(ge=-1, lt=2**64), OrAny]
-MostTokens = Annotated[int, pydantic.Field(ge=-1), OrAny]
 Count = Annotated[int, pydantic.Field(ge=1, le=10)]
 Steps = Annotated[int, pydantic.Field(ge=1, le=MOST_STEPS)]
 Scale = Annotated[float, pydantic.Field(ge=0, le=LARGEST_SCALE, allow_inf_nan=False)]
@@ -68,7 +66,7 @@ class Body(pydantic.BaseModel):
 
     model: str | None = None
     n: Count = 1
-    seed: Seed | None = None
+    seed: Annotated[int, pydantic.Field(ge=0, lt=2**64)] | None = None
     steps: Steps | None = None
     num_inference_steps: Steps | None = None
     registers: Annotated[int, pydantic.Field(ge=0, le=MOST_REGISTERS)] | None = None
@@ -85,7 +83,8 @@ class Body(pydantic.BaseModel):
         found = {
             name: value
             for name, value in _without_nulls(given).items()
-            if name in NEEDED or (value not in EMPTY and (value != {} or name in cls.neutral))
+            if name in NEEDED
+            or value not in EMPTY[: 3 - (name in cls.neutral) - 2 * (name in cls.model_fields)]
         }
         for name, values in cls.neutral.items():
             if name in found and found.pop(name) not in values:
@@ -180,8 +179,8 @@ class ChatBody(Body):
     messages: Annotated[list[dict[str, Any]], pydantic.Field(min_length=1, max_length=256)]
     task: Literal["ask", "ground"] = "ask"
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    max_tokens: MostTokens | None = None
-    max_completion_tokens: MostTokens | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
 
     @pydantic.model_validator(mode="after")
