@@ -12,6 +12,7 @@ import pathlib
 import secrets
 import shutil
 import stat
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,11 @@ def lines(text: str) -> list[str]:
     `str.splitlines` also ends them at U+2028, form feeds and others, which stand inside of lines.
     """
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def composed(text: str) -> str:
+    """Returns a text or name in Unicode's composed form (NFC); macOS decomposes names (NFD)."""
+    return unicodedata.normalize("NFC", text)
 
 
 def expanded(name: pathlib.Path | str) -> pathlib.Path:

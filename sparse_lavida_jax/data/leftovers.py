@@ -4,7 +4,6 @@
 import os
 import pathlib
 import stat
-import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -48,11 +47,6 @@ def has_leftover(path: pathlib.PurePath | str) -> bool:
 def is_ours(folder: pathlib.Path) -> bool:
     """Returns whether a folder is a prepared one, a run or a model."""
     return any(all((folder / name).exists() for name in names) for names in OURS)
-
-
-def composed(name: str) -> str:
-    """Returns a name in Unicode's composed form (NFC); macOS writes some names decomposed."""
-    return unicodedata.normalize("NFC", name)
 
 
 class Contents(NamedTuple):
@@ -129,7 +123,7 @@ def walk(folder: pathlib.Path, output: pathlib.Path | None = None) -> Contents:
     for path in linked:
         inside = any(files.resolve(path).is_relative_to(root) for root in roots)
         found.append(path) if inside else leave(OUTSIDE, path)
-    return Contents(sorted(found), roots, left_out)
+    return Contents(sorted(found), roots, {why: sorted(of) for why, of in left_out.items()})
 
 
 def without(paths: Iterable[pathlib.Path], folder: pathlib.Path) -> Iterator[pathlib.Path]:

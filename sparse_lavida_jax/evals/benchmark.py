@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from sparse_lavida_jax import config, evals
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import image_files, leftovers
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals.files import EvaluationError, Record, image_name
 from sparse_lavida_jax.evals.scorers import Metric
@@ -225,7 +225,7 @@ class Benchmark(abc.ABC):
         Raises:
             EvaluationError: there is none.
         """
-        found = sorted(self.folder.glob(pattern))
+        found = sorted(leftovers.without(self.folder.glob(pattern), self.folder))
         if not found:
             raise EvaluationError(f"there is no {pattern} in {self.folder}. {self.source}")
         return found

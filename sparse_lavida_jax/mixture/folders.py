@@ -16,7 +16,6 @@ used.
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -184,14 +183,17 @@ class _Sorter:
         Raises:
             PrepareError: no row is of any kind.
         """
-        kinds, seen = collections.Counter[str](), set[str]()
-        for row in _rows(path):
+        kinds, seen, damaged = collections.Counter[str](), set[str](), list[str]()
+        for row in _rows(path, damaged):
             seen |= row.keys()
             kinds.update(itertools.islice(_kinds_of(row), 1))
             for value in (row[name] for name in _NAMING & row.keys()):
                 self.named.update(_paths(path.parent, value))
         if not kinds:
-            columns = ", ".join(sorted(seen))[: tables.SHOWN] or "of no row that can be read"
+            columns = (
+                ", ".join(sorted(seen))[: tables.SHOWN]
+                or f"of no row ({[*damaged, 'all are empty'][0]})"
+            )
             raise PrepareError(
                 f"{path} has the columns {columns}, which do not say what it is for. It needs"
                 f" {_ALLOWED}. If it is something else, move it out of the folder."
@@ -246,15 +248,21 @@ class _Sorter:
         return rows
 
 
-def _rows(path: pathlib.Path) -> Iterator[tables.Row]:
-    """Yields the rows of a table that can be read; of a Parquet file, without its images."""
+def _rows(path: pathlib.Path, damaged: list[str]) -> Iterator[tables.Row]:
+    """Yields the rows of a table that can be read; of a Parquet file, without its images.
+
+    Args:
+        damaged: gets the reason why a row cannot be read; `prepare` reports it.
+    """
     with tables.Reader() as reader:
         if _suffix(path) == ".parquet":
             yield from reader.texts(path)
             return
         for number in range(tables.num_rows(path)):
-            with contextlib.suppress(RecordError):  # a damaged row is reported later
+            try:
                 yield reader.row(path, number)
+            except RecordError as error:
+                damaged.append(f"row {number + 1}: {error}")
 
 
 def _kinds_of(row: tables.Row) -> Iterator[str]:
@@ -273,11 +281,11 @@ def _paths(folder: pathlib.Path, value: Any) -> Iterator[str]:
 
 def _spelling(path: pathlib.Path) -> str:
     """Returns a path in one of the forms in which different systems write it."""
-    return leftovers.composed(os.path.normpath(path)).casefold()
+    return files.composed(os.path.normpath(path)).casefold()
 
 
 def _stem(path: pathlib.Path) -> tuple[pathlib.Path, str]:
-    return path.parent, leftovers.composed(path.stem)
+    return path.parent, files.composed(path.stem)
 
 
 def _lines(path: pathlib.Path) -> list[str]:

@@ -355,7 +355,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
-    """Returns a text after checking that a tokenizer and a prompt can have it."""
+    """Returns a text, composed, after checking that a tokenizer and a prompt can have it."""
     if not isinstance(value, str) or not value.strip():
         raise RecordError(f"it has no {field}" if value in (None, "") else f"{field} is {value!r}")
     if len(value) > MOST_CHARACTERS:
@@ -368,4 +368,4 @@ def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
     for token in (*chat.CONTROL, *(() if with_images else (chat.IMAGE,))):
         if token in value:
             raise RecordError(f"{field} holds the control token {token}")
-    return value
+    return files.composed(value)

@@ -34,6 +34,7 @@ Span = tuple[int, int] | Int[np.ndarray, "2"]  # of bytes of a file: offset and 
 
 MOST_BYTES = 2**27  # of one row or image; more counts as damage
 MOST_JSON = 2**31  # bytes of a table in JSON, which is read as a whole
+MOST_ROWS = 2**27  # that Parquet states; its empty rows take no bytes
 MOST_GROUP = 2**32  # bytes of a row group of Parquet, unpacked
 SHOWN = 300  # characters of names of columns in a message
 MOST_HEADER = 2**20  # bytes of the description of one file in a tar file
@@ -147,6 +148,8 @@ def _looked_through(path: pathlib.Path, *_version: int) -> Places:
     match format_of(path):
         case ".parquet":
             with _parquet(path) as file:
+                if file.metadata.num_rows > MOST_ROWS:
+                    raise ValueError(f"it has more than {MOST_ROWS} rows")
                 groups = range(file.num_row_groups)
                 if any(file.metadata.row_group(i).total_byte_size > MOST_GROUP for i in groups):
                     raise ValueError(f"a row group of it has more than {MOST_GROUP} bytes")
@@ -253,7 +256,7 @@ def _tar_samples(path: pathlib.Path) -> _Samples:
     samples: dict[str, dict[str, Span]] = {}
     unread: dict[str, list[str]] = {}
     for name, span in _tar_members(path):
-        folder, _, file = leftovers.composed(name.removeprefix("./")).rpartition("/")
+        folder, _, file = files.composed(name.removeprefix("./")).rpartition("/")
         stem, _, field = file.partition(".")
         if leftovers.has_leftover(name):
             unread.setdefault(leftovers.BEHIND, []).append(name)
@@ -363,7 +366,7 @@ class Reader(contextlib.ExitStack):
         if "://" in value:
             raise RecordError(f"the image {value} is not on this machine: download it first")
         if self._root.lower().endswith(".tar"):
-            span = self._members.get(leftovers.composed(value.removeprefix("./")))
+            span = self._members.get(files.composed(value.removeprefix("./")))
             if span is None:
                 raise RecordError(f"there is no image {value} in {self._root}")
             return self._read(pathlib.Path(self._root), span)
@@ -381,7 +384,7 @@ class Reader(contextlib.ExitStack):
     def _members(self) -> dict[str, Span]:
         try:
             found = _tar_members(pathlib.Path(self._root))
-            return {leftovers.composed(name.removeprefix("./")): span for name, span in found}
+            return {files.composed(name.removeprefix("./")): span for name, span in found}
         except UNREADABLE as error:
             raise TableError(f"the images {self._root} cannot be read: {error}") from error
 
@@ -470,9 +473,7 @@ def _spelled(folder: pathlib.Path, name: str) -> pathlib.Path:
     path = folder
     for part in pathlib.PurePosixPath(name.replace("\\", "/")).parts:
         if not (path / part).exists():
-            alike = _names(path, path.stat().st_mtime_ns).get(
-                leftovers.composed(part).casefold(), []
-            )
+            alike = _names(path, path.stat().st_mtime_ns).get(files.composed(part).casefold(), [])
             part = alike[0] if len(alike) == 1 else part
         path /= part
     return path
@@ -483,7 +484,7 @@ def _names(folder: pathlib.Path, changed: int) -> dict[str, list[str]]:
     """Returns the names in a folder, by their composed form in small letters."""
     names: dict[str, list[str]] = {}
     for name in os.listdir(folder):
-        names.setdefault(leftovers.composed(name).casefold(), []).append(name)
+        names.setdefault(files.composed(name).casefold(), []).append(name)
     return names
 
 
@@ -504,7 +505,7 @@ def _cells(text: str) -> list[str]:
 
 def _parsed(text: str) -> Row:
     try:
-        row = files.parse_json(text)
+        row = files.parse_json(text, unique=True)
     except ValueError as error:
         raise RecordError(f"it is no JSON ({error})") from error
     return _checked(row)

@@ -100,7 +100,7 @@ def test_a_column_exists_if_one_of_the_tables_has_it(tmp_path, suffix, write):
     write(paths[0])
     paths[1].write_text('[{"layout": "x"}]')
     tables.check_columns(paths, [["image"], ["score"], ["layout"]])  # the second row has the score
-    tables.check_columns(paths, [[]])
+    tables.check_columns(paths, [])
     with pytest.raises(tables.TableError, match=r"names a, b, and .* are caption, image, .*score"):
         tables.check_columns(paths, [["image"], ["b"], ["a"]])
 
