@@ -46,7 +46,7 @@ def has_leftover(path: pathlib.PurePath | str) -> bool:
 
 def is_ours(folder: pathlib.Path) -> bool:
     """Returns whether a folder is a prepared one, a run or a model."""
-    return any(all((folder / name).exists() for name in names) for names in OURS)
+    return any(all(os.path.exists(folder / name) for name in names) for names in OURS)
 
 
 class Contents(NamedTuple):
