@@ -30,20 +30,18 @@ from sparse_lavida_jax.data.example import Example, RowRequest
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference.checks import Edges, Seeds, Sizes, Whole, Words, row_seeds
 from sparse_lavida_jax.inference.engine import Engine, Programs, TaskRun
 from sparse_lavida_jax.inference.requests import (
     ROUNDS,
     ChangeOptions,
-    Grid,
     ImageOptions,
     Options,
     Pixels,
     Request,
     RequestMaker,
     Shown,
-    Words,
     recorded_image,
-    row_seeds,
 )
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.kernels import attention
@@ -261,14 +259,14 @@ class SparseLaViDa:
         self,
         prompt: Words,
         *,
-        size: tuple[int, int] | None = None,
+        size: Sizes | None = None,
         callback: Callback | None = None,
         **options: Unpack[ImageOptions],
     ) -> Result:
         """Draws an image for each prompt.
 
         Args:
-            size: height and width in pixels; by default those of the largest image.
+            size: height and width in pixels, or the side of a square; by default the largest.
             callback: called before the first step and after each segment of each stage
                 (`sample.Progress`).
             options: see `ImageOptions`; likewise for all tasks.
@@ -301,8 +299,8 @@ class SparseLaViDa:
         prompt: Words,
         *,
         mask: Any = None,
-        box: Sequence[int | float] | None = None,
-        known: Grid | Sequence[Grid] | None = None,
+        box: Edges | None = None,
+        known: Any = None,
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
@@ -310,10 +308,11 @@ class SparseLaViDa:
 
         Args:
             prompt: what the whole image should show.
-            mask: where to draw: an array [h w] or a Pillow image of the size of the image, True or
-                white there. Every cell that it touches is drawn.
+            mask: where to draw: an array, a Pillow image or a file of the size of the image, white
+                or transparent there (`image_files.check_mask`). Every cell it touches is drawn.
             box: where to draw, instead of a mask: x1, y1, x2, y2 in pixels of the image.
-            known: instead of both, the grid of cells to keep, or one for each row.
+            known: instead of both, the grid of cells to keep, or one for each row: the reverse of
+                a mask.
 
         Raises:
             ImageError: a mask of another size, a box outside the image, or both or neither.
@@ -326,8 +325,8 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown],
         prompt: Words,
         *,
-        box: Sequence[int | float] | None = None,
-        known: Grid | Sequence[Grid] | None = None,
+        box: Edges | None = None,
+        known: Any = None,
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
@@ -351,7 +350,7 @@ class SparseLaViDa:
         self,
         prompt: Words,
         *,
-        rounds: int = ROUNDS,
+        rounds: Whole = ROUNDS,
         callback: Callback | None = None,
         **options: Unpack[ImageOptions],
     ) -> Result:
@@ -370,7 +369,7 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown] | None,
         question: Words,
         *,
-        max_new_tokens: int | None = None,
+        max_new_tokens: Whole | None = None,
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
@@ -387,7 +386,7 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown] | None,
         question: Words,
         *,
-        max_new_tokens: int | None = None,
+        max_new_tokens: Whole | None = None,
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
@@ -410,7 +409,7 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown],
         *,
         template: str | None = None,
-        words: Sequence[str] = (),
+        words: Words = (),
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
@@ -424,7 +423,7 @@ class SparseLaViDa:
         Raises:
             RequestError: neither a template nor words, or both.
         """
-        more = {"template": template, "required": words or None, **options}
+        more = {"template": template, "required": None if words == () else words, **options}
         return self.run(self.requests("constrained_caption", None, shown, **more), callback)
 
     def infill(
@@ -572,7 +571,7 @@ class SparseLaViDa:
         self,
         examples: Sequence[Example],
         *,
-        seed: int | Sequence[int] = 0,
+        seed: Seeds = 0,
         sampling: config.Sampling | None = None,
         shared: bool = False,
         callback: Callback | None = None,

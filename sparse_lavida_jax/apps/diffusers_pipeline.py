@@ -18,7 +18,8 @@ import numpy as np
 from PIL import Image
 
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.requests import LARGEST_SEED, Shown, Words
+from sparse_lavida_jax.inference.checks import SEEDS, Words
+from sparse_lavida_jax.inference.requests import Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -184,9 +185,9 @@ def _seed(generator: Any) -> int:
         RequestError: it is not a generator.
     """
     if generator is None:
-        return secrets.randbelow(LARGEST_SEED // 2)
+        return secrets.randbelow(SEEDS // 2 - 1)
     if isinstance(generator, np.random.Generator):
-        return int(generator.integers(LARGEST_SEED // 2))
+        return int(generator.integers(SEEDS // 2 - 1))
     if hasattr(generator, "initial_seed"):  # torch.Generator
         return generator.initial_seed()
     if not isinstance(generator, int | np.integer):

@@ -51,7 +51,8 @@ def array_of(values: Any, name: str) -> np.ndarray:
     if not numpys and not hasattr(values, "__dlpack__"):
         raise ImageError(f"{kind}: {TAKEN}.")
     try:
-        array = np.asarray(values) if numpys else np.from_dlpack(values)
+        foreign: Any = values
+        array = np.asarray(values) if numpys else np.from_dlpack(foreign)
         # bfloat16 and other types of few bits that numpy lacks
         few = array.dtype.kind == "V" and array.dtype.names is None
         return array.astype(np.float32) if few else array

@@ -167,7 +167,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     return record
 
 
-def _contents(path: os.PathLike[str] | str) -> bytes:
+def _contents(path: pathlib.Path | str) -> bytes:
     """Returns an image file.
 
     Raises:
@@ -344,15 +344,16 @@ def check(image: Any, name: str = "the image") -> Pixels:
 def _contents_of(image: Any, name: str) -> bytes | None:
     """Returns the file that is named, or that bytes or an open file hold; None if there is none."""
     if isinstance(image, str | os.PathLike):
-        return _contents(image)
+        return _contents(pathlib.Path(image))
     if isinstance(image, bytes | bytearray) or (isinstance(image, memoryview) and image.ndim == 1):
         return bytes(image)
-    if not callable(getattr(image, "read", None)):
+    file: Any = image
+    if not callable(getattr(file, "read", None)):
         return None
     try:
-        if image.seekable():
-            image.seek(0)
-        contents = image.read(MOST_BYTES + 1)
+        if file.seekable():
+            file.seek(0)
+        contents = file.read(MOST_BYTES + 1)
     except Exception as error:  # closed, or whatever another library raises
         raise ImageError(f"{name} is a file that cannot be read: {error}.") from error
     if not isinstance(contents, bytes) or len(contents) > MOST_BYTES:

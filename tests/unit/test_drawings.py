@@ -59,7 +59,7 @@ def test_one_of_either_goes_with_all_of_the_other():
     ("words", "shown", "told"),
     [
         (["a", "b"], [IMAGE] * 3, "2 prompts and 3 images do not go together"),
-        ([], IMAGE, "0 prompts"),
+        ([], IMAGE, "give at least one prompt"),
         ("\n", None, "the prompt is empty"),
     ],
 )
@@ -72,8 +72,9 @@ def test_seeds_are_told():
     assert requests.row_seeds(3, 2) == [3, 4]
     with pytest.raises(RequestError, match="1 seeds were given for 2 rows"):
         requests.row_seeds([3], 2)
-    with pytest.raises(RequestError, match="the seed 2147483648 is out of range"):
-        requests.row_seeds(2**31 - 1, 2)
+    assert requests.row_seeds(2**31 - 1, 2) == [2**31 - 1, 0]
+    with pytest.raises(RequestError, match="seed=-1 is out of range: 0 to 18446744073709551615"):
+        requests.row_seeds(-1, 2)
 
 
 def test_numbers_are_those_of_all_rows_or_of_each():
@@ -117,7 +118,7 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
     y, x = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
     pixels = np.zeros((height, width), bool)
     pixels[y, x] = True
-    free = regions.untouched(pixels, grid)
+    free = ~regions.cell_mask(pixels, grid)
     for row in range(grid):
         for column in range(grid):
             apart = (
@@ -135,7 +136,7 @@ def test_cells_of_a_large_mask_take_little_time_and_memory():
     tracemalloc.start()
     began = time.thread_time()
     try:
-        free = regions.untouched(pixels, 64)
+        free = ~regions.cell_mask(pixels, 64)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -153,10 +154,10 @@ def test_an_image_stands_in_whole_cells(caplog):
     assert caplog.messages == ["the image is as large as the new one, 96 pixels: it is halved."]
     with pytest.raises(image_files.ImageError, match="leaves nothing to draw"):
         regions.inner_box(tall, (1, 1, 95, 95), 96, 16)
-    canvas, known = regions.placed(tall + 9, (32, 16, 64, 80), 96, 16)
+    canvas, mask = regions.placed(tall + 9, (32, 16, 64, 80), 96, 16)
     assert (canvas[16:80, 32:64] == 9).all()
     assert canvas.sum() == 9 * 64 * 32 * 3
-    assert np.argwhere(known)[[0, -1]].tolist() == [[1, 2], [4, 3]]
+    assert np.argwhere(~mask)[[0, -1]].tolist() == [[1, 2], [4, 3]]
 
 
 def test_an_image_that_is_recorded_must_be_the_same(tmp_path):
