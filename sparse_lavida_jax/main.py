@@ -24,9 +24,11 @@ stopped by Ctrl-C, likewise; 2 a mistake that the message explains.
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,7 +71,7 @@ TAKES = {
     "evaluate": "config checkpoint adapters convert workdir shard",
     "convert": "dtype format",
     "export": "format dtype adapters",
-    "prepare": "config image_tokenizer tokenizer",
+    "prepare": "config image_tokenizer tokenizer dry_run json",
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
@@ -257,25 +259,47 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.training import own_images
 
     src, dst = pathlib.Path(asked.src), pathlib.Path(asked.dst)
+    if asked.dry_run:
+        with tempfile.TemporaryDirectory() as place:
+            given = own_images.mixture_of(src, dst, pathlib.Path(place) / "captions.jsonl")
+            with progress(f"reading {src}") as on_progress:
+                done = prepare.trial(given.recipe, settings, given.found, on_progress)
+        return _preparation(asked, done, f"nothing was written to {dst}")
     # With a mixture alone, the tokenizers stay where they are, with the model to be trained.
     with_tokenizers = src.is_dir() or asked.image_tokenizer or asked.tokenizer
     text = own_images.text_tokenizer(asked.tokenizer) if with_tokenizers else ""
-    mixture, codec = own_images.mixture_of(src, dst, say), settings.data.image_codec
-    if with_tokenizers:
-        named = asked.image_tokenizer or ("" if src.is_dir() else codec)
-        own_images.place_image_tokenizer(mixture, dst, settings, named, say)
-        codec = asked.dst
-    with progress(f"{src} -> {dst}") as on_progress:
-        load_encoder = functools.partial(vq.ImageEncoder, codec)
-        done = prepare.prepare(mixture, dst, settings, load_encoder, on_progress)
-    if with_tokenizers:
-        own_images.place_text_tokenizer(dst, text, say)
-    return (
-        f"{asked.dst}: {done.records} records, {done.made} of {done.shards} shard(s) made now;"
-        f" {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
-        + f". Next: sparse-lavida train --data={asked.dst}"
-        * bool(with_tokenizers)
+    codec, sentences = asked.image_tokenizer or settings.data.image_codec, list[str]()
+    if asked.config and not asked.image_tokenizer and src.is_dir():
+        codec = "" if codec == config.Data().image_codec else codec  # no file need name one
+    with prepare.reserved(dst):
+        given = own_images.mixture_of(src, dst)
+        if with_tokenizers:
+            sentences = [] if codec else own_images.estimates(settings)
+            own_images.place_image_tokenizer(given.recipe, dst, settings, codec, say)
+            codec = asked.dst
+        with progress(f"{src} -> {dst}") as on_progress:
+            load_encoder = functools.partial(vq.ImageEncoder, codec)
+            how = {"found": given.found, "sentences": sentences}
+            done = prepare.fill(given.recipe, dst, settings, load_encoder, on_progress, **how)
+        if with_tokenizers:
+            own_images.place_text_tokenizer(dst, text, say)
+    following = f"Next: sparse-lavida train --data={asked.dst}" * bool(with_tokenizers)
+    return _preparation(asked, done, following)
+
+
+def _preparation(asked: flags.FlagValues, done: Any, following: str) -> str:
+    """Returns what a preparation used and left out, as text or JSON."""
+    from sparse_lavida_jax.mixture import report
+
+    if asked.json:
+        values = dataclasses.asdict(done) | {"table": report.as_json(done.table)}
+        return json.dumps({"folder": asked.dst, "dry_run": asked.dry_run} | values)
+    made = "" if asked.dry_run else f", {done.made} of {done.shards} shard(s) made now"
+    head = (
+        f"{asked.dst}: {done.records} records{made}; {done.left_out} rows left out, {done.bad} bad,"
+        f" as {'follows' if asked.dry_run else report.READABLE + ' says'}"
     )
+    return "\n".join(filter(None, [head, report.as_text(done.table), following]))
 
 
 def _workdir(asked: flags.FlagValues, settings: config.Config) -> pathlib.Path:
@@ -422,6 +446,8 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("tokenizer", "", "Text tokenizer to use, by default one that is trained on the texts."),
     ("src", "", "What to convert, export, verify or prepare."),
     ("dst", "", "The folder to write."),
+    ("dry_run", False, "Read all that would be prepared, say what would be used, write nothing."),
+    ("json", False, "Print what was used and left out as JSON."),
     ("distributed", False, "Train in several processes, which the environment describes."),
     ("coordinator", "", "Address of process 0, as ADDRESS:PORT."),
     ("num_processes", 0, "Number of processes that train together, 1 or more."),

@@ -37,6 +37,7 @@ MOST_BYTES = 2**29  # of an image file
 MOST_SECONDS = 20.0  # of processor time to read one image
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+READ_SUFFIXES = (*SUFFIXES, ".jfif", ".jpe")  # of files in folders and archives of images
 RECORD = "sparse-lavida"  # the text chunk of a PNG that records how it was drawn
 SCALE = "sparse-lavida-scale"  # the text chunk that says how many times a PNG is enlarged
 MOST_SCALE = 16

@@ -25,7 +25,7 @@ from sparse_lavida_jax.data.files import read_json
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
-from sparse_lavida_jax.mixture import prepare, words
+from sparse_lavida_jax.mixture import prepare, report, words
 from sparse_lavida_jax.mixture.examples import Mixer
 from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
 
@@ -73,7 +73,7 @@ class MixtureBatches(Batches):
         if empty := [group for group, found in self.records.items() if not len(found)]:
             raise RecordError(
                 f"{folder} has no records of {', '.join(empty)}: every row was bad or left out."
-                f" {folder / prepare.READABLE} says why."
+                f" {folder / report.READABLE} says why."
             )
         self.held: dict[str, list[int]] = {}
         self.taken: dict[str, grain.MapDataset] = {}
