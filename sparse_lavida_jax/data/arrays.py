@@ -10,7 +10,6 @@
 Pillow's modes F, I and I;16 are such arrays; its other modes are bytes.
 """
 
-import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -76,12 +75,10 @@ def levels(array: np.ndarray, name: str) -> UInt8[np.ndarray, "..."]:
             f"{name} is an array of {array.dtype}: give bool, whole numbers or floats."
         )
     whole, least, most = array.dtype.kind != "f", float(array.min()), float(array.max())
-    if not math.isfinite(least + most):
-        raise ImageError(f"{name} holds NaN or infinite numbers: give 0..1 or 0..{WHITE}.")
     half = 0.5 / WHITE  # less than half a level is rounded away
     white = 1 if most < 1 + half else DEEP_WHITE if whole and most > WHITE else WHITE
     unclear = white == WHITE and not whole and most < UNCLEAR
-    if unclear or least <= -half * white or most >= (1 + half) * white:
+    if unclear or not (least > -half * white and most < (1 + half) * white):  # or NaN
         raise ImageError(
             f"{name} holds numbers from {least:g} to {most:g}: they must lie in 0..1 or 0..{WHITE},"
             f" or whole numbers in 0..{DEEP_WHITE}."

@@ -1,36 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of what a caller hands over: numbers, seeds and texts, as Python's own or of any library.
 
-A number may be a scalar of numpy, or an array of any library without axes; several may be an array.
-Whole numbers may be floats such as 7.0. Bools and strings are not numbers.
+A number may be an array of any library without axes; several may be an array. Whole numbers may be
+floats such as 7.0. Bools and strings are not numbers.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data import arrays
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS
 from sparse_lavida_jax.schema import LARGEST_SCALE, shown
 
-# What is meant; at run time anything may come, and the checks here say what is wrong with it.
-if TYPE_CHECKING:
-    Words = str | Sequence[str]
-    Whole = int | np.integer
-    Number = float | np.number
-    Numbers = Number | Sequence[Number | None] | np.ndarray | None  # for all rows, or one per row
-    Sizes = Whole | Sequence[Whole] | np.ndarray
-    Edges = Sequence[Number] | np.ndarray
-    Seeds = Whole | Sequence[Whole] | np.ndarray
-else:
-    Words = Whole = Number = Numbers = Sizes = Edges = Seeds = Any
+# Anything may come, and is checked here.
+Words = Any  # a text or several
+Number = Any
+Numbers = Any  # one for all rows, or one per row
 
-SEEDS = 2**31  # that differ: a larger one is folded to its remainder
+SEEDS = 2**31  # that differ: a larger one stands for its remainder
 LARGEST_SEED = 2**64 - 1  # that is taken
 MOST_IMAGES = 1024  # for one prompt, or attempts at one image
+
+Reader = Callable[[str, Any], Any]  # of a value, with its name for the error message
 
 
 def refusal(name: str, value: Any, allowed: str) -> RequestError:
@@ -40,14 +34,12 @@ def refusal(name: str, value: Any, allowed: str) -> RequestError:
 
 
 def plain(value: Any) -> Any:
-    """Returns a scalar or an array of any library as a value of Python, or a list; others as is."""
-    foreign = hasattr(value, "__array__") or hasattr(value, "__dlpack__")
-    if not foreign:
+    """Returns an array of any library as numbers of Python, in lists; anything else as it is."""
+    if not any(hasattr(value, name) for name in ("__array__", "__dlpack__")):
         return value
     try:
-        array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
-        return (array.astype(np.float32) if array.dtype.kind == "V" else array).tolist()
-    except Exception:  # whatever another library raises: what cannot be read is not a number
+        return arrays.array_of(value, "").tolist()
+    except arrays.ImageError:  # then it is not a number
         return value
 
 
@@ -56,129 +48,97 @@ def listed(values: Any) -> list[Any] | None:
     found = plain(values)
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
         return None
-    return [plain(one) for one in found]
+    try:
+        return [plain(one) for one in found]
+    except TypeError:  # without axes, and not a number, such as a key of jax
+        return None
 
 
 def number(name: str, value: Any, *, whole: bool = False) -> Any:
-    """Returns a number of any library as one of Python.
+    """Returns a number.
 
     Raises:
         RequestError: it is not a number, or not a whole one.
     """
     found = plain(value)
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not is_number or (whole and isinstance(found, float) and not found.is_integer()):
+    fits = isinstance(found, int | float) and not isinstance(found, bool)
+    if not fits or (whole and isinstance(found, float) and not found.is_integer()):
         raise refusal(name, value, f"it must be a {'whole ' * whole}number")
     return int(found) if whole else found
 
 
-def numbers(name: str, values: Any, count: int, what: str, *, whole: bool = False) -> list[Any]:
-    """Returns so many numbers.
-
-    Raises:
-        RequestError: there are others.
-    """
-    found = listed(values)
-    if found is None or len(found) != count:
-        raise refusal(name, values, f"it must be {what}")
-    return [number(name, one, whole=whole) for one in found]
-
-
 def texts(name: str, values: Any) -> list[str]:
-    """Returns one text, or several, as a list.
+    """Returns a text, or several, as a list.
 
     Raises:
         RequestError: there is none, or something else.
     """
-    found = listed(values)
-    found = [plain(values)] if found is None else found
+    found = [plain(values)] if (several := listed(values)) is None else several
     if not found:
         raise RequestError(f"give at least one {name.removesuffix('s')}: the list is empty.")
-    if wrong := [one for one in found if not isinstance(one, str)]:
-        raise refusal(name, wrong[0], "it must be a text, or a list of texts")
-    return [str(one) for one in found]
+    return [_text(name, one) for one in found]
 
 
 # ---------------------------------------------------------------------------------------------
-# Options: readers of their values, by name. Ranges are checked where the values are used.
+# Options. The ranges of values are checked where they are used.
 
 
-def _scales(name: str, value: Any) -> Any:
-    several = listed(value)
-    if several is None:
-        return number(name, value)
-    return [None if one is None else number(name, one) for one in several]
+def _of(kind: Any, allowed: str) -> Reader:
+    """Returns a reader of values of a type."""
+
+    def read(name: str, value: Any) -> Any:
+        if not isinstance(found := plain(value), kind):
+            raise refusal(name, value, f"it must be {allowed}")
+        return str(found) if isinstance(found, str) else found
+
+    return read
 
 
-def _pair(name: str, value: Any, what: str) -> tuple[int, int]:
-    first, last = numbers(name, value, 2, f"a whole number, or the {what}", whole=True)
-    return first, last
+def _fixed(count: int, allowed: str, one: Reader, single: Reader | None = None) -> Reader:
+    """Returns a reader of so many values; `single` reads a value that stands for them."""
+
+    def read(name: str, value: Any) -> Any:
+        several = listed(value)
+        if several is None and single:
+            return single(name, value)
+        if several is None or len(several) != count:
+            raise refusal(name, value, f"it must be {allowed}")
+        return tuple(one(name, part) for part in several)
+
+    return read
 
 
-def _registers(name: str, value: Any) -> int | tuple[int, int]:
-    if listed(value) is None:
-        return number(name, value, whole=True)
-    return _pair(name, value, "first and the last")
+def _by_row(one: Reader) -> Reader:
+    """Returns a reader of a value, or of one per row."""
 
+    def read(name: str, value: Any) -> Any:
+        several = listed(value)
+        return one(name, value) if several is None else [one(name, part) for part in several]
 
-def size(name: str, value: Any) -> tuple[int, int]:
-    """Returns height and width; one number is the side of a square."""
-    if listed(value) is None:
-        return (number(name, value, whole=True),) * 2
-    return _pair(name, value, "height and the width")
-
-
-def _box(name: str, value: Any) -> tuple[Any, ...]:
-    return tuple(numbers(name, value, 4, "four numbers: x1, y1, x2, y2 in pixels"))
-
-
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(plain(value), bool):
-        raise refusal(name, value, "it must be True or False")
-    return plain(value)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(plain(value), str):
-        raise refusal(name, value, "it must be a text")
-    return str(plain(value))
-
-
-def _layouts(name: str, value: Any) -> Any:
-    several = listed(value)
-    found = [plain(value)] if several is None else several
-    if wrong := [one for one in found if not isinstance(one, bool | str | None)]:
-        raise refusal(name, wrong[0], "it must be True, False or a layout in words")
-    return found[0] if several is None else found
-
-
-def _turns(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    turns = [listed(turn) or () for turn in listed(value) or [None]]
-    if any(len(turn) != 2 for turn in turns):
-        raise refusal(name, value, "it must be pairs of a question and its answer")
-    return tuple(tuple(_text(name, one) for one in turn) for turn in turns)
-
-
-def _sampling(name: str, value: Any) -> config.Sampling:
-    if not isinstance(value, config.Sampling):
-        raise refusal(name, value, "it must be a config.Sampling")
-    return value
+    return read
 
 
 _whole = functools.partial(number, whole=True)
-READERS: dict[str, Callable[[str, Any], Any]] = {
+_text = _of(str, "a text")
+_turn = _fixed(2, "pairs of a question and its answer", _text)
+READERS: dict[str, Reader] = {
     **dict.fromkeys(("steps", "num_images", "rounds", "max_new_tokens"), _whole),
-    **dict.fromkeys(("temperature", "guidance", "guidance_image"), _scales),
     **dict.fromkeys(("sampler", "order", "quantize", "vq_dtype", "template"), _text),
-    **dict.fromkeys(("as_written", "together"), _bool),
+    **dict.fromkeys(("as_written", "together"), _of(bool, "True or False")),
+    **dict.fromkeys(
+        ("temperature", "guidance", "guidance_image"),
+        _by_row(lambda name, value: None if value is None else number(name, value)),
+    ),
     "layout_temperature": number,
-    "registers": _registers,
-    "size": size,
-    "box": _box,
-    "plan": _layouts,
+    "registers": _fixed(2, "a whole number, or the first and the last", _whole, _whole),
+    "size": _fixed(
+        2, "height and width, or one side", _whole, lambda name, value: (_whole(name, value),) * 2
+    ),
+    "box": _fixed(4, "four numbers: x1, y1, x2, y2 in pixels", number),
+    "plan": _by_row(_of(bool | str | None, "True, False or a layout in words")),
     "required": lambda _, value: texts("words", value),
-    "earlier": _turns,
-    "sampling": _sampling,
+    "earlier": lambda name, value: tuple(_turn(name, one) for one in listed(value) or [value]),
+    "sampling": _of(config.Sampling, "a config.Sampling"),
 }
 
 
@@ -186,7 +146,7 @@ def named(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options under their own names, in types of Python; None means not given.
 
     Raises:
-        RequestError: an option is given under two names, or is of another kind.
+        RequestError: an option is given under two names, or is of another type.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -238,13 +198,12 @@ def fold(seed: Any, name: str = "seed") -> int:
     Raises:
         RequestError: it is not a whole number, is negative or has more bits.
     """
-    found = number(name, seed, whole=True)
-    if not 0 <= found <= LARGEST_SEED:
+    if not 0 <= (found := _whole(name, seed)) <= LARGEST_SEED:
         raise refusal(name, seed, f"0 to {LARGEST_SEED}")
     return found % SEEDS
 
 
-def row_seeds(seed: Seeds, rows: int, copies: int = 1) -> list[int]:
+def row_seeds(seed: Numbers, rows: int, copies: int = 1) -> list[int]:
     """Returns a seed per row, folded.
 
     Args:

@@ -12,6 +12,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+import numpy as np
+
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import arrays, image_files
 from sparse_lavida_jax.data.example import RowRequest
@@ -27,21 +29,7 @@ from sparse_lavida_jax.data.templates import (
     words_template,
 )
 from sparse_lavida_jax.inference import checks, regions
-from sparse_lavida_jax.inference.checks import (
-    MOST_IMAGES,
-    Number,
-    Numbers,
-    Seeds,
-    Sizes,
-    Whole,
-    Words,
-    check_ceilings,
-    each,
-    named,
-    row_numbers,
-    row_seeds,
-    texts,
-)
+from sparse_lavida_jax.inference.checks import MOST_IMAGES, Number, Numbers, Words, each, texts
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.sampling.options import OPTIONS, changed
 
@@ -135,13 +123,13 @@ class Options(TypedDict, total=False):
         as_written: gives the model the words as they are, even if it was taught no such sentence.
     """
 
-    seed: Seeds | None
+    seed: Numbers
     sampling: config.Sampling | None
-    steps: Whole | None
-    num_inference_steps: Whole | None
+    steps: Number
+    num_inference_steps: Number
     temperature: Numbers
     sampler: str | None
-    registers: Sizes | None
+    registers: Numbers
     quantize: str | None
     as_written: bool | None
 
@@ -160,9 +148,9 @@ class ImageOptions(Options, total=False):
         vq_dtype: dtype of the decoder of images.
     """
 
-    num_images: Whole | None
+    num_images: Number
     plan: bool | Words | None
-    layout_temperature: Number | None
+    layout_temperature: Number
     guidance: Numbers
     guidance_scale: Numbers
     order: str | None
@@ -257,7 +245,7 @@ class RequestMaker:
         """
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
-        spec, given = TASKS[task], named(asked)
+        spec, given = TASKS[task], checks.named(asked)
         as_written = given.pop("as_written", False)
         for name in PROMPTING & given.keys():
             given[name] = self._spelled(given[name])
@@ -273,13 +261,14 @@ class RequestMaker:
         if spec.image == "needed" and not pairs[0][1]:
             raise RequestError("this task is about an image: give one.")
         count = len(pairs)
-        seeds = row_seeds(given.get("seed", 0), count, copies)
+        seeds = checks.row_seeds(given.get("seed", 0), count, copies)
         plans = each("layouts", given.get("plan"), count)
         if "known" in given:
-            given["known"] = _masks(given["known"], count, self.settings.model.grid_size)
+            side = self.settings.model.grid_size
+            given["known"] = _masks(given["known"], count, copies, side)
         for plan in plans:
             check_characters(plan if isinstance(plan, str) else "", "layout")
-        numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
+        numbers = {name: checks.row_numbers(name, columns[name], count, copies) for name in columns}
         readings = [
             self.prompts.as_written(one) if as_written else self.prompts.read(task, one, seed)
             for (one, _), seed in zip(pairs, seeds, strict=True)
@@ -333,7 +322,7 @@ class RequestMaker:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
         ceilings = {"num_images": MOST_IMAGES, "rounds": MOST_IMAGES}
         ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
-        check_ceilings(given, ceilings)
+        checks.check_ceilings(given, ceilings)
         if task == "constrained_caption" and ("template" in given) == ("required" in given):
             raise RequestError("a constrained caption needs a template or words, one of the two.")
 
@@ -385,7 +374,7 @@ def _other_texts(request: Request) -> list[str]:
     return texts + [question for question, _ in request.earlier]
 
 
-def _masks(known: Any, rows: int, side: int) -> list[Grid]:
+def _masks(known: Any, rows: int, copies: int, side: int) -> list[Grid]:
     """Returns the mask of each row from grids of the cells to keep; a single one is for all rows.
 
     Raises:
@@ -396,8 +385,10 @@ def _masks(known: Any, rows: int, side: int) -> list[Grid]:
         raise image_files.ImageError(
             f"the grid of known cells is {list(found.shape)}: it must be [{side}, {side}]."
         )
-    grids = [found] * rows if found.ndim == 2 else [*found]
-    return [~grid.astype(bool) for grid in each("grids of known cells", grids, rows)]
+    masks = ~found.astype(bool)
+    if masks.ndim == 2:
+        return [masks] * rows
+    return [np.array(mask) for mask in each("grids of known cells", masks, rows, copies)]
 
 
 def _check_mask(task: str, mask: Grid) -> None:
@@ -418,7 +409,7 @@ def sampling_of(
         if by_row and isinstance(given[name], list):
             columns[name] = given[name]
         else:
-            shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
+            shared[name] = checks.row_numbers(name, given[name], 1)[0] if by_row else given[name]
     sampling = given.get("sampling") or default
     if shared:
         sampling = changed(sampling, draws=draws, **shared)
