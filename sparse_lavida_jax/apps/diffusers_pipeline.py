@@ -49,6 +49,7 @@ METHODS = set(
     " xformers_memory_efficient_attention model_cpu_offload sequential_cpu_offload".split()
 )
 HUB = {"cache_dir": "HF_HUB_CACHE", "token": "HF_TOKEN"}  # and the variables that say it
+OURS = inspect.signature(SparseLaViDa.from_pretrained).parameters.keys()
 SPREAD = ("auto", "balanced", "sequential")  # of `device_map`
 # By name; 16 bits are bfloat16 here.
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
@@ -116,10 +117,11 @@ class SparseLaViDaPipeline:
                 raise checks.refusal(key, value, f"leave it out, and set {variable}")
         kept, wanted = _honoured(options), torch_dtype if dtype is None else dtype
         wanted = None if isinstance(wanted, str) and wanted == "auto" else wanted
-        for key in kept.keys() - inspect.signature(SparseLaViDa.from_pretrained).parameters.keys():
+        for key in kept.keys() - OURS:
             raise checks.refusal(key, kept[key], "it cannot be honoured, leave it out")
         if wanted is not None and _dtype(wanted) is None:
-            raise checks.refusal("dtype", wanted, f"auto, {', '.join(DTYPES)}")
+            key = "torch_dtype" if dtype is None else "dtype"
+            raise checks.refusal(key, wanted, f"auto, {', '.join(DTYPES)}")
         made = cls(SparseLaViDa.from_pretrained(name, dtype=_dtype(wanted), **kept))
         return made if device_map is None or device_map in SPREAD else made.to(device_map)
 
@@ -135,15 +137,15 @@ class SparseLaViDaPipeline:
         Raises:
             ValueError: they are elsewhere.
         """
-        for place in (*places, *_honoured(named).values()):
+        given, here = _honoured(named), jax.default_backend()
+        for key in given.keys() - {"device", "dtype", "torch_dtype"}:
+            raise checks.refusal(key, given[key], "give a device or a dtype")
+        for place in filter(None, (*places, *given.values())):
             dtype, (kind, _, number) = _dtype(place), str(place).partition(":")
             if dtype is not None and dtype != self.dtype.name:
                 again, (kind_of, loading, *others) = self.model.__reduce__()
                 self.model = again(kind_of, loading | {"dtype": dtype}, *others)
-            elif dtype is None and (
-                {"gpu": "cuda"}.get(kind, kind) != self.device or number not in ("", "0")
-            ):
-                here = jax.default_backend()
+            elif not dtype and ({"cuda": "gpu"}.get(kind, kind) != here or number not in ("", "0")):
                 raise ValueError(
                     f"the model is on {here} and cannot be moved to {place}: choose the device"
                     " before Python starts, such as JAX_PLATFORMS=cpu."
