@@ -41,6 +41,7 @@ from sparse_lavida_jax.apps.errors import REFUSED, UsageError, about_path
 from sparse_lavida_jax.apps.terminal import progress, say
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.inference.checks import LARGEST_SEED
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.models import quantize
@@ -438,7 +439,7 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("prompt", "", "The prompt, instruction, question, or what to point at."),
     ("image", "", "The image to edit or to look at: PNG, JPEG or WebP."),
     ("out", "image.png", "File for the image that is drawn, by default image.png."),
-    ("seed", 0, "Seed of the random numbers, 0 to 2147483647; by default 0."),
+    ("seed", 0, f"Seed of the random numbers, 0 to {LARGEST_SEED}; by default 0."),
     ("data", "", "Prepared folder to train on, without a config."),
     ("init_from", "", "With --data: the model to start from; by default, none."),
     ("image_tokenizer", "", "Image tokenizer to use, by default one trained on the images."),
@@ -474,7 +475,8 @@ def _define(asked: flags.FlagValues) -> None:
             usual = str(runtime.programs_folder())
             flags.DEFINE_string(name, usual, meaning, flag_values=asked)
         elif type(default) is int:
-            most = {"lower_bound": -(2**31), "upper_bound": 2**31 - 1}
+            largest = LARGEST_SEED if name == "seed" else 2**31 - 1
+            most = {"lower_bound": -(2**31), "upper_bound": largest}
             flags.DEFINE_integer(name, default, meaning, **most, flag_values=asked)
         else:
             kinds[type(default)](name, default, meaning, flag_values=asked)

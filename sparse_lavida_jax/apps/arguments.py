@@ -10,7 +10,8 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
 from sparse_lavida_jax.data.image_files import MOST_SCALE, SUFFIXES
-from sparse_lavida_jax.inference.requests import LARGEST_SEED, MOST_IMAGES, ROUNDS
+from sparse_lavida_jax.inference.checks import LARGEST_SEED, MOST_IMAGES, SEEDS
+from sparse_lavida_jax.inference.requests import ROUNDS
 from sparse_lavida_jax.inference.warmup import REHEARSED
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import LARGEST_SCALE
@@ -152,7 +153,10 @@ _PLAN = (
 )
 _OWN = "by default the model's own"
 _LOCAL = "127.0.0.1"
-_SEED = f"seed of the first result, 0 to {LARGEST_SEED}; the others count up from it; by default 0"
+_SEED = (
+    f"seed of the first result, 0 to {LARGEST_SEED}, of which the remainder of {SEEDS} counts; the"
+    " others count up from it; by default 0"
+)
 _TEMPERATURE = f"randomness of the draws, 0 to {LARGEST_SCALE}; 0 takes the most probable"
 # By key: group, names and settings for `argparse`.
 ARGUMENTS = {
@@ -261,7 +265,7 @@ ARGUMENTS = {
         f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",
         metavar="DTYPE",
     ),
-    "seed": _argument("--seed", _SEED, _whole),
+    "seed": _argument("--seed", _SEED, int),
     # The model and its server.
     "checkpoint": _argument("--checkpoint", _CHECKPOINT, metavar="MODEL"),
     "checked": _argument("checkpoint", _CHECKED, str, nargs="?", metavar="MODEL"),

@@ -23,6 +23,7 @@ from sparse_lavida_jax.apps.terminal import progress, say, unsaid
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, records, requests, warmup
+from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
@@ -164,7 +165,7 @@ def _words(
     if asked.batch is not None:
         if words is not None:
             raise UsageError("--batch holds the prompts: leave those of the command line out.")
-        return _batch(name, asked.batch, image, asked.seed or 0)
+        return _batch(name, asked.batch, image, fold(asked.seed or 0))
     if words is None and name in ("ask", "reason"):
         words, image = image, None  # a question without an image
         path = pathlib.Path(words or "")
@@ -225,6 +226,8 @@ def _entry(where: str, line: str) -> dict[str, Any]:
         named = {OTHER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
         if len(named) < len(entry):
             raise ValueError(f"an option is given twice, under two names: {', '.join(entry)}.")
+        if named.get("seed") is not None:
+            named["seed"] = fold(named["seed"])
         schema.build(Line, named)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is no JSON: {error}.") from error

@@ -97,7 +97,8 @@ def lines(text: str) -> list[str]:
 
     `str.splitlines` also ends them at U+2028, form feeds and others, which stand inside of lines.
     """
-    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    found = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return found if found[-1] else found[:-1]  # a line end ends a line, and starts none
 
 
 def composed(text: str) -> str:

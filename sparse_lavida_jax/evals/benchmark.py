@@ -19,7 +19,7 @@ from sparse_lavida_jax.data import image_files, leftovers
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals.files import EvaluationError, Record, image_name
 from sparse_lavida_jax.evals.scorers import Metric
-from sparse_lavida_jax.inference.requests import LARGEST_SEED
+from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import changed
 
@@ -190,7 +190,7 @@ class Benchmark(abc.ABC):
     def seed_of(self, item: Item) -> int:
         """Returns the seed of an item's first row, independent of what else is evaluated."""
         first = item.index * self.settings.num_images
-        return (self.config.seed + first) % (LARGEST_SEED - 2**16)
+        return (self.config.seed + first) % (SEEDS - 1 - 2**16)
 
     @property
     def folder(self) -> pathlib.Path:

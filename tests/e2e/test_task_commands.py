@@ -267,7 +267,7 @@ def complaint(model, tmp_path, capsys):
         (["a", "--temperature=-1"], "--temperature=-1.0 is out of range: it must be 0"),
         (["a", "--temperature=inf"], "--temperature=inf is out of range: it must be 0"),
         (["a", "--sampler=fast"], "choose one of dense, none, p"),
-        (["a", "--seed=-1"], "the seed -1 is out of range: 0 to 2147483647"),
+        (["a", "--seed=-1"], "--seed=-1 is out of range: 0 to 18446744073709551615"),
         (["a", "--num-images=0"], "--num-images=0 is out of range"),
         (["a", "--size=100x50"], "an image of 100x50 cannot be drawn"),
         (["a", "--registers=-2"], "number of registers such as 64 or 64:8"),
