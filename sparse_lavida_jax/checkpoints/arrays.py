@@ -226,7 +226,7 @@ def digest_of(leaves: Mapping[str, np.ndarray]) -> str:
 def write_digests(folder: pathlib.Path, digests: Mapping[str, str]) -> None:
     """Writes the digests of the arrays of a model folder, by name."""
     lines = [f"{digests[name]}  {name}\n" for name in sorted(digests)]
-    (folder / TENSORS).write_text("".join(lines))
+    files.write_text(folder / TENSORS, "".join(lines))
 
 
 def read_digests(folder: pathlib.Path) -> dict[str, str]:

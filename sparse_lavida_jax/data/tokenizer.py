@@ -57,7 +57,8 @@ class TextTokenizer(abc.ABC):
             is_panic = type(error).__name__ == "PanicException"
             if not (is_panic or type(error) is Exception or isinstance(error, kinds)):
                 raise
-            raise TokenizerError(f"{self.path} is damaged: {error}. {self._damaged}.") from error
+            told = files.remedy(error, f"{self._damaged}.")
+            raise TokenizerError(f"{self.path} is damaged: {error}.{told}") from error
 
     def ids(self) -> dict[str, int]:
         """Returns the id of every token."""

@@ -186,7 +186,8 @@ def _compute(
             for item, output in zip(batch, outputs, strict=True):
                 row = {"index": item.index, "key": item.key, "seed": bench.seed_of(item)}
                 row |= {"output": output, "seconds": seconds}
-                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                line = json.dumps(row, ensure_ascii=False) + "\n"
+                file.write(line.encode(errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
             yield len(batch)

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.example import RowRequest
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
@@ -460,7 +460,8 @@ def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
             raise image_files.ImageError(f"the result of {shown.task!r} holds no image.")
         return [ShownImage(pixels) for pixels in shown.pixels]
     if isinstance(shown, str | pathlib.Path):
-        return [ShownImage(image_files.read(shown), pathlib.Path(shown))]
+        path = files.expanded(shown)
+        return [ShownImage(image_files.read(path), path)]
     if isinstance(shown, Sequence):
         return [one for part in shown for one in shown_images(part)]
     return [ShownImage(image_files.check(shown))]

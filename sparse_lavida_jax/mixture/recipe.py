@@ -99,7 +99,7 @@ class Dataset(schema.Section):
     """
 
     name: Folder
-    json_path: str
+    json_path: schema.Place
     preprocess_fn: Function
     process_fn_kwargs: dict[str, bool] = dataclasses.field(default_factory=dict)
     columns: Columns = ()
@@ -107,7 +107,7 @@ class Dataset(schema.Section):
     length_group: str = ""
     aes_cutoff: float = 5.0
     min_size: int = 0
-    image_root: str = ""
+    image_root: schema.Place = ""
     within: str = ""
     max_enc_images: int = 0
 
