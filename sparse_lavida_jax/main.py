@@ -24,7 +24,6 @@ stopped by Ctrl-C, likewise; 2 a mistake that the message explains.
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 import signal
 import sys
@@ -39,6 +38,7 @@ from sparse_lavida_jax.apps.arguments import ADAPTERS
 from sparse_lavida_jax.apps.errors import REFUSED, UsageError, about_path
 from sparse_lavida_jax.apps.terminal import output_escaped, progress, say
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
@@ -332,7 +332,8 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
             raise UsageError(f"--mode={asked.mode} takes no settings of a config: {overrides[0]}.")
         _refuse_addresses({f"--{name}": getattr(asked, name) for name in PATHS})
         for name in FILES:  # shells leave `~` after `=` as it is
-            asked[name].value = os.path.expanduser(asked[name].value)
+            if "~" in asked[name].value:
+                asked[name].value = str(files.expanded(asked[name].value))
         if asked.mode != "train" and _together(asked) is not None:
             raise UsageError(
                 f"--mode={asked.mode} does not connect processes: leave out --distributed and"

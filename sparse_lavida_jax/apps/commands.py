@@ -46,7 +46,9 @@ class Line(schema.Section):
 
     prompt: str
     image: str = ""
-    seed: Annotated[object, schema.Allowed(lambda one: type(one) is int, "a whole number")] = 0
+    seed: Annotated[
+        object, schema.Allowed(lambda one: type(one) is int, "it must be a whole number")
+    ] = 0
     temperature: schema.Scale = 0.0
     guidance: schema.Scale = 0.0
 

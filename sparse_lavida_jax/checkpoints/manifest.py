@@ -109,8 +109,7 @@ def _check_header(path: pathlib.Path) -> None:
     try:
         tensor_files.read_header(path)
     except (OSError, ValueError) as error:
-        told = files.remedy(error, "Get it again.")
-        raise CheckpointError(f"{path} is damaged: {error}.{told}") from error
+        raise CheckpointError(f"{path} is damaged: {error}.{files.remedy(error)}") from error
 
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:

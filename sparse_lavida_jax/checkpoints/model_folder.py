@@ -188,22 +188,24 @@ def find_model(
         CheckpointError: there is no such model, or the hub does not provide it.
     """
     folder = files.expanded(name)
-    if _is_released(folder):
-        raise ReleasedError(
-            f"{folder} is a PyTorch folder: convert it first, with"
-            f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."
-        )
+    is_released = _is_released(folder)
     for candidate in (folder, folder / "model", BUNDLED / folder):
-        if stores.holds_params(candidate):
+        if stores.holds_params(candidate) and not (is_released and candidate == folder):
             return candidate
-    for place in (folder, *folder.absolute().parents[:3]) if folder.exists() else ():
-        if stores.holds_params(place) or stores.holds_params(place / "model"):
+    above = folder.absolute().parents[:3] if folder.exists() else ()
+    for place in (folder, *filter(is_ours, above)):
+        if place != folder and any(map(stores.holds_params, (place, place / "model"))):
             raise CheckpointError(f"{folder} is a part of {place}, which holds a model: give that.")
-        if (place / "state").is_dir() and (place / "config.json").is_file():
+        if (place / "state").is_dir() and place.absolute().parent.name != "state":
             raise CheckpointError(
                 f"the run in {place} has not written its model yet: that happens at its end. Run"
                 " the command that started it again; it resumes."
             )
+    if is_released:
+        raise ReleasedError(
+            f"{folder} is a PyTorch folder: convert it first, with"
+            f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."
+        )
     if (folder / "mixture.json").is_file():  # written by `mixture/prepare.py`
         raise CheckpointError(
             f"{folder} is data, not a model: `sparse-lavida train --data={folder}` trains one."

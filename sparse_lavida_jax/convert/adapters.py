@@ -403,8 +403,7 @@ def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
     try:
         leaves = tensor_files.read_floats(path)
     except (OSError, ValueError) as error:
-        told = files.remedy(error, "Copy it again.")
-        raise CheckpointError(f"{path} cannot be read ({error}).{told}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}.{files.remedy(error)}") from error
     if not leaves:
         raise CheckpointError(f"{path} adapts nothing: it holds no tensor. Copy it again.")
     for key, leaf in leaves.items():

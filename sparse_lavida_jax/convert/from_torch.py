@@ -26,6 +26,7 @@ from sparse_lavida_jax.checkpoints.tensors import INDEX, SINGLE
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.convert.settings import ConvertError, has_generation_branch, settings_from
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data.files import remedy
 from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.models import vq as image_tokenizer
@@ -429,8 +430,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         given = files.read_json(path, model_folder.MOST_SETTINGS)
     except (OSError, ValueError) as error:
-        told = files.remedy(error, "Download it again.")
-        raise ConvertError(f"{path} cannot be read: {error}.{told}") from error
+        raise ConvertError(f"{path} cannot be read: {error}.{remedy(error)}") from error
     if not isinstance(given, dict):
         raise ConvertError(f"{path} is damaged: it holds no settings. Download it again.")
     return given

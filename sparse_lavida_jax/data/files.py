@@ -58,7 +58,7 @@ class EncodingError(UnicodeDecodeError):
         return "it is not text in UTF-8: save it in that encoding"
 
 
-def remedy(error: BaseException, usual: str) -> str:
+def remedy(error: BaseException, usual: str = "Download it again.") -> str:
     """Returns what to do about a file that cannot be read; "" if the error says it already."""
     return "" if isinstance(error, FileRefused | EncodingError) else f" {usual}"
 
@@ -125,13 +125,20 @@ def lines(text: str) -> list[str]:
 
 
 def expanded(name: pathlib.Path | str) -> pathlib.Path:
-    """Returns a path with `~` or `~user` at its start expanded, as a shell would."""
-    return pathlib.Path(os.path.expanduser(name))
+    """Returns a path with `~` or `~user` at its start expanded, as a shell would; not in `./~`."""
+    path = pathlib.Path(os.path.expanduser(name))
+    return path.absolute() if str(path).startswith("~") else path  # paths forget their `./`
 
 
 def title(path: pathlib.Path | str) -> str:
     """Returns the last part of the absolute path, to name something after it."""
     return resolve(path).name or "root"
+
+
+def has_text_name(path: pathlib.Path | str) -> bool:
+    """Whether an absolute path is text in UTF-8, as the stores of states and records need."""
+    name = str(resolve(path))
+    return name.encode(errors="ignore").decode() == name
 
 
 def check_place(folder: pathlib.Path) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
 from sparse_lavida_jax.data.batches import Batches
-from sparse_lavida_jax.data.files import read_json
+from sparse_lavida_jax.data.files import has_text_name, read_json
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
@@ -195,6 +195,8 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
         RecordError: it is missing, damaged or of another version.
     """
     path = folder / prepare.INDEX
+    if not has_text_name(folder):
+        raise RecordError(f"{folder} is not text in UTF-8: give the folder another name.")
     try:
         index = read_json(path)
     except (OSError, ValueError) as error:
