@@ -42,21 +42,23 @@ def output_escaped() -> Iterator[None]:
     """Escapes what the output cannot encode, and writes all of it at the end.
 
     Raises:
-        SystemExit: it cannot be written; without a word if its reader has ended, such as `head`.
+        SystemExit: its reader has ended, such as `head`.
+        OSError: it cannot be written.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         yield
-    finally:
+        print(end="", flush=True)
+    except OSError as error:
         try:
             print(end="", flush=True)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again
-            if not isinstance(error, BrokenPipeError):
-                say(f"the output cannot be written: {error.strerror}.")
+        except OSError:  # Python flushes once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
             raise SystemExit(FAILURE) from None
+        raise
 
 
 class _Sayer(logging.Handler):

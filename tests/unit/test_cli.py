@@ -416,7 +416,11 @@ def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, 
         assert asked[-1][-1]["temperature"] == [0.5]
 
 
-ROWS = [{"prompt": "a\u2028b\x0cc\x85d", "seed": 7}, {"prompt": "圆"}, {"prompt": "c", "image": "a.png"}]
+ROWS = [
+    {"prompt": "a\u2028b\x0cc\x85d", "seed": 7},
+    {"prompt": "圆"},
+    {"prompt": "c", "image": "a.png"},
+]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
 
 

@@ -356,7 +356,7 @@ def test_lengths_that_processes_would_choose_apart_are_refused(folder, tokenizer
         batches(folder, tokenizer, data={"packing": 4}, process=(0, 2))
 
 
-@pytest.mark.parametrize("long", ["a circle and " * 3000, "\U0001f600" * 900, "x" * 5000])
+@pytest.mark.parametrize("long", ["a circle and " * 1500, "\U0001f600 " * 900])
 def test_captions_to_draw_are_cut_as_for_training_and_left_out_if_too_long(
     tmp_path, tokenizer, long
 ):

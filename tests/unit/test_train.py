@@ -738,7 +738,9 @@ def test_what_a_run_shows_comes_after_the_model_and_cannot_lose_it(loop, monkeyp
     loop.run(train_steps=4, eval_every=2)
     assert found == [False, True, True]
     printed = capsys.readouterr()
-    assert printed.err.count("(MemoryError: a caption of 9101 tokens); what was trained is kept") == 3
+    assert (
+        printed.err.count("(MemoryError: a caption of 9101 tokens); what was trained is kept") == 3
+    )
     assert f"{loop.folder / 'model'}: the trained model" in printed.out
 
 
@@ -751,7 +753,7 @@ def test_a_run_of_as_many_steps_as_asked_for_is_not_too_short(loop, capsys, seco
 def test_a_disk_without_room_for_states_and_model_is_told_before_the_first_step(loop, monkeypatch):
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
-    with pytest.raises(model_folder.WriteError, match="3 MB free and .* MB are needed"):
+    with pytest.raises(model_folder.WriteError, match=r"3 MB free and .* MB are needed"):
         loop.run()
     assert loop.batches == []
 
