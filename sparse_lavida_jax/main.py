@@ -332,8 +332,8 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
             raise UsageError(f"--mode={asked.mode} takes no settings of a config: {overrides[0]}.")
         _refuse_addresses({f"--{name}": getattr(asked, name) for name in PATHS})
         for name in FILES:  # shells leave `~` after `=` as it is
-            if "~" in asked[name].value:
-                asked[name].value = str(files.expanded(asked[name].value))
+            if "~" in (given := str(asked[name].value)):
+                asked[name].value = str(files.expanded(given))
         if asked.mode != "train" and _together(asked) is not None:
             raise UsageError(
                 f"--mode={asked.mode} does not connect processes: leave out --distributed and"

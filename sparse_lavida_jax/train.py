@@ -98,6 +98,7 @@ class _Loop:
         model_folder.check_replaceable(self._run.model_folder)
         states, trained = self._run.states, _averaged_part(self.state)
         to_come = max(1, self._settings.train.keep_states + 1 - len(states.steps))
+        to_come = to_come if self.progress() < 1 else 0
         parts = [self._saved()] * to_come + [trained, self.state.frozen]
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
         model_folder.check_free_space(states.folder, size)
@@ -215,7 +216,7 @@ class _Loop:
             model, mesh = runtime.on_host(model), None
         if runtime.is_first():
             path = self._run.folder / f"images/{self.step:06d}.png"
-            with _inside(mesh), self._survived("the images of this step"):
+            with _inside(mesh), self._guard("the images of this step"):
                 scores = report.check(self._source.pipe(model), path, self._source.prompts)
             self.reporter.write(self.step, scores | {"seconds": self.seconds})
             shown = ", ".join(f"{name.replace('_', ' ')} {x:.2f}" for name, x in scores.items())
@@ -248,7 +249,7 @@ class _Loop:
             self.reporter.log_step(step, self.progress(), values | {"learning_rate": rate})
 
     @contextlib.contextmanager
-    def _survived(self, what: str) -> Iterator[None]:
+    def _guard(self, what: str) -> Iterator[None]:
         """Reports an error in what a run shows: it does not lose what was trained."""
         try:
             yield
@@ -268,7 +269,7 @@ class _Loop:
         train = self._settings.train
         if self.step > self._start[0] and (train.image_seconds or train.eval_every):
             self._draw()
-        with _inside(None if runtime.are_several() else self._mesh), self._survived("the report"):
+        with _inside(None if runtime.are_several() else self._mesh), self._guard("the report"):
             if runtime.is_first() and train.eval_prompts:
                 self._write_report(model, is_enough)
         runtime.wait_for_all("the end")

@@ -226,7 +226,8 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     try:
         entry = files.parse_json(line)
         # A table's missing cells become null, and then its whole numbers become 7.0.
-        entry = {k: v for k, v in entry.items() if v is not None} if type(entry) is dict else {}
+        entry = entry.items() if isinstance(entry, dict) else ()
+        entry = {str(key): value for key, value in entry if value is not None}
         if not str(entry.get("prompt", "")).strip():
             raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
         named = {OTHER_KEYS.get(key, key): value for key, value in entry.items()}

@@ -189,8 +189,8 @@ def find_model(
     """
     folder = files.expanded(name)
     is_released = _is_released(folder)
-    for candidate in (folder, folder / "model", BUNDLED / folder):
-        if stores.holds_params(candidate) and not (is_released and candidate == folder):
+    for candidate in () if is_released else (folder, folder / "model", BUNDLED / folder):
+        if stores.holds_params(candidate):
             return candidate
     above = folder.absolute().parents[:3] if folder.exists() else ()
     for place in (folder, *filter(is_ours, above)):

@@ -305,7 +305,7 @@ def _list_weights(released: _Released) -> None:
         return
     # The main files do not contain the image tokenizer.
     alone = folder / "vqvae"
-    paths = sorted(path for path in alone.glob("*.safetensors") if not is_leftover(path.name))
+    paths = [path for path in _files(alone) if path.suffix == ".safetensors"]
     if not paths and has_generation_branch(released.config):
         released.problems.append(f"vqvae: {_pickled_in(alone) or _NO_TOKENIZER}")
         released.unread.append(names.VQ_PREFIX)
@@ -343,19 +343,19 @@ def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
 def _no_weights(folder: pathlib.Path) -> str:
     if pickled := _pickled_in(folder):
         return pickled
-    shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    if shards := [name for name in shards if not is_leftover(name)]:
+    if shards := [path.name for path in _files(folder) if path.suffix == ".safetensors"]:
         return f"{INDEX} is missing, which says what is in {', '.join(shards[:3])}."
     return f"it holds neither {SINGLE} nor {INDEX}."
 
 
 def _pickled_in(folder: pathlib.Path) -> str:
-    found = sorted(
-        path.name
-        for path in folder.glob("*")
-        if path.suffix in _PICKLED and path.is_file() and not is_leftover(path.name)
-    )
+    found = [path.name for path in _files(folder) if path.suffix in _PICKLED]
     return _pickled(found) if found else ""
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    found = (path for path in folder.glob("*") if path.is_file() and not is_leftover(path.name))
+    return sorted(found)
 
 
 def _pickled(found: list[str]) -> str:
@@ -447,10 +447,9 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
     files.copy(released.folder / "tokenizer.json", new / "tokenizer.json")
     small = [
         path
-        for path in sorted(released.folder.iterdir())
+        for path in _files(released.folder)
         if (path.suffix in _SMALL or path.name.startswith(_LICENCES))
         and path.name.isprintable()  # as a list of files can name it
-        and not is_leftover(path.name)
     ]
     for path in [*small, released.folder / "vqvae" / "config.json"]:
         if path.name == "tokenizer.json" or not path.is_file():
