@@ -38,8 +38,9 @@ from ml_collections import ConfigDict, config_flags
 from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.arguments import ADAPTERS
 from sparse_lavida_jax.apps.errors import REFUSED, UsageError, about_path
-from sparse_lavida_jax.apps.terminal import progress, say
+from sparse_lavida_jax.apps.terminal import output_escaped, progress, say
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.inference.checks import LARGEST_SEED
 from sparse_lavida_jax.mixture.recipe import PrepareError
@@ -75,6 +76,7 @@ TAKES = {
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
+FILES = (*PATHS, "config", "image", "image_tokenizer", "tokenizer")
 QUICK_LIMIT = 32  # items of each task that are evaluated without a config, in one batch
 GO_ON = ("train", "evaluate", "prepare")  # modes that keep what was finished before Ctrl-C
 LONGEST_MESSAGE = 500  # of the messages of parsers, which repeat the arguments
@@ -91,7 +93,7 @@ OURS = (*MISTAKES, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` by default, and returns the exit code."""
     try:
-        with runtime.interrupts_heard():
+        with output_escaped(), runtime.interrupts_heard():
             return run(list(sys.argv if argv is None else argv))
     except OURS as error:
         say(str(error))
@@ -354,6 +356,9 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
         if asked.mode in FOLDERS and asked.mode != "prepare" and overrides:
             raise UsageError(f"--mode={asked.mode} takes no settings of a config: {overrides[0]}.")
         _refuse_addresses({f"--{name}": getattr(asked, name) for name in PATHS})
+        for name in FILES:  # shells leave `~` after `=` as it is
+            if "~" in (given := str(asked[name].value)):
+                asked[name].value = str(files.expanded(given))
         if asked.mode != "train" and _together(asked) is not None:
             raise UsageError(
                 f"--mode={asked.mode} does not connect processes: leave out --distributed and"

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Unpack
@@ -144,6 +145,7 @@ class SparseLaViDa:
         loading = {key: value for key, value in locals().items() if key not in ("cls", "convert")}
         if not merge_adapters and task != "both":
             raise ValueError(f"next to adapters, all parameters are kept: leave task={task!r} out.")
+        name = os.path.expanduser(name)
         where: Any = {"revision": revision, "local_files_only": local_files_only}
         if convert:
             # This uses the device, which must be unused when the kernel is checked.

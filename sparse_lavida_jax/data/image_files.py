@@ -465,7 +465,8 @@ def _noted(record: dict[str, Any] | None, scale: int = 1) -> dict[str, Any]:
         return {}
     notes = PngImagePlugin.PngInfo()
     if record is not None:
-        notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
+        noted = json.dumps(record, ensure_ascii=False)
+        notes.add_itxt(RECORD, noted.encode(errors="backslashreplace").decode())
     if scale > 1:
         notes.add_text(SCALE, str(scale))
     return {"pnginfo": notes}
@@ -494,7 +495,7 @@ def check_writable(
     Raises:
         ImageError: the suffix is unsupported, the path is a folder, or its parent is a file.
     """
-    path, known = pathlib.Path(path), suffixes or SUFFIXES
+    path, known = files.expanded(path), suffixes or SUFFIXES
     if path.suffix.lower() not in known:
         raise ImageError(
             f"the image cannot be written to {path}: its name must end in {', '.join(known)}."

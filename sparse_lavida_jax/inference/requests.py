@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import arrays, image_files
+from sparse_lavida_jax.data import arrays, files, image_files
 from sparse_lavida_jax.data.example import RowRequest
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
@@ -431,7 +431,8 @@ def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
             raise image_files.ImageError(f"the result of {shown.task!r} holds no image.")
         return [ShownImage(pixels) for pixels in shown.pixels]
     if isinstance(shown, str | os.PathLike):
-        return [ShownImage(image_files.read(path), path) for path in [pathlib.Path(shown)]]
+        path = files.expanded(shown)
+        return [ShownImage(image_files.read(path), path)]
     several = isinstance(shown, Sequence) and not isinstance(shown, bytes | bytearray | memoryview)
     if several or getattr(shown, "ndim", 0) == 4:  # or an array [n h w c]
         return [one for part in shown for one in shown_images(part)]

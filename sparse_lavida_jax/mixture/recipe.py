@@ -116,7 +116,7 @@ class Dataset(schema.Section):
     length_group: str = ""
     aes_cutoff: float = 5.0
     min_size: int = 0
-    image_root: str = ""
+    image_root: schema.Place = ""
     within: tuple[str, ...] = ()
     max_enc_images: int = 0
 
@@ -261,5 +261,5 @@ def _dataset(path: pathlib.Path, number: int, given: Any) -> Dataset:
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{where}: {error}") from error
     root = made.image_root and str(path.parent / made.image_root)
-    paths = tuple(str(path.parent / name) for name in made.patterns)
+    paths = tuple(str(path.parent / files.expanded(name)) for name in made.patterns)
     return dataclasses.replace(made, json_path=paths, image_root=root)

@@ -93,7 +93,7 @@ def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
     side = max(fitting, default=min(FACTORS))
     resolutions = FACTORS[side].bit_length()
     return config.Config(
-        name=prepared.name,
+        name=files.title(prepared),
         data=config.Data(image_codec=""),  # none is named
         vq=config.VQ(image_size=side, channels=CHANNELS[:resolutions], codebook_size=512),
         prepare=config.Prepare(max_bad_fraction=0.1, encode_batch=16),
@@ -295,7 +295,7 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
     ids = [tokenizer.id_of(token) for token in (chat.END_OF_TEXT, chat.MASK)]
     sized = (tokenizer.vocab_size, *ids, images.codebook_size, images.image_size // images.factor)
     return config.Config(
-        name=prepared.name,
+        name=files.title(prepared),
         prompts="chat",
         model=dataclasses.replace(
             SMALL if on_cpu else LARGE, **dict(zip(OF_TOKENIZERS, sized, strict=True))
@@ -346,7 +346,7 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
     kinds = base.data.kinds  # none: a LaViDa-O, which knows all kinds
     return dataclasses.replace(
         base,
-        name=prepared.name,
+        name=files.title(prepared),
         data=dataclasses.replace(
             base.data,
             source="prepared",

@@ -100,6 +100,7 @@ def test_a_row_of_a_batch_is_replayed_alone(run, replay, tmp_path, capsys):
 @pytest.mark.slow
 def test_edit_shows_the_image_and_is_replayed_with_it(run, replay, tmp_path, image, capsys):
     out, again = tmp_path / "edited.png", tmp_path / "again.png"
+    image = image.rename(tmp_path / "caf\udce9.png")  # not text in UTF-8
     run("edit", image, "make the red circle green", f"--out={out}", "--no-plan")
     assert replay("replay", out, f"--out={again}") == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
