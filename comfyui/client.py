@@ -5,6 +5,7 @@ import dataclasses
 import http.client
 import json
 import os
+import re
 import urllib.error
 import urllib.request
 import uuid
@@ -13,6 +14,18 @@ from typing import Any
 
 # Not an input of a node: ComfyUI writes inputs into every image that it saves.
 KEY = "SPARSE_LAVIDA_API_KEY"
+
+
+def address_of(text: str) -> str:
+    """Returns the address of a server, given with or without http://, and with or without /v1."""
+    found = re.fullmatch(
+        r"(?:(https?)://)?((?!https?:/)[^/?#]+(?:/.*?)??)(?:/v1)?/*", text.strip(), re.I
+    )
+    if not found or "://" in found[2]:
+        raise ServerError(
+            f"{text!r} is not the address of a server: give one such as http://127.0.0.1:8000."
+        )
+    return f"{(found[1] or 'http').lower()}://{found[2]}"
 
 
 class ServerError(RuntimeError):
@@ -63,15 +76,9 @@ class Server:
         return self._answer(path, body + f"--{boundary}--\r\n".encode(), {"Content-Type": kind})
 
     def _answer(self, path: str, body: bytes | None, headers: Mapping[str, str]) -> dict[str, Any]:
-        if not self.address.startswith(("http://", "https://")):
-            raise ServerError(
-                f"{self.address!r} is no address of a server: give one such as"
-                " http://127.0.0.1:8000."
-            )
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY, "").strip()
         own = {"Authorization": f"Bearer {key}"} if key else {}
-        address = self.address.rstrip("/") + path
-        request = urllib.request.Request(address, body, {**headers, **own})
+        request = urllib.request.Request(self.address + path, body, {**headers, **own})
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 return json.loads(answer.read())

@@ -12,8 +12,10 @@ from PIL import Image
 
 
 def arrays(tensor: Any) -> np.ndarray:
-    """Returns a tensor from any device as an array."""
-    return np.asarray(tensor.cpu() if hasattr(tensor, "cpu") else tensor)
+    """Returns a tensor of any device and type as an array."""
+    for plain in ("detach", "float", "cpu"):
+        tensor = getattr(tensor, plain)() if hasattr(tensor, plain) else tensor
+    return np.asarray(tensor)
 
 
 def masks(tensor: Any) -> np.ndarray:

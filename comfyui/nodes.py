@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from . import files
-from .client import Server
+from .client import Server, address_of
 
 TOGETHER = 16  # simultaneous requests: the server's usual batch
+SEEDS = 2**31  # how many the model tells apart
 CATEGORY = "Sparse-LaViDa"
 SERVER = ("SPARSE_LAVIDA_SERVER", {"tooltip": "What the node Sparse-LaViDa Connect returns."})
 IMAGE = ("IMAGE", {})
@@ -20,9 +21,9 @@ SEED = (
     {
         "default": 0,
         "min": 0,
-        "max": 2**31 - 1,
+        "max": 2**64 - 1,  # as of ComfyUI's own nodes
         "control_after_generate": True,
-        "tooltip": "Of the first image; the others count on.",
+        "tooltip": "Of the first image; the others count on. Seeds that differ by 2**31 are one.",
     },
 )
 SETTINGS = {
@@ -68,7 +69,7 @@ class Connect:
         }
 
     def connect(self, address: str, timeout: int = 600):
-        server = Server(address.strip(), timeout)
+        server = Server(address_of(address), timeout)
         return server, server.get("/v1/models")["data"][0]["id"]
 
 
@@ -103,7 +104,7 @@ class Generate:
             asked["size"] = f"{width}x{height}"
 
         def draw(row: int) -> dict[str, Any]:
-            return server.post("/v1/images/generations", {**asked, "seed": seed + row})
+            return server.post("/v1/images/generations", {**asked, "seed": _seed(seed, row)})
 
         return (files.images_of(_each(count, draw)),)
 
@@ -181,7 +182,7 @@ class Ask:
         shown = [None] if images is None else files.arrays(images)
 
         def answer(row: int) -> str:
-            return _said(server, question, shown[row], {**asked, "seed": seed + row})
+            return _said(server, question, shown[row], {**asked, "seed": _seed(seed, row)})
 
         return (_each(len(shown), answer),)
 
@@ -203,7 +204,7 @@ class Ground:
         shown = files.arrays(image)
         if len(shown) != 1:
             raise ValueError(f"things are found in one image, and {len(shown)} were given.")
-        said = _said(server, phrases, shown[0], {"task": "ground", "seed": seed})
+        said = _said(server, phrases, shown[0], {"task": "ground", "seed": _seed(seed)})
         boxes = [found["bbox_2d"] for found in json.loads(said)]
         masks = np.zeros((len(boxes), *shown.shape[1:3]), np.float32)
         for number, box in enumerate(boxes):
@@ -224,6 +225,11 @@ def _settings(steps: int, guidance: float) -> dict[str, Any]:
     """Returns the settings that are not left to the model."""
     chosen = {"steps": steps or None, "guidance": None if guidance < 0 else guidance}
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _seed(first: int, row: int = 0) -> int:
+    """Returns the seed of a row; any whole number is one, by its remainder."""
+    return (int(first) + row) % SEEDS
 
 
 def _each(rows: int, ask: Callable[[int], Any]) -> list[Any]:
@@ -248,7 +254,7 @@ def _changed(server: Server, shown, mask, words: str, seed: int, steps: int, gui
         )
 
     def change(row: int) -> dict[str, Any]:
-        fields = {"prompt": words, "seed": seed + row, **_settings(steps, guidance)}
+        fields = {"prompt": words, "seed": _seed(seed, row), **_settings(steps, guidance)}
         pngs = {"image": files.png(pixels[row % len(pixels)])}
         if len(masks):
             pngs["mask"] = files.holed(masks[row % len(masks)])

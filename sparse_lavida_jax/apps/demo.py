@@ -9,10 +9,12 @@ passed through the network (`apps/passes.py`).
 
 import asyncio
 import contextlib
+import functools
 import inspect
+import math
 import os
 import pathlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import fastapi
@@ -168,6 +170,9 @@ class _Tab:
                     inputs |= _settings(service, task)
             with gr.Column():
                 outputs = _outputs(task)
+        for component in inputs.values():
+            if isinstance(component, gr.Number | gr.Slider):
+                component.preprocess = functools.partial(_number, component, component.preprocess)
         if spec.draws:
             outputs.append(gr.HTML(passes.legend()))
         self.output, note = outputs[:2]
@@ -259,6 +264,15 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     for name, component in inputs.items():
         component.info = EXPLAINED[name]
     return inputs
+
+
+def _number(component: Any, read: Callable[[float], Any], payload: Any) -> Any:
+    """Returns the number in a field; None if the field is empty."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if payload is None or math.isfinite(float(payload)):
+            return payload if payload is None else read(float(payload))
+    told = f"{component.label}: {str(payload)[:40]!r} is not a number that is taken."
+    raise gr.Error(told, print_exception=False)
 
 
 def _outputs(task: str) -> list[Any]:
@@ -369,7 +383,7 @@ async def _run(
     service: Service, task: str, inputs: dict[str, Any], pace: standing.Pace
 ) -> AsyncIterator[tuple[Any, ...]]:
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
-    image, words, options = inputs.pop("given", None), inputs.pop("words"), inputs
+    image, words, options = inputs.pop("given", None), inputs.pop("words") or "", inputs
     makes, shown = TASKS[task].makes, None
     if task == "inpaint":
         image, known = _needed(image)
@@ -386,7 +400,7 @@ async def _run(
     if options["sampler"] == AS_TRAINED:
         options["sampler"] = None
     whole = {"steps", "registers", "seed", "rounds"} & options.keys()
-    options |= {name: int(options[name] or 0) for name in whole}  # 3.0 for 3, None if emptied
+    options |= {name: int(options[name]) for name in whole if options[name] is not None}
     try:
         looks = EVERY if makes == "image" else 0
         ticket = service.submit(task, words, image, previews=looks, **options)
@@ -445,6 +459,8 @@ def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndar
     editor = editor or {"background": None, "layers": []}
     background = _needed(editor["background"])
     layers = [layer[..., 3] > 0 for layer in editor["layers"]]
+    if len({layer.shape for layer in layers}) > 1:
+        raise gr.Error("the layers differ in size: paint on one.", print_exception=False)
     if not np.any(layers):
         raise gr.Error("nothing is painted: paint over the image first.", print_exception=False)
     return np.ascontiguousarray(background[..., :3]), np.any(layers, axis=0)

@@ -251,13 +251,16 @@ class Service:
         cells = self.pipe.settings.model.grid_size
         return self.small(image), {"known": ~regions.cell_mask(mask, cells)}
 
-    def cost_of(self, images: Sequence[bytes], name: str = "the image") -> int:
+    def cost_of(self, images: Sequence[bytes], *names: str) -> int:
         """Returns what it costs to decode the image files of a request, from their headers.
+
+        Messages call them by their names, others "the image".
 
         Raises:
             ImageError: one is too large or not an image, or all of them cost too much.
         """
-        for contents in images:
+        named = [*itertools.zip_longest(images, names, fillvalue="the image")]
+        for contents, name in named:
             if len(contents) > self.limits.upload:
                 raise image_files.ImageError(
                     f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken."
@@ -268,11 +271,11 @@ class Service:
         def check() -> None:
             if time.thread_time() > end:
                 raise image_files.ImageError(
-                    f"the headers of {name} take more than {HEADER_SECONDS:g} s to read: save it"
+                    f"the headers of the image take more than {HEADER_SECONDS:g} s to read: save it"
                     " anew as PNG."
                 )
 
-        cost = sum(image_files.cost(contents, name, check=check) for contents in images)
+        cost = sum(image_files.cost(contents, name, check=check) for contents, name in named)
         if cost > self.limits.pixels:
             raise image_files.ImageError(
                 f"the images have {cost} pixels in all, where each further scan of a JPEG counts an"
@@ -292,17 +295,20 @@ class Service:
     def contents_of_uri(self, uri: str) -> bytes:
         """Returns the image file in a data URI; nothing is ever fetched.
 
+        Its base64 may be broken into lines or end without padding, as browsers take it.
+
         Raises:
             ImageError: a remote address, or another URI.
         """
         kind, comma, payload = uri.partition(",")
+        kind, encoded = kind.lower(), payload.encode(errors="replace").translate(None, b"\t\n\r ")
         if not (kind.startswith("data:image/") and kind.endswith(";base64") and comma):
             raise image_files.ImageError(
                 f"an image at {uri[:60]!r} is not fetched: send the image itself, as"
                 " data:image/png;base64,..."
             )
         try:
-            return base64.b64decode(payload, validate=True)
+            return base64.b64decode(encoded + b"=" * (-len(encoded) % 4), validate=True)
         except ValueError as error:
             raise image_files.ImageError(f"the data URI is not base64: {error}.") from error
 

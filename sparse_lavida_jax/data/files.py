@@ -131,7 +131,7 @@ def composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def expanded(name: pathlib.Path | str) -> pathlib.Path:
+def expanded(name: os.PathLike | str) -> pathlib.Path:
     """Returns a path with `~` or `~user` at its start expanded, as a shell would; not in `./~`."""
     path = pathlib.Path(os.path.expanduser(name))
     return path.absolute() if str(path).startswith("~") else path  # paths forget their `./`

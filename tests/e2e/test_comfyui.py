@@ -187,9 +187,60 @@ def test_the_key_of_the_server_is_in_the_surroundings(run, address, monkeypatch)
         run("Connect", address=address)
 
 
-def test_tensors_may_lie_on_a_device(package, shown):
+def test_tensors_may_lie_on_a_device_in_any_type_and_have_gradients(package, shown):
     on_device = types.SimpleNamespace(cpu=lambda: shown)
-    np.testing.assert_array_equal(package.nodes.files.arrays(on_device), shown)
+    half = types.SimpleNamespace(float=lambda: on_device)  # numpy has no bfloat16
+    for given in (shown, on_device, half, types.SimpleNamespace(detach=lambda: half)):
+        np.testing.assert_array_equal(package.nodes.files.arrays(given), shown)
+
+
+@pytest.mark.parametrize("first", [804822466654819, 2**31 - 1, 2**64 - 1, -1, np.int64(7)])
+def test_any_whole_number_is_a_seed_and_counting_on_wraps(package, shown, first, monkeypatch):
+    seeds, nodes = [], package.nodes
+    choice = {"choices": [{"message": {"content": "[]"}}]}
+
+    def post(path, body, files=None):
+        seeds.append(json.loads(json.dumps(body))["seed"])
+        return choice
+
+    server = types.SimpleNamespace(post=post, post_form=post)
+    monkeypatch.setattr(nodes.files, "images_of", lambda answers: answers)
+    nodes.Generate().generate(server, PROMPT, first, count=2)
+    nodes.Edit().edit(server, shown, "remove it", first)
+    nodes.Inpaint().inpaint(server, shown, np.ones((96, 96)), PROMPT, first)
+    nodes.Ask().ask(server, "how many?", first, images=shown)
+    nodes.Ground().ground(server, shown[:1], "a", first)
+    rows = [int(first) % 2**31, (int(first) + 1) % 2**31]
+    assert sorted(seeds) == sorted([*rows * 4, rows[0]])
+
+
+def test_the_largest_seed_is_comfyuis(run, pipe):
+    (images,) = run("Generate", prompt=PROMPT, seed=2**31 + 3, steps=2)
+    wanted = pipe.generate(PROMPT, seed=3, steps=2)
+    np.testing.assert_array_equal(np.asarray(images), np.float32(wanted.pixels) / 255)
+    assert run("Generate", prompt=PROMPT, seed=2**64 - 1, steps=2, count=2)[0].shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    "form", ["{}", "{}/", "{}/v1", "{}/v1/", "  {}//\n", "HTTP://{host}/v1", "{host}", "{host}/v1"]
+)
+def test_an_address_may_be_that_of_openais_clients(run, address, form):
+    given = form.format(address, host=address.removeprefix("http://"))
+    server, model = run("Connect", address=given)
+    assert (server.address, model) == (address, "tiny")
+    assert run("Ask", server=server, question="why?", seed=1)[0]
+
+
+def test_phrases_are_lines_and_at_least_one(run, shown):
+    phrases = "a\u2028red circle\r\n\n blue square"
+    masks, said = run("Ground", image=shown[:1], phrases=phrases, seed=1)
+    assert [one["label"] for one in json.loads(said)] == ["a\u2028red circle", "blue square"]
+    assert len(masks) == 2
+    for nothing in ("", " \r\n\t\n"):
+        with pytest.raises(RuntimeError, match="give at least one phrase"):
+            run("Ground", image=shown[:1], phrases=nothing, seed=1)
+    with pytest.raises(RuntimeError, match="5000 characters: at most 4000"):
+        run("Ground", image=shown[:1], phrases="a" * 5000, seed=1)
 
 
 def test_images_are_tensors_of_torch(package, shown):
@@ -202,12 +253,13 @@ def test_images_are_tensors_of_torch(package, shown):
 def test_what_goes_wrong_is_a_sentence(run, package, address, shown):
     with pytest.raises(RuntimeError, match="the prompt is empty"):
         run("Generate", prompt=" ", seed=0)
-    with pytest.raises(RuntimeError, match="an image of 7x7 cannot be drawn"):
+    with pytest.raises(RuntimeError, match="size=7x7 cannot be drawn"):
         run("Generate", prompt=PROMPT, seed=0, width=7, height=7)
     with pytest.raises(RuntimeError, match="mask"):
         run("Inpaint", images=shown, mask=np.ones((64, 64)), prompt=PROMPT, seed=0)
-    with pytest.raises(RuntimeError, match="is no address of a server"):
-        run("Connect", address="file:///etc/passwd")
+    for wrong in ("file:///etc/passwd", "", "/v1", "ftp://a", "http://"):
+        with pytest.raises(RuntimeError, match="is not the address of a server"):
+            run("Connect", address=wrong)
     with pytest.raises(RuntimeError, match=r"no server answers at http://127\.0\.0\.1:9"):
         run("Connect", address="http://127.0.0.1:9")
     with pytest.raises(RuntimeError, match=r"404 Not Found|there is nothing at"):

@@ -433,6 +433,42 @@ def test_not_a_number_is_refused(page):
         assert not page.outcome("nan")[0]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        (["2", 0.0, None, "as trained", None], ""),
+        ([2.0, None, 3, None, "7"], ""),
+        (["x", 0, 3, "as trained", 0], "Steps: 'x' is not a number"),
+        ([2, 0, 3, "as trained", [7]], "Seed: '[7]' is not a number"),
+        ([2, float("nan"), 3, "as trained", 0], "Guidance: 'nan' is not a number"),
+        ([2, 0, 3, "as trained", 2**64], "greater than maximum value 2147483647"),
+    ],
+)
+def test_an_empty_field_is_left_out_and_no_number_is_refused_in_a_sentence(page, numbers, told):
+    (path,) = page.upload(png()).json()
+    file, number = {"path": path, "meta": META}, page.number("", "edit")
+    body = json.dumps({"data": [file, "a", *numbers], "fn_index": number, "session_hash": "none"})
+    headers = {"Content-Type": "application/json"}
+    answer = page.http.post("/gradio_api/queue/join", content=body, headers=headers)
+    ok, output = page.outcome("none") if answer.status_code == 200 else (False, answer.json())
+    assert (ok, told in str(output)) == (not told, True), output
+
+
+def test_words_may_be_null_and_layers_of_two_sizes_are_told(page):
+    (path,) = page.upload(png()).json()
+    file = {"path": path, "meta": META}
+    ok, output = page.done(page.number("", "ask"), [file, None, *SETTINGS["ask"]])
+    assert not ok and "the prompt is empty" in str(output)
+    layers = []
+    for side in (96, 48):
+        layer = io.BytesIO()
+        Image.new("RGBA", (side, side), (255, 0, 0, 255)).save(layer, "PNG")
+        layers.append({"path": page.upload(layer.getvalue()).json()[0], "meta": META})
+    editor = {"background": file, "layers": layers, "composite": None}
+    ok, output = page.done(page.number("", "inpaint"), [editor, "a", *SETTINGS["edit"]])
+    assert not ok and "the layers differ in size" in str(output)
+
+
 def test_a_painted_image_is_held_to_the_same_limits(page, monkeypatch):
     (editor,) = [one["id"] for one in page.config["components"] if one["type"] == "imageeditor"]
     store = page.page.blocks[editor].blob_storage

@@ -4,6 +4,7 @@
 import base64
 import dataclasses
 import io
+import json
 import os
 import re
 import signal
@@ -122,6 +123,50 @@ def test_a_question_about_an_image_is_answered(client, shown, service):
     assert reply.choices[0].finish_reason in ("stop", "length")
 
 
+def test_a_request_of_many_quirks_gives_the_answer_of_the_plain_one(address, shown):
+    """One real run for each task; `test_client_bodies.py` has the quirks."""
+    uri = f"data:image/png;base64,{base64.b64encode(png(shown)).decode()}"
+    part = {"type": "image_url", "image_url": {"url": uri}}
+    asked = {"messages": [{"role": "user", "content": [SAID, part]}], "max_tokens": 8, "seed": 1}
+    odd = {"role": "user", "name": "a", "refusal": None, "content": [
+        None, {"type": "input_text", "text": "why?"},
+        {"type": "image_url", "image_url": uri.replace("data:", "DATA:").replace("=", "")},
+    ]}  # fmt: skip
+    drawn = {"prompt": PROMPT, **QUICK}
+    cases = [
+        ("chat/completions", asked, asked | {"messages": [odd], "max_tokens": 8.0, "stop": ""}),
+        ("images/generations", drawn, drawn | {"n": 1.0, "seed": 3.0, "style": None, "lora": []}),
+    ]
+    for path, plain, other in cases:
+        sent = [json.dumps(plain).encode(), b"\xef\xbb\xbf" + json.dumps(other).encode()]
+        replies = [httpx.post(f"{address}/v1/{path}", content=one, timeout=120) for one in sent]
+        first, second = [reply.json().get("choices", reply.json().get("data")) for reply in replies]
+        assert first == second is not None, replies[1].text
+
+
+def test_an_answer_without_an_end_fills_the_limit_and_says_length(client, service, monkeypatch):
+    limits = dataclasses.replace(service.limits, new_tokens=16)
+    monkeypatch.setattr(service, "limits", limits)
+    monkeypatch.setattr(type(service.pipe.prompts), "ends", lambda _: {-1})
+    reply = client.chat.completions.create(**user(SAID), max_tokens=4096, seed=1)
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.completion_tokens == 16
+
+
+def test_a_mask_that_is_opaque_and_white_is_as_one_without_transparency(address, shown):
+    white = np.zeros((96, 96), np.uint8)
+    white[:40, :40] = 255
+    canvas = np.dstack([white, white, white, np.full_like(white, 255)])  # as canvas.toBlob has it
+    replies = []
+    for mask in (white, canvas):
+        files = {"image": ("a.png", png(shown)), "mask": ("m.png", png(mask))}
+        fields = {"prompt": PROMPT, **QUICK, "n": "", "size": ""}
+        url = f"{address}/v1/images/edits"
+        replies.append(httpx.post(url, data=fields, files=files, timeout=120))
+    assert [reply.status_code for reply in replies] == [200, 200], replies[1].text
+    assert replies[0].json()["data"] == replies[1].json()["data"]
+
+
 def user(*parts):
     return {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}]}
 
@@ -144,9 +189,14 @@ REFUSED = [
     (400, "chat/completions", user({"type": "audio"}), "a part of type 'audio' is not known"),
     (400, "chat/completions", user("a"), "must be a text, or a list of parts"),
     (400, "chat/completions", user({"type": "image_url", "image_url": "a.png"}), "is not fetched"),
-    (400, "chat/completions", {**user(SAID), "max_completion_tokens": 0}, "max_new_tokens=0"),
+    (400, "chat/completions", user(SAID) | {"max_tokens": 0}, "max_tokens=0 is out of range"),
+    (400, "images/generations", {"prompt": "a", "num_inference_steps": 99},
+     "num_inference_steps=99 is more than there are"),
+    (400, "images/generations", {"prompt": "a", "size": "7x96"}, "size=7x96 cannot be drawn"),
+    (400, "chat/completions", user(SAID) | {"num_inference_steps": 99}, "num_inference_steps=99"),
+    (400, "chat/completions", user(SAID) | {"registers": 99}, "registers=99 is more than"),
     (400, "chat/completions", {"messages": []}, "messages: List should have at least 1 item"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "path", "asked", "told"), REFUSED)
@@ -156,7 +206,8 @@ def test_what_cannot_be_is_refused_with_a_sentence(address, code, path, asked, t
     error = reply.json()["error"]
     assert told in error["message"]
     assert error["type"] == "invalid_request_error"
-    assert error["param"] == "steps" or not told.startswith("steps=")
+    named = re.match(r"\w+(?=[=:])", told)
+    assert error["param"] == named[0] if named else error["param"] in {None, "messages", *asked}
 
 
 def test_broken_and_large_uploads_are_refused(client, address, service):

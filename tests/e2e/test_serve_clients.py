@@ -2,8 +2,6 @@
 """Requests of OpenAI's client get answers in OpenAI's format; malformed requests are refused."""
 
 import base64
-import contextlib
-import dataclasses
 import io
 import json
 import socket
@@ -23,7 +21,9 @@ pytest.importorskip("prometheus_client", reason=WHY)
 httpx = pytest.importorskip("httpx2", reason=WHY)
 openai = pytest.importorskip("openai", reason=WHY)
 
-from serving_on_loopback import served  # noqa: E402
+
+import staged_server  # noqa: E402
+from staged_server import KEY, client_of, png, said, serving, uri  # noqa: E402
 
 from sparse_lavida_jax.apps import hosting, server  # noqa: E402
 from sparse_lavida_jax.apps.api import guards  # noqa: E402
@@ -31,70 +31,12 @@ from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
 from sparse_lavida_jax.data import image_files  # noqa: E402
 from sparse_lavida_jax.data.image_files import ImageError  # noqa: E402
 
-KEY = "a key"
-
-
-class Asked(staged.Staged):
-    """A staged model that records its requests, and finds boxes."""
-
-    def __init__(self):
-        super().__init__(batch_size=4)
-        self.given = []
-
-    def requests(self, task, words, shown=None, **options):
-        self.given.append((task, words, shown, options))
-        return super().requests(task, words, shown, **options)
-
-    def run(self, requests, callback, **how):
-        found = super().run(requests, callback, **how)
-        if requests[0].task == "ground":
-            boxes = ((1.0, 2.0, 3.0, 4.0), None)[: len(requests)]
-            return dataclasses.replace(found, boxes=boxes)
-        return found
-
-
-@contextlib.contextmanager
-def serving(limits=None, **rules):
-    """A server with a staged model: its service and its address."""
-    service = Service(Asked(), limits or Limits(upload=200_000, longest_wait=0.0))
-    with served(lambda *_: server.make_app(service, **rules)) as address:
-        yield service, address
-        service.pipe.run_free()
-
-
-@pytest.fixture(scope="module")
-def free():
-    """A server whose model steps without waiting."""
-    with serving() as (service, address):
-        service.pipe.run_free()
-        yield service, address
-
-
-@pytest.fixture
-def service(free):
-    free[0].pipe.run_free()
-    free[0].pipe.given.clear()
-    return free[0]
-
-
-@pytest.fixture(scope="module")
-def address(free):
-    return free[1]
-
-
-def client_of(address, **how):
-    return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, **how)
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    return client_of(address)
-
-
-def png(width=8, height=8, mode="RGB", **how) -> bytes:
-    file = io.BytesIO()
-    Image.new(mode, (width, height)).save(file, "PNG", **how)
-    return file.getvalue()
+free, service, address = staged_server.free, staged_server.service, staged_server.address
+client = staged_server.client
+SCHEMES = {  # values of the header Authorization
+    f"bearer {KEY}": 200, f"BEARER   {KEY}": 200, f"bEaReR {KEY}": 200, KEY: 401,
+    f"Basic {KEY}": 401, f"Token {KEY}": 401, f"Bearer{KEY}": 401, f"Bearer Bearer {KEY}": 401,
+}  # fmt: skip
 
 
 def until(condition):
@@ -102,15 +44,6 @@ def until(condition):
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
-
-
-def uri(contents: bytes) -> dict:
-    url = "data:image/png;base64," + base64.b64encode(contents).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def said(role, *content):
-    return {"role": role, "content": content[0] if len(content) == 1 else list(content)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -314,7 +247,7 @@ def test_things_are_found_in_pixels_of_the_image_that_was_sent(client, service):
         ({"stop": ["."]}, "stop is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"max_tokens": 10**9}, "max_new_tokens=1000000000 is out of range: 1 to 1024"),
+        ({"max_tokens": 0}, "max_tokens=0 is out of range: 1 to 1024"),
         ({"top_p": 0}, "top_p: Input should be greater than 0"),
         ({"stream_options": {"include_usage": True}}, "stream_options is of streams"),
         ({"messages": [said("assistant", "a")]}, "begins and ends with a message of the user"),
@@ -323,13 +256,19 @@ def test_things_are_found_in_pixels_of_the_image_that_was_sent(client, service):
         ({"messages": [said("user", "a")] * 257}, "messages: List should have at most 256"),
         ({"task": "ground"}, "things are found in one image"),
         ({"task": "ground", "stream": True}, "boxes come whole"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens=0 is out of range"),
+        ({"stop": "a"}, "stop is not supported"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [said("user", "")]}, "the prompt is empty"),
     ],
 )
 def test_what_an_answer_cannot_be_is_refused(address, asked, told):
     body = {"model": "staged", "messages": [said("user", "a")], **asked}
     reply = httpx.post(f"{address}/v1/chat/completions", json=body)
-    assert reply.status_code == 400
-    assert told in reply.json()["error"]["message"]
+    error = reply.json()["error"]
+    assert (reply.status_code, told in error["message"]) == (400, True), error
+    fields = {*asked, "messages"} if set(asked) <= {"messages", "task"} else asked
+    assert error["param"] in fields, error  # one that was sent
 
 
 def test_the_model_is_listed_and_retrieved(client):
@@ -470,6 +409,11 @@ def test_a_key_is_asked_for():
             assert reply.status_code == 401
             assert reply.json()["error"]["type"] == "authentication_error"
             assert httpx.get(address + path).status_code == 401
+            for value, code in SCHEMES.items():
+                headers = {"Authorization": value}
+                assert httpx.get(address + path, headers=headers).status_code == code, value
+            for name in ("X-API-Key", "api-key"):
+                assert httpx.get(address + path, headers={name: KEY}).status_code == 401
         assert httpx.get(f"{address}/health").status_code == 200
 
 

@@ -73,7 +73,7 @@ class Client:
         self.check()
         return done.result()
 
-    async def decoded(self, images: Sequence[bytes], decode: Callable[[], P]) -> P:
+    async def decoded(self, images: Sequence[bytes], decode: Callable[[], P], *names: str) -> P:
         """Decodes the images of a request in the lane of their cost.
 
         Raises:
@@ -81,7 +81,7 @@ class Client:
                 left.
         """
         async with self._turn("headers"):
-            cost = await self.call(self.service.lane(0), self.service.cost_of, images)
+            cost = await self.call(self.service.lane(0), self.service.cost_of, images, *names)
         if cost <= SMALL:
             return await self.call(self.service.lane(cost), decode)
         async with self._turn("large"):
@@ -103,10 +103,11 @@ class Client:
 
 
 class Asked:
-    """A request in the queue, and the client that waits for it."""
+    """A request in the queue, its fields, and the client that waits for it."""
 
-    def __init__(self, client: Client, ticket: Ticket):
+    def __init__(self, client: Client, ticket: Ticket, fields: Body):
         self.request, self.ticket, self._client = client.request, ticket, client
+        self.fields = fields
         self._ended = asyncio.wrap_future(ticket.future)
         # If the client has left, asyncio should not log the error as never retrieved.
         self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -145,7 +146,7 @@ class Asked:
         Raises:
             HTTPException: the request was refused, failed or was cancelled.
         """
-        with errors.refusing():
+        with errors.refusing(self.fields.sent):
             await self.goes_on(None)
             return self.result()
 
@@ -179,16 +180,17 @@ async def queued(
     if "num_inference_steps" in given:
         more.pop("steps", None)
     service = client.service
-    with errors.refusing(), service.place(client.address):
+    with errors.refusing(asked.sent), service.place(client.address):
         shown = None
         if images:
             with service.counting_refusals(task):
-                shown, read = await client.decoded(images, decode)
+                names = ("the image", "the mask") if task == "inpaint" else ()
+                shown, read = await client.decoded(images, decode, *names)
             given |= read
         options = {"previews": previews, "client": client.address, **more, **given}
         add = functools.partial(service.add, task, words, shown, **options)
         # It is short, and what it adds is cancelled once it is known that the client has left.
-        return Asked(client, await asyncio.wrap_future(service.lane().submit(add)))
+        return Asked(client, await asyncio.wrap_future(service.lane().submit(add)), asked)
 
 
 def check_model(request: fastapi.Request, name: str | None) -> None:
@@ -215,7 +217,7 @@ async def streamed(
     Raises:
         HTTPException: the request was refused or cancelled.
     """
-    with errors.refusing():
+    with errors.refusing(asked.fields.sent):
         while asked.ticket.state is None and await asked.goes_on():
             pass
         if asked.ticket.state is None:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What request bodies may contain: fields and their ranges; what would be ignored is refused.
 
-A null field counts as absent. An unsupported field that could change the result is accepted only
-with the value that changes nothing; fields that cannot change a result here (`PASSED_OVER`) are
-ignored.
+What is null counts as left out, at any depth, and so does an empty text. An unsupported field that
+could change the result is accepted only if it is empty or has the value that changes nothing;
+fields that cannot change a result here (`PASSED_OVER`) are ignored.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
+import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import fastapi
@@ -18,7 +20,6 @@ from fastapi import HTTPException
 from python_multipart import multipart
 
 from sparse_lavida_jax.data.files import parse_json
-from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.schema import LARGEST_SCALE
 
 MOST_STEPS = 2**20  # the model's own limit is checked later, when the request is laid out
@@ -28,16 +29,26 @@ MOST_VALUES = 2**14  # in the lists and objects of JSON
 MOST_FIELDS = 64  # of a form, besides files
 NAMED = 10  # unknown fields in a message
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs what strangers send
+DATA_URI = re.compile(rb'"data:[^"]*"', re.IGNORECASE)
+NEEDED = ("prompt", "messages")
+# What says nothing: the first for any field, two for an unsupported one, all for an unknown one.
+EMPTY = ("", [], {})
 B = TypeVar("B", bound="Body")
 
 Count = Annotated[int, pydantic.Field(ge=1, le=10)]
 Steps = Annotated[int, pydantic.Field(ge=1, le=MOST_STEPS)]
 Scale = Annotated[float, pydantic.Field(ge=0, le=LARGEST_SCALE, allow_inf_nan=False)]
 
-# About the user, storage and caching: no result depends on these.
+# About the user, storage, turns and caching: no result depends on these.
 PASSED_OVER = {
     "user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "moderation", "parallel_tool_calls",
+    "request_id", "priority", "cache_salt", "cache_prompt", "keep_alive",
+}  # fmt: skip
+# Options of the pipeline, by the fields that set them.
+SET_BY = {
+    "num_inference_steps": "steps", "guidance_scale": "guidance", "n": "num_images",
+    "max_completion_tokens": "max_new_tokens", "max_tokens": "max_new_tokens",
 }  # fmt: skip
 
 
@@ -55,7 +66,7 @@ class Body(pydantic.BaseModel):
 
     model: str | None = None
     n: Count = 1
-    seed: Annotated[int, pydantic.Field(ge=0, le=LARGEST_SEED)] | None = None
+    seed: Annotated[int, pydantic.Field(ge=0, lt=2**64)] | None = None
     steps: Steps | None = None
     num_inference_steps: Steps | None = None
     registers: Annotated[int, pydantic.Field(ge=0, le=MOST_REGISTERS)] | None = None
@@ -68,8 +79,13 @@ class Body(pydantic.BaseModel):
     def _of_what_counts(cls, given: Any) -> Any:
         """Drops fields that change nothing, and refuses unsupported ones that would."""
         if not isinstance(given, dict):
-            return given
-        found = {name: value for name, value in given.items() if value is not None}
+            raise ValueError("Input should be a valid dictionary of fields")
+        found = {
+            name: value
+            for name, value in _without_nulls(given).items()
+            if name in NEEDED
+            or value not in EMPTY[: 3 - (name in cls.neutral) - 2 * (name in cls.model_fields)]
+        }
         for name, values in cls.neutral.items():
             if name in found and found.pop(name) not in values:
                 allowed = "".join(f", or say {json.dumps(value)}" for value in values)
@@ -82,7 +98,15 @@ class Body(pydantic.BaseModel):
                 f"{', '.join(names)}{more}: there is no such field here, and it might"
                 " change the result: leave it out"
             )
+        for name, value in found.items():
+            if isinstance(value, bool) and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name}: Input should be a number or a text, not true or false")
         return found
+
+    def sent(self, option: str) -> str:
+        """Returns the field that the client sent for an option of the pipeline."""
+        names = (option, *(name for name in SET_BY if SET_BY[name] == option))
+        return next((name for name in names if name in self.model_fields_set), option)
 
 
 class ImageBody(Body):
@@ -92,9 +116,9 @@ class ImageBody(Body):
         "background": ("auto", "opaque"),
         # Guidance here steers away from a masked prompt; it cannot steer away from another prompt.
         "negative_prompt": ("",),
-        **dict.fromkeys(
-            ("style", "complexity", "input_fidelity", "markup", "svg", "frame_count"), ()
-        ),
+        "input_fidelity": ("low",),
+        "frame_count": (1, "1"),
+        **dict.fromkeys(("style", "complexity", "markup", "svg", "frame_duration_ms"), ()),
     }
 
     prompt: str
@@ -112,8 +136,8 @@ class ImageBody(Body):
     def _of_one_mind(self) -> "ImageBody":
         if self.response_format == "url":
             raise ValueError(
-                "images come as b64_json: nothing is kept here for a URL to name. Leave"
-                " response_format out"
+                "response_format=url: images come as b64_json: nothing is kept here for a URL to"
+                " name. Leave response_format out"
             )
         if self.output_compression != 100 and self.output_format == "png":
             raise ValueError("output_compression is of jpeg and webp: say output_format too")
@@ -134,16 +158,21 @@ class ChatBody(Body):
     """
 
     neutral = {
-        **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_p"), (0,)),
+        **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
+        **dict.fromkeys(("logprobs", "echo", "ignore_eos", "enable_thinking"), (False,)),
+        **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
         **dict.fromkeys(("tools", "functions", "stop"), ([],)),
         **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
         **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
         "logit_bias": ({},),
-        "logprobs": (False,),
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
+        "top_k": (-1, 0),
+        "thinking": ({"type": "disabled"},),
+        "chat_template_kwargs": ({}, {"enable_thinking": False}),
     }
 
     images = 16  # the model may take fewer
@@ -157,10 +186,15 @@ class ChatBody(Body):
     @pydantic.model_validator(mode="after")
     def _of_one_mind(self) -> "ChatBody":
         if self.task == "ground" and (self.stream or self.n > 1):
-            raise ValueError("boxes come whole, and once: leave n and stream out")
-        if self.stream_options and not self.stream:
+            field = "stream" if self.stream else "n"
+            raise ValueError(f"{field}: boxes come whole, and once: leave n and stream out")
+        if any(self.stream_options.values()) and not self.stream:
             raise ValueError("stream_options is of streams: say stream too, or leave it out")
         return self
+
+
+FIELDS = {"image", "mask", *ImageBody.model_fields, *ChatBody.model_fields}
+FIELDS |= {*ImageBody.neutral, *ChatBody.neutral}
 
 
 def of_json(contents: bytes, kind: type[B]) -> B:
@@ -171,7 +205,8 @@ def of_json(contents: bytes, kind: type[B]) -> B:
             too large besides the images in it.
         RequestValidationError: a field is not allowed.
     """
-    if _bytes_besides_images(contents, kind.images) > MOST_JSON:
+    uris = itertools.islice(DATA_URI.finditer(contents), kind.images)
+    if len(contents) - sum(uri.end() - uri.start() for uri in uris) > MOST_JSON:
         raise HTTPException(
             413, f"the body has more than {MOST_JSON} bytes besides images, the most that is taken."
         )
@@ -182,16 +217,13 @@ def of_json(contents: bytes, kind: type[B]) -> B:
     return checked(given, kind)
 
 
-def _bytes_besides_images(contents: bytes, images: int) -> int:
-    """Returns the bytes of JSON without those of its first data URIs."""
-    rest, start = len(contents), 0
-    for _ in range(images):
-        start = contents.find(b'"data:', start)
-        end = contents.find(b'"', start + 1)
-        if start < 0 or end < 0:
-            break
-        rest, start = rest - (end - start), end + 1
-    return rest
+def _without_nulls(value: Any) -> Any:
+    """Returns the values of JSON without those that are null, at any depth."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value if one is not None]
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

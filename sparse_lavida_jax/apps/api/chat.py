@@ -2,8 +2,9 @@
 """Answers: `POST /v1/chat/completions`, whole or as a stream of the text committed so far.
 
 System and developer messages are put before the first question, separated by a newline.
-Consecutive messages of one role are joined by newlines. Earlier turns are passed to the model as
-such, and the images of all turns are shown before the first question.
+Consecutive messages of one role are joined by newlines; empty texts count as left out. Earlier
+turns are passed to the model as such, and the images of all turns are shown before the first
+question.
 """
 
 import dataclasses
@@ -18,12 +19,17 @@ import fastapi
 
 from sparse_lavida_jax.apps.api import asking, bodies, errors
 from sparse_lavida_jax.apps.api.bodies import ChatBody
+from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# What messages and their parts may hold. No answer depends on names, on what may be cached, and on
+# the detail of an image: the model looks at all of it.
+MESSAGE = {"role", "content", "name", "id", "tool_calls"}
+PART = {"type", "text", "image_url", "url", "detail", "format", "cache_control"}
 
 router = fastapi.APIRouter()
 
@@ -36,11 +42,13 @@ class Talk:
         question: the last message.
         earlier: earlier questions with their answers.
         images: the image files of all turns.
+        system: what system messages say, which is also part of the first question.
     """
 
     question: str
     earlier: tuple[tuple[str, str], ...]
     images: tuple[bytes, ...]
+    system: str = ""
 
 
 @router.post("/v1/chat/completions")
@@ -50,8 +58,12 @@ async def chat(request: fastapi.Request):
     service = client.service
     with errors.refusing():
         asked, talk = await client.body(functools.partial(_read, service=service))
+    more: dict[str, Any] = {}
+    if asked.top_p < 1:
+        sampling = service.pipe.settings.sampling
+        more["sampling"] = dataclasses.replace(sampling, text_top_p=asked.top_p)
     if asked.task == "ground":
-        return await _boxes(client, asked, talk)
+        return await _boxes(client, asked, talk, more)
 
     def decode() -> tuple[Any, dict[str, Any]]:
         shown = [
@@ -60,13 +72,9 @@ async def chat(request: fastapi.Request):
         ]
         return shown, {"together": len(shown) > 1 or None}
 
-    most = most_tokens(asked)
-    more: dict[str, Any] = {"max_new_tokens": most}
+    more["max_new_tokens"] = most = asked.max_tokens
     if talk.earlier:
         more["earlier"] = talk.earlier
-    if asked.top_p < 1:
-        sampling = service.pipe.settings.sampling
-        more["sampling"] = dataclasses.replace(sampling, text_top_p=asked.top_p)
     words = [talk.question] * asked.n
     waiting = await asking.queued(client, "ask", asked, words, talk.images, decode, **more)
     if asked.stream:
@@ -84,7 +92,7 @@ async def _chunks(
     waiting: asking.Asked, asked: ChatBody
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yields the text added to each answer, and finally why it ended."""
-    service, most = asking.service_of(waiting.request), most_tokens(asked)
+    service, most = asking.service_of(waiting.request), asked.max_tokens
     said, name = [""] * asked.n, _name()
 
     def chunk(row: int, delta: dict[str, Any], reason: str | None = None) -> tuple[str, dict]:
@@ -93,7 +101,7 @@ async def _chunks(
 
     for row in range(asked.n):
         yield chunk(row, {"role": "assistant", "content": asking.remark(waiting.ticket)})
-    with errors.refusing():
+    with errors.refusing(asked.sent):
         while await waiting.goes_on():
             for row in range(asked.n):
                 text = committed(service, waiting.ticket.state, waiting.ticket.start + row, most)
@@ -112,12 +120,17 @@ async def _chunks(
         yield "", _reply(waiting, name, "chat.completion.chunk", []) | counted
 
 
-async def _boxes(client: asking.Client, asked: ChatBody, talk: Talk) -> dict[str, Any]:
+async def _boxes(
+    client: asking.Client, asked: ChatBody, talk: Talk, more: dict[str, Any]
+) -> dict[str, Any]:
     """Answers with the list of things to find: a label and a box in pixels, or null, for each."""
-    if talk.earlier or len(talk.images) != 1:
-        raise fastapi.HTTPException(400, "things are found in one image, asked in one message.")
+    refusal = "messages: things are found in one image, asked in one message of the user."
     service, scale = client.service, [1.0, 1.0]
     phrases = [line.strip() for line in files.lines(talk.question) if line.strip()]
+    if not phrases:
+        refusal = "messages: nothing is to be found: give at least one phrase, each on a line."
+    if not phrases or talk.earlier or talk.system or len(talk.images) != 1:
+        raise fastapi.HTTPException(400, refusal)
 
     def decode() -> tuple[Any, dict[str, Any]]:
         image = image_files.read_bytes(talk.images[0], check=client.check)
@@ -125,11 +138,12 @@ async def _boxes(client: asking.Client, asked: ChatBody, talk: Talk) -> dict[str
         scale[:] = image.shape[1] / small.shape[1], image.shape[0] / small.shape[0]
         return small, {}
 
-    most = most_tokens(asked)
-    waiting = await asking.queued(
-        client, "ground", asked, phrases, talk.images, decode, max_new_tokens=most
-    )
-    result = await waiting.ended()
+    waiting = await asking.queued(client, "ground", asked, phrases, talk.images, decode, **more)
+    result, most = await waiting.ended(), asked.max_tokens
+    if most is not None and (tokens := _usage(service, result, None)["completion_tokens"]) > most:
+        name = asked.sent("max_new_tokens")
+        sentence = f"{name}={most}: the boxes are {tokens} tokens and come whole: leave it out."
+        raise fastapi.HTTPException(400, sentence)
     boxes = [
         {"label": label, "bbox_2d": box and [round(x * scale[i % 2], 1) for i, x in enumerate(box)]}
         for label, box in zip(phrases, result.boxes, strict=True)
@@ -144,8 +158,16 @@ async def _boxes(client: asking.Client, asked: ChatBody, talk: Talk) -> dict[str
 
 
 def _read(contents: bytes, service: Service) -> tuple[ChatBody, Talk]:
+    """Returns the fields of a request, `max_tokens` cut to the most there are, and its talk."""
     asked = bodies.of_json(contents, ChatBody)
-    talk = talk_of(asked.messages, service.contents_of_uri)
+    most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    if most is not None:
+        room = service.pipe.settings.data.max_sequence_len
+        asked.max_tokens = min(most, service.limits.new_tokens, room)
+    try:
+        talk = talk_of(asked.messages, service.contents_of_uri)
+    except REFUSED as error:
+        raise RequestError(f"messages: {error}") from error
     asked.messages.clear()  # they need not be kept while the request waits
     return asked, talk
 
@@ -162,14 +184,15 @@ def talk_of(messages: list[dict[str, Any]], open_uri: Callable[[str], bytes]) ->
     """
     system, turns, images = [], list[tuple[str, list[str]]](), []
     for message in messages:
-        name = str(message.get("role"))
+        name = str(message.get("role", ""))
         role = ROLES.get(name)
         if role is None or message.get("tool_calls"):
             raise RequestError(
                 f"a message of {name[:40]!r} is not known, or calls tools, which"
                 f" there are none of: choose one of {', '.join(ROLES)}."
             )
-        words, shown = _parts(message.get("content"))
+        _check_fields("message", message, MESSAGE)
+        words, shown = _parts(message.get("content", ""))
         if shown and role != "user":
             raise RequestError(f"a message of {role!r} shows an image: only users may.")
         images += shown
@@ -187,7 +210,7 @@ def talk_of(messages: list[dict[str, Any]], open_uri: Callable[[str], bytes]) ->
     said = ["\n".join(words) for _, words in turns]
     said[0] = "\n".join([*system, said[0]])
     earlier = tuple(zip(said[0:-1:2], said[1:-1:2], strict=True))
-    return Talk(said[-1], earlier, tuple(map(open_uri, images)))
+    return Talk(said[-1], earlier, tuple(map(open_uri, images)), "\n".join(system))
 
 
 def _parts(content: Any) -> tuple[list[str], list[str]]:
@@ -197,23 +220,28 @@ def _parts(content: Any) -> tuple[list[str], list[str]]:
         raise RequestError("the content of a message must be a text, or a list of parts.")
     words, uris = [], []
     for part in parts:
-        kind = part.get("type")
-        if kind == "text" and isinstance(part.get("text"), str):
-            words.append(part["text"])
-        elif kind == "image_url":
-            named = part.get("image_url")
-            uris.append(str(named.get("url", "") if isinstance(named, dict) else named))
+        kind, text, uri = part.get("type"), part.get("text"), part.get("image_url")
+        if isinstance(uri, dict):
+            part, uri = part | uri, uri.get("url")
+        _check_fields("part", part, PART)
+        if kind in ("text", "input_text") and isinstance(text, str):
+            words += [text] if text else []
+        elif kind in ("image_url", "input_image") and isinstance(uri, str):
+            uris.append(uri)
         else:
             raise RequestError(
-                f"a part of type {str(kind)[:40]!r} is not known: text or image_url."
+                f"a part of type {str(kind)[:40]!r} is not known, or empty: text or image_url."
             )
     return words, uris
 
 
-def most_tokens(asked: ChatBody) -> int | None:
-    """Returns the largest number of tokens in an answer; None: the default."""
-    most = asked.max_completion_tokens
-    return asked.max_tokens if most is None else most
+def _check_fields(what: str, given: dict[str, Any], known: set[str]) -> None:
+    """Refuses fields that would be ignored; those that say nothing count as left out."""
+    if unknown := [name for name, value in given.items() if value and name not in known]:
+        raise RequestError(
+            f"a {what} with {unknown[0][:40]!r} is not taken: there is no such field here, and it"
+            " might change the answer: leave it out."
+        )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import fastapi
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
 
 from sparse_lavida_jax import runtime
+from sparse_lavida_jax.apps.api.bodies import FIELDS
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.apps.errors import REFUSED, SECTION
 
@@ -23,6 +24,10 @@ RETRY_SECONDS = 2  # Retry-After when the queue is full
 STOPPED_SECONDS = 60  # Retry-After while the server is stopping
 CLIENT_LEFT = 499  # nginx's code for a client that has disconnected; no client receives it
 HEAD, TAIL = 200, 100  # characters of a longer message that are sent
+# Where messages name an option of the pipeline, and where they name the field that they are about.
+_OPTION = re.compile(r"^((?:\w+ ){1,2}takes no )?(\w+)(?:\. It takes .*)?")
+_FIELD = re.compile(r"(?:\bthe |\bno |^)(?!model|task)(\w+)")
+_SIZE = re.compile(r"^an image of (\d+)x(\d+) ")  # height and width
 
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
@@ -63,14 +68,19 @@ def _shown(text: str) -> str:
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Turns exceptions that a request raises into responses with a status code."""
+def refusing(sent: Callable[[str], str] = str) -> Iterator[None]:
+    """Turns exceptions that a request raises into responses with a status code.
+
+    `sent` returns the field that the client sent for an option that a message names.
+    """
     try:
         yield
     except (AnyHTTPException, fastapi.exceptions.RequestValidationError):
         raise
     except REFUSED as error:
-        raise HTTPException(400, SECTION.sub("", str(error))) from error
+        said = _SIZE.sub(r"size=\2x\1 ", SECTION.sub("", str(error)))
+        said = _OPTION.sub(lambda found: (found[1] or "") + sent(found[2]), said)
+        raise HTTPException(400, said) from error
     except QueueFull as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except Stopped as error:
@@ -84,23 +94,30 @@ def refusing() -> Iterator[None]:
         raise HTTPException(500, f"an error of the program: {type(error).__name__}.") from error
 
 
-async def _refused(_: fastapi.Request, error: Exception) -> responses.Response:
+def _field(said: str, path: str) -> str | None:
+    """Returns the field that a sentence is about; None: it names none."""
+    if named := re.match(r"(\w+)[=:]", said):
+        return named[1]
+    named = next((one for one in _FIELD.findall(said) if one in FIELDS), None)
+    chat = path.endswith("/chat/completions") and named in ("image", "prompt")
+    return "messages" if chat else named
+
+
+async def _refused(request: fastapi.Request, error: Exception) -> responses.Response:
     assert isinstance(error, AnyHTTPException)
     code, said = error.status_code, str(error.detail)
     if not said.endswith("."):  # starlette's own messages, such as "Not Found"
         said = ELSEWHERE if code in (404, 405) else f"{said}."
-    field = re.match(r"(\w+)=", said)
-    return reply(code, said, field and field[1], headers=error.headers)
+    return reply(code, said, _field(said, request.url.path), headers=error.headers)
 
 
-async def _misread(_: fastapi.Request, error: Exception) -> responses.Response:
+async def _misread(request: fastapi.Request, error: Exception) -> responses.Response:
     assert isinstance(error, fastapi.exceptions.RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     said = first["msg"].removeprefix("Value error, ")
     sentence = f"{where}: {said}." if where else f"{said}."
-    field = re.match(r"(\w+): ", sentence)
-    return reply(400, sentence, where or (field and field[1]))
+    return reply(400, sentence, where or _field(sentence, request.url.path))
 
 
 async def _failed(_: fastapi.Request, error: Exception) -> responses.Response:

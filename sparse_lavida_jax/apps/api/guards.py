@@ -184,7 +184,8 @@ class Guard:
         if rules.hosts and (host.rpartition(":")[0] or host) not in rules.hosts:
             return errors.reply(400, f"this server is not called {host[:100]!r}.")
         if rules.key and scope["path"].startswith(KEYED):
-            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            scheme, _, given = headers.get("authorization", "").strip().partition(" ")
+            given = given.strip().encode() if scheme.lower() == "bearer" else b""
             if not hmac.compare_digest(given, rules.key.encode(errors="replace")):
                 return errors.reply(
                     401,
@@ -195,6 +196,10 @@ class Guard:
         if scope["method"] not in READS and origin is not None and origin not in own:
             sentence = f"a page of {origin[:100]!r} may not ask here: it is not of this server."
             return errors.reply(403, sentence)
+        coding = headers.get("content-encoding", "").strip()
+        if coding.lower() not in ("", "identity"):
+            sentence = f"the body is encoded as {coding[:40]!r}: send it as it is, not compressed."
+            return errors.reply(415, sentence, headers={"Accept-Encoding": "identity"})
         if length and length[0].isdecimal() and int(length[0][:20]) > rules.body:
             return errors.reply(413, self._too_large)
         return None

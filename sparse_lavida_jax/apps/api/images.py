@@ -40,16 +40,18 @@ async def edit(request: fastapi.Request):
     parse = functools.partial(bodies.of_form, content_type=content_type, most_files=FILES)
     with errors.refusing():
         form = await client.body(parse, has_images=True)
-    images = form.files.get("image", []) + form.files.get("image[]", [])
-    masks = form.files.get("mask", [])
-    others = form.files.keys() - {"image", "image[]", "mask"}
-    if len(images) != 1 or len(masks) > 1 or "mask" in form.fields or others:
-        raise HTTPException(400, "send one file named image, and at most one file named mask.")
+    # An empty file or field is what forms send for none.
+    files = {name: [one for one in sent if one] for name, sent in form.files.items()}
+    images, masks = files.pop("image", []) + files.pop("image[]", []), files.pop("mask", [])
+    if len(images) != 1 or len(masks) > 1 or form.fields.get("mask") or any(files.values()):
+        wrong = "mask" if len(images) == 1 else "image"
+        sentence = f"{wrong}: send one file named image, and at most one file named mask."
+        raise HTTPException(400, sentence)
     asked = bodies.checked(form.fields, ImageBody)
     service, side = client.service, client.service.drawn_side
     if _size(asked.size) not in (None, (side, side)):
         raise HTTPException(
-            400, f"an edited image has {side}x{side} pixels: leave size out, or say that."
+            400, f"size={asked.size}: an edited image has {side}x{side} pixels: leave size out."
         )
 
     def decode() -> tuple[Any, dict[str, Any]]:
@@ -118,7 +120,7 @@ async def _events(
             "size": _named(pixels),
         }
 
-    with errors.refusing():
+    with errors.refusing(asked.sent):
         goes_on = True
         while goes_on:
             goes_on = await waiting.goes_on()
