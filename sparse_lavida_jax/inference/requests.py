@@ -456,7 +456,7 @@ def paired(
     Raises:
         RequestError: nothing is asked for, or words and images do not match in number.
     """
-    asked = [check_words(one) for one in texts(name, words)]
+    asked = [check_words(files.composed(one)) for one in texts(name, words)]
     images = shown_images(shown)
     if shown is not None and not images:
         raise RequestError("give at least one image: the list is empty.")
