@@ -112,9 +112,10 @@ def read_text(path: pathlib.Path | str, most: int = MOST_BYTES) -> str:
         EncodingError: it is not text in UTF-8.
     """
     try:
-        return "\n".join(lines(read_bytes(path, most).decode("utf-8-sig")))
+        text = read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise EncodingError(*error.args) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def lines(text: str) -> list[str]:

@@ -229,7 +229,9 @@ def _csv_spans(path: pathlib.Path) -> Iterator[Span]:
 
 
 def _tar_members(path: pathlib.Path) -> Iterator[tuple[str, Span]]:
-    with _Headers(files.open_regular(path).detach()) as file:  # pyright: ignore
+    raw: Any = files.open_regular(path).detach()
+    raw.seek(0)
+    with _Headers(raw) as file:
         for member in tarfile.open(fileobj=file, mode="r:"):
             if member.size < 0:  # it would lead back
                 raise ValueError(f"{member.name} has {member.size} bytes")

@@ -166,7 +166,7 @@ def test_transparency_counts_where_a_pixel_is_transparent(kind, tmp_path):
         (io.StringIO("a"), "a file of text"),
         (Image.new("La", (2, 2)), "in Pillow's mode La, cannot be read as RGB"),
     ],
-    ids=str,
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
 def test_what_is_not_an_image_or_a_mask_is_refused(given, told):
     for call in (image_files.check, lambda mask: image_files.check_mask(mask, NOISE)):
