@@ -27,7 +27,7 @@ from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.arguments import ARGUMENTS
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, SECTION, UsageError, about_path
 from sparse_lavida_jax.apps.tasks import FORMS
-from sparse_lavida_jax.apps.terminal import quiet, say, warnings_said
+from sparse_lavida_jax.apps.terminal import FAILURE, output_escaped, quiet, say, warnings_said
 from sparse_lavida_jax.checkpoints import model_folder, room
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import LONGEST_MESSAGE, MISTAKE, MISTAKES, STOPPED
@@ -66,7 +66,6 @@ MODES = {
         "turn images, captions and questions into training data", "photos prepared", ("src", "dst")
     ),
 }
-FAILURE = 1
 LINE = 96  # characters
 # A setting at the start of a message; the group is the option that sets it.
 _SETTING = re.compile(rf"^({'|'.join(('num_images', *options.OPTIONS))})=")
@@ -93,24 +92,15 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` by default, and returns the exit code."""
-    program, *words = sys.argv if argv is None else argv
-    if not words or words[0] in ("help", "-h", "--help"):
-        print(_overview())
-        return 0
-    name, *rest = words
-    if name == "--version":
-        print(__version__)
-        return 0
-    if name not in COMMANDS and name not in MODES:
-        near = difflib.get_close_matches(name, (*COMMANDS, *MODES), 1)
-        meant = f"Did you mean {near[0]!r}? " if near else ""
-        say(f"there is no command {name!r}. {meant}`sparse-lavida --help` lists all commands.")
-        return MISTAKE
+    program, name, *rest = [*(sys.argv if argv is None else argv), "help"]
+    rest = rest[:-1]  # "help" if there is nothing else
     if "--debug" in rest:
-        return _run(program, name, rest)
-    try:
-        with quiet("--quiet" in rest), warnings_said(), runtime.interrupts_heard():
+        with output_escaped():
             return _run(program, name, rest)
+    try:
+        with quiet("--quiet" in rest), output_escaped(), warnings_said():
+            with runtime.interrupts_heard():
+                return _run(program, name, rest)
     except Exception as error:
         sentence, code = _explained(error, name)
         # A mistake in the arguments of a mode may be reported as a list, one per line.
@@ -122,6 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(program: str, name: str, words: Sequence[str]) -> int:
+    if name in ("help", "-h", "--help", "--version"):
+        print(__version__ if name == "--version" else _overview())
+        return 0
+    if name not in COMMANDS and name not in MODES:
+        near = difflib.get_close_matches(name, (*COMMANDS, *MODES), 1)
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        say(f"there is no command {name!r}. {meant}`sparse-lavida --help` lists all commands.")
+        return MISTAKE
     if name in MODES:
         if {"-h", "--help"} & {*words}:
             _any_parser(name).print_help()

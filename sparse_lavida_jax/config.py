@@ -26,6 +26,7 @@ from sparse_lavida_jax.schema import (
     NonNegative,
     Patch,
     Pattern,
+    Place,
     Positive,
     PositiveFloat,
     PositiveShare,
@@ -242,11 +243,11 @@ class Data(Section):
     # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
     # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
     source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
-    folder: str = "prepared"  # of source "prepared": written by `--mode=prepare`
+    folder: Place = "prepared"  # of source "prepared": written by `--mode=prepare`
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # taught before `tasks`
-    image_codec: str = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
+    image_codec: Place = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
     text_block_len: Size = 8  # S: tokens decoded together in a text answer
     max_prompt_len: Size = 96  # understanding tokens of the longest prompt, vision included
     max_answer_len: Size = 40  # text response tokens, a multiple of text_block_len
@@ -405,7 +406,7 @@ class Train(Section):
     eval_every: Count = 0  # steps between the same, independent of speed; 0: not by steps
     # In steps. Several processes also agree at these steps whether to save or to draw.
     log_every: Positive = 20
-    init_from: str = ""  # a checkpoint folder or bundled name: the parameters to start from
+    init_from: Place = ""  # a checkpoint folder or bundled name: the parameters to start from
     eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, in addition to "draw"
     eval_prompts: Count = 64  # prompts per task in the report; 0: no report
 
@@ -518,8 +519,8 @@ class Evaluate(Section):
     """One benchmark (`--mode=evaluate`; docs/evaluation.md)."""
 
     benchmark: Identifier = "scenes"  # a file in `evals/`
-    checkpoint: str = ""  # the model to evaluate, unless --checkpoint names another
-    data: str = ""  # folder of the official files; docs/evaluation.md describes its structure
+    checkpoint: Place = ""  # the model to evaluate, unless --checkpoint names another
+    data: Place = ""  # folder of the official files; docs/evaluation.md describes its structure
     split: str = ""  # of the benchmark, if it has several
     limit: Count = 0  # the number of items, from the first (scenes: per task); 0: all
     batch_size: Positive = 8  # rows decoded together

@@ -24,9 +24,11 @@ stopped by Ctrl-C, likewise; 2 a mistake that the message explains.
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,9 +38,11 @@ from ml_collections import ConfigDict, config_flags
 from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.arguments import ADAPTERS
 from sparse_lavida_jax.apps.errors import REFUSED, UsageError, about_path
-from sparse_lavida_jax.apps.terminal import progress, say
+from sparse_lavida_jax.apps.terminal import output_escaped, progress, say
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.inference.checks import LARGEST_SEED
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.models import quantize
@@ -68,10 +72,11 @@ TAKES = {
     "evaluate": "config checkpoint adapters convert workdir shard",
     "convert": "dtype format",
     "export": "format dtype adapters",
-    "prepare": "config image_tokenizer tokenizer",
+    "prepare": "config image_tokenizer tokenizer dry_run json",
 }
 TAKEN_BY_ALL = ("mode", "help", "compilation_cache")
 PATHS = ("data", "init_from", "workdir", "checkpoint", "src", "dst", "out")  # flags
+FILES = (*PATHS, "config", "image", "image_tokenizer", "tokenizer")
 QUICK_LIMIT = 32  # items of each task that are evaluated without a config, in one batch
 GO_ON = ("train", "evaluate", "prepare")  # modes that keep what was finished before Ctrl-C
 LONGEST_MESSAGE = 500  # of the messages of parsers, which repeat the arguments
@@ -88,7 +93,7 @@ OURS = (*MISTAKES, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` by default, and returns the exit code."""
     try:
-        with runtime.interrupts_heard():
+        with output_escaped(), runtime.interrupts_heard():
             return run(list(sys.argv if argv is None else argv))
     except OURS as error:
         say(str(error))
@@ -256,25 +261,47 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.training import own_images
 
     src, dst = pathlib.Path(asked.src), pathlib.Path(asked.dst)
+    if asked.dry_run:
+        with tempfile.TemporaryDirectory() as place:
+            given = own_images.mixture_of(src, dst, pathlib.Path(place) / "captions.jsonl")
+            with progress(f"reading {src}") as on_progress:
+                done = prepare.trial(given.recipe, settings, given.found, on_progress)
+        return _preparation(asked, done, f"nothing was written to {dst}")
     # With a mixture alone, the tokenizers stay where they are, with the model to be trained.
     with_tokenizers = src.is_dir() or asked.image_tokenizer or asked.tokenizer
     text = own_images.text_tokenizer(asked.tokenizer) if with_tokenizers else ""
-    mixture, codec = own_images.mixture_of(src, dst, say), settings.data.image_codec
-    if with_tokenizers:
-        named = asked.image_tokenizer or ("" if src.is_dir() else codec)
-        own_images.place_image_tokenizer(mixture, dst, settings, named, say)
-        codec = asked.dst
-    with progress(f"{src} -> {dst}") as on_progress:
-        load_encoder = functools.partial(vq.ImageEncoder, codec)
-        done = prepare.prepare(mixture, dst, settings, load_encoder, on_progress)
-    if with_tokenizers:
-        own_images.place_text_tokenizer(dst, text, say)
-    return (
-        f"{asked.dst}: {done.records} records, {done.made} of {done.shards} shard(s) made now;"
-        f" {done.left_out} rows left out, {done.bad} bad, as {prepare.READABLE} says"
-        + f". Next: sparse-lavida train --data={asked.dst}"
-        * bool(with_tokenizers)
+    codec, sentences = asked.image_tokenizer or settings.data.image_codec, list[str]()
+    if asked.config and not asked.image_tokenizer and src.is_dir():
+        codec = "" if codec == config.Data().image_codec else codec  # no file need name one
+    with prepare.reserved(dst):
+        given = own_images.mixture_of(src, dst)
+        if with_tokenizers:
+            sentences = [] if codec else own_images.estimates(settings)
+            own_images.place_image_tokenizer(given.recipe, dst, settings, codec, say)
+            codec = asked.dst
+        with progress(f"{src} -> {dst}") as on_progress:
+            load_encoder = functools.partial(vq.ImageEncoder, codec)
+            how = {"found": given.found, "sentences": sentences}
+            done = prepare.fill(given.recipe, dst, settings, load_encoder, on_progress, **how)
+        if with_tokenizers:
+            own_images.place_text_tokenizer(dst, text, say)
+    following = f"Next: sparse-lavida train --data={asked.dst}" * bool(with_tokenizers)
+    return _preparation(asked, done, following)
+
+
+def _preparation(asked: flags.FlagValues, done: Any, following: str) -> str:
+    """Returns what a preparation used and left out, as text or JSON."""
+    from sparse_lavida_jax.mixture import report
+
+    if asked.json:
+        values = dataclasses.asdict(done) | {"table": report.as_json(done.table)}
+        return json.dumps({"folder": asked.dst, "dry_run": asked.dry_run} | values)
+    made = "" if asked.dry_run else f", {done.made} of {done.shards} shard(s) made now"
+    head = (
+        f"{asked.dst}: {done.records} records{made}; {done.left_out} rows left out, {done.bad} bad,"
+        f" as {'follows' if asked.dry_run else report.READABLE + ' says'}"
     )
+    return "\n".join(filter(None, [head, report.as_text(done.table), following]))
 
 
 def _workdir(asked: flags.FlagValues, settings: config.Config) -> pathlib.Path:
@@ -329,6 +356,9 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, config.Config] | None:
         if asked.mode in FOLDERS and asked.mode != "prepare" and overrides:
             raise UsageError(f"--mode={asked.mode} takes no settings of a config: {overrides[0]}.")
         _refuse_addresses({f"--{name}": getattr(asked, name) for name in PATHS})
+        for name in FILES:  # shells leave `~` after `=` as it is
+            if "~" in (given := str(asked[name].value)):
+                asked[name].value = str(files.expanded(given))
         if asked.mode != "train" and _together(asked) is not None:
             raise UsageError(
                 f"--mode={asked.mode} does not connect processes: leave out --distributed and"
@@ -414,13 +444,15 @@ FLAGS: tuple[tuple[str, str | int | bool | tuple[str, ...], str], ...] = (
     ("prompt", "", "The prompt, instruction, question, or what to point at."),
     ("image", "", "The image to edit or to look at: PNG, JPEG or WebP."),
     ("out", "image.png", "File for the image that is drawn, by default image.png."),
-    ("seed", 0, "Seed of the random numbers, 0 to 2147483647; by default 0."),
+    ("seed", 0, f"Seed of the random numbers, 0 to {LARGEST_SEED}; by default 0."),
     ("data", "", "Prepared folder to train on, without a config."),
     ("init_from", "", "With --data: the model to start from; by default, none."),
     ("image_tokenizer", "", "Image tokenizer to use, by default one trained on the images."),
     ("tokenizer", "", "Text tokenizer to use, by default one that is trained on the texts."),
     ("src", "", "What to convert, export, verify or prepare."),
     ("dst", "", "The folder to write."),
+    ("dry_run", False, "Read all that would be prepared, say what would be used, write nothing."),
+    ("json", False, "Print what was used and left out as JSON."),
     ("distributed", False, "Train in several processes, which the environment describes."),
     ("coordinator", "", "Address of process 0, as ADDRESS:PORT."),
     ("num_processes", 0, "Number of processes that train together, 1 or more."),
@@ -448,7 +480,8 @@ def _define(asked: flags.FlagValues) -> None:
             usual = str(runtime.programs_folder())
             flags.DEFINE_string(name, usual, meaning, flag_values=asked)
         elif type(default) is int:
-            most = {"lower_bound": -(2**31), "upper_bound": 2**31 - 1}
+            largest = LARGEST_SEED if name == "seed" else 2**31 - 1
+            most = {"lower_bound": -(2**31), "upper_bound": largest}
             flags.DEFINE_integer(name, default, meaning, **most, flag_values=asked)
         else:
             kinds[type(default)](name, default, meaning, flag_values=asked)

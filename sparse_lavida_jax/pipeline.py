@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Unpack
@@ -28,22 +29,20 @@ from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.data.example import Example, RowRequest
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
-from sparse_lavida_jax.inference import records
+from sparse_lavida_jax.inference import checks, records
 from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference.checks import Number, Numbers, Words
 from sparse_lavida_jax.inference.engine import Engine, Programs, TaskRun
 from sparse_lavida_jax.inference.requests import (
     ROUNDS,
     ChangeOptions,
-    Grid,
     ImageOptions,
     Options,
     Pixels,
     Request,
     RequestMaker,
     Shown,
-    Words,
     recorded_image,
-    row_seeds,
 )
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.kernels import attention
@@ -82,6 +81,8 @@ class SparseLaViDa:
     Attributes:
         engine: the model and the sampler.
         warned: whether a warning was given that the model was never trained for what was asked.
+        loading: the arguments of `from_pretrained` that load it again, for copies and pickles;
+            None: it was made in memory.
     """
 
     def __init__(
@@ -90,22 +91,24 @@ class SparseLaViDa:
         settings: config.Config,
         prompts: PromptLanguage,
         codec: ImageCodec | None,
-        batch_size: int = 16,
+        batch_size: Number = 16,
         source: Origin | None = None,
     ):
         self.settings = settings
         self.prompts = prompts
         self.codec = codec
         self.source = source or Origin()
-        self.engine = Engine(model, batch_size, prompts.text_block_len)
+        rows = checks.number("batch_size", batch_size, whole=True)
+        self.engine = Engine(model, rows, prompts.text_block_len)
         self.warned = False
+        self.loading: dict[str, Any] | None = None
 
     @classmethod
     @runtime.interrupts_held()
     def from_pretrained(
         cls: type[S],
         name: str | pathlib.Path,
-        batch_size: int = 16,
+        batch_size: Number = 16,
         *,
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
         dtype: str | None = None,
@@ -139,8 +142,10 @@ class SparseLaViDa:
             room.RoomError: its parameters are larger than the memory of the device.
             ValueError: a wrong mesh (`sharding.automatic`), or `task` next to unmerged adapters.
         """
+        loading = {key: value for key, value in locals().items() if key not in ("cls", "convert")}
         if not merge_adapters and task != "both":
             raise ValueError(f"next to adapters, all parameters are kept: leave task={task!r} out.")
+        name = os.path.expanduser(name)
         where: Any = {"revision": revision, "local_files_only": local_files_only}
         if convert:
             # This uses the device, which must be unused when the kernel is checked.
@@ -175,7 +180,26 @@ class SparseLaViDa:
         over = attention.mesh_of(model)
         if merge_adapters and fused:
             model = fuse.for_inference(model, task=task, mesh=over, consume=True)
-        return cls(model, settings, prompts, codec, batch_size, source)
+        made = cls(model, settings, prompts, codec, batch_size, source)
+        if isinstance(mesh, jax.sharding.Mesh):
+            loading["mesh"] = dict(mesh.shape)
+        made.loading = loading
+        return made
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles hold no parameters, and are loaded again.
+
+        Raises:
+            CheckpointError: this was made in memory.
+        """
+        if self.loading is None:
+            raise model_folder.CheckpointError(
+                "a model made in memory cannot be copied: write it to a folder, and load that."
+            )
+        return loaded_again, (type(self), self.loading, self.source, self.settings.sampling)
+
+    def __copy__(self: S) -> S:
+        return self.with_sampling(self.settings.sampling)
 
     def save_pretrained(self, folder: pathlib.Path | str) -> None:
         """Writes the model folder that this was loaded from, adapters added, to a new folder.
@@ -239,9 +263,10 @@ class SparseLaViDa:
     def with_sampling(self: S, sampling: config.Sampling) -> S:
         """Returns the same pipeline with other default sampling settings."""
         settings = dataclasses.replace(self.settings, sampling=sampling)
-        return type(self)(
-            self.model, settings, self.prompts, self.codec, self.batch_size, self.source
-        )
+        parts = self.model, settings, self.prompts, self.codec, self.batch_size, self.source
+        made = type(self)(*parts)
+        made.loading = self.loading
+        return made
 
     def warmup(self, prompt: Words = "a") -> None:
         """Compiles what one image and one short answer need, so that the first is not slow.
@@ -261,14 +286,14 @@ class SparseLaViDa:
         self,
         prompt: Words,
         *,
-        size: tuple[int, int] | None = None,
+        size: Numbers = None,
         callback: Callback | None = None,
         **options: Unpack[ImageOptions],
     ) -> Result:
         """Draws an image for each prompt.
 
         Args:
-            size: height and width in pixels; by default those of the largest image.
+            size: height and width in pixels, or the side of a square; by default the largest.
             callback: called before the first step and after each segment of each stage
                 (`sample.Progress`).
             options: see `ImageOptions`; likewise for all tasks.
@@ -301,8 +326,8 @@ class SparseLaViDa:
         prompt: Words,
         *,
         mask: Any = None,
-        box: Sequence[int | float] | None = None,
-        known: Grid | Sequence[Grid] | None = None,
+        box: Numbers = None,
+        known: Any = None,
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
@@ -310,10 +335,11 @@ class SparseLaViDa:
 
         Args:
             prompt: what the whole image should show.
-            mask: where to draw: an array [h w] or a Pillow image of the size of the image, True or
-                white there. Every cell that it touches is drawn.
+            mask: where to draw: an array, a Pillow image or a file of the size of the image, white
+                or transparent there (`image_files.check_mask`). Every cell it touches is drawn.
             box: where to draw, instead of a mask: x1, y1, x2, y2 in pixels of the image.
-            known: instead of both, the grid of cells to keep, or one for each row.
+            known: instead of both, the grid of cells to keep, or one for each row: the reverse of
+                a mask.
 
         Raises:
             ImageError: a mask of another size, a box outside the image, or both or neither.
@@ -326,8 +352,8 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown],
         prompt: Words,
         *,
-        box: Sequence[int | float] | None = None,
-        known: Grid | Sequence[Grid] | None = None,
+        box: Numbers = None,
+        known: Any = None,
         callback: Callback | None = None,
         **options: Unpack[ChangeOptions],
     ) -> Result:
@@ -351,7 +377,7 @@ class SparseLaViDa:
         self,
         prompt: Words,
         *,
-        rounds: int = ROUNDS,
+        rounds: Number = ROUNDS,
         callback: Callback | None = None,
         **options: Unpack[ImageOptions],
     ) -> Result:
@@ -370,7 +396,7 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown] | None,
         question: Words,
         *,
-        max_new_tokens: int | None = None,
+        max_new_tokens: Number = None,
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
@@ -387,7 +413,7 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown] | None,
         question: Words,
         *,
-        max_new_tokens: int | None = None,
+        max_new_tokens: Number = None,
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
@@ -410,7 +436,7 @@ class SparseLaViDa:
         shown: Shown | Sequence[Shown],
         *,
         template: str | None = None,
-        words: Sequence[str] = (),
+        words: Words = (),
         callback: Callback | None = None,
         **options: Unpack[Options],
     ) -> Result:
@@ -424,7 +450,7 @@ class SparseLaViDa:
         Raises:
             RequestError: neither a template nor words, or both.
         """
-        more = {"template": template, "required": words or None, **options}
+        more = {"template": template, "required": None if words == () else words, **options}
         return self.run(self.requests("constrained_caption", None, shown, **more), callback)
 
     def infill(
@@ -572,7 +598,7 @@ class SparseLaViDa:
         self,
         examples: Sequence[Example],
         *,
-        seed: int | Sequence[int] = 0,
+        seed: Numbers = 0,
         sampling: config.Sampling | None = None,
         shared: bool = False,
         callback: Callback | None = None,
@@ -589,7 +615,7 @@ class SparseLaViDa:
         Raises:
             ConfigError: more steps than there are tokens.
         """
-        rows = [RowRequest(seed=one) for one in row_seeds(seed, len(examples))]
+        rows = [RowRequest(seed=one) for one in checks.row_seeds(seed, len(examples))]
         how = sampling or self.settings.sampling
         padding: Padding = "full" if shared else "fit"
         done = self.engine.decode(examples, rows, how, padding=padding, callback=callback)
@@ -612,3 +638,15 @@ class SparseLaViDa:
         step = image.shape[0] // rows
         hidden = masked.reshape(rows, -1).repeat(step, axis=0).repeat(step, axis=1)
         return np.where(hidden[..., None], np.uint8(MASKED_GREY), image)
+
+
+def loaded_again(kind: type[S], loading: Any, source: Origin, sampling: config.Sampling) -> S:
+    """Loads a model as before, with sampling settings.
+
+    Raises:
+        CheckpointError: it is another one by now.
+    """
+    made = kind.from_pretrained(**loading)
+    if made.source != source:
+        raise model_folder.CheckpointError(f"{source.name} has changed: load it anew.")
+    return made.with_sampling(sampling)

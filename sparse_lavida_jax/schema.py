@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import pathlib
 import re
 import runpy
@@ -135,6 +136,7 @@ Interval = Annotated[
         "two shares of the steps, 0 <= first <= last <= 1",
     ),
 ]
+Place = Annotated[str, "a path"]  # `~` at its start is expanded
 Identifier = Annotated[str, Allowed(str.isidentifier, "a name of letters, digits and _")]
 Mesh = Annotated[dict[str, int], Allowed(_is_mesh, "sizes above 0, at most one of them -1")]
 
@@ -154,6 +156,11 @@ def _allowed(schema: type) -> list[tuple[str, Allowed]]:
     return found
 
 
+@functools.cache
+def _places(schema: type) -> list[str]:
+    return [name for name, kind in annotations(schema).items() if kind is Place]
+
+
 @typing.dataclass_transform(
     kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
 )
@@ -170,6 +177,8 @@ class Section:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
+        for name in _places(type(self)):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         for name, allowed in _allowed(type(self)):
             self._check(name, bool(allowed.holds(getattr(self, name))), allowed.sentence)
         for rule in self._rules():

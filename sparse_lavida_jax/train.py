@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,8 +46,9 @@ def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> 
     model = dataclasses.replace(settings.model, trained_attention=trained)
     settings = dataclasses.replace(settings, model=model)
     loop = _Loop(settings, run, _mesh(settings))
-    loop.train(profile)
-    loop.write_results()
+    with loop.reporter:
+        loop.train(profile)
+        loop.write_results()
 
 
 def averaged(state: TrainState) -> Denoiser:
@@ -79,6 +81,7 @@ class _Loop:
             self.state = kept[1]["state"].replace(frozen=self.state.frozen)
             self.seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
         self.step = int(self.state.step)
+        runtime.first_does(self._check_room)
 
         self._start, self._is_forecast = (self.step, self.seconds), False
         self._clock = time.monotonic() - self.seconds
@@ -89,6 +92,16 @@ class _Loop:
         self.feed = Feed(
             self._source.batches.dataset(), self.step, settings.data.workers, note.get("data")
         )
+
+    def _check_room(self) -> None:
+        """Refuses a disk that cannot hold the states to come and the model."""
+        model_folder.check_replaceable(self._run.model_folder)
+        states, trained = self._run.states, _averaged_part(self.state)
+        to_come = max(1, self._settings.train.keep_states + 1 - len(states.steps))
+        to_come = to_come if self.progress() < 1 else 0
+        parts = [self._saved()] * to_come + [trained, self.state.frozen]
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
+        model_folder.check_free_space(states.folder, size)
 
     def _saved(self) -> dict[str, Any]:
         return {"state": self.state.saved, "seconds": np.float64(self.seconds)}
@@ -102,7 +115,7 @@ class _Loop:
     def train(self, profile: range) -> None:
         """Takes the remaining steps, saving and drawing in between and at the end."""
         start, trace = self.step, metrics.Profile(self._run.folder / "profile", profile)
-        with self.reporter, trace, contextlib.closing(self.feed):
+        with self.reporter.bar, trace, contextlib.closing(self.feed):
             if start and self.progress() < 1:
                 self.reporter.say(f"resumed after step {start}")
             while self.progress() < 1:
@@ -123,8 +136,6 @@ class _Loop:
             self._record(every=1)
             if self.step > start:
                 self._save()
-                if self._settings.train.image_seconds or self._settings.train.eval_every:
-                    self._draw()
 
     def _take_step(self) -> None:
         settings = self._settings
@@ -205,7 +216,7 @@ class _Loop:
             model, mesh = runtime.on_host(model), None
         if runtime.is_first():
             path = self._run.folder / f"images/{self.step:06d}.png"
-            with _inside(mesh):
+            with _inside(mesh), self._guard("the images of this step"):
                 scores = report.check(self._source.pipe(model), path, self._source.prompts)
             self.reporter.write(self.step, scores | {"seconds": self.seconds})
             shown = ", ".join(f"{name.replace('_', ' ')} {x:.2f}" for name, x in scores.items())
@@ -237,19 +248,34 @@ class _Loop:
         elif step % (every or self._settings.train.log_every) == 0:
             self.reporter.log_step(step, self.progress(), values | {"learning_rate": rate})
 
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """Reports an error in what a run shows: it does not lose what was trained."""
+        try:
+            yield
+        except Exception as error:  # whatever the sampler and the disk raise
+            told = f"{type(error).__name__}: {error}".rstrip(".")
+            self.reporter.say(f"{what} could not be made ({told}); what was trained is kept")
+
     def write_results(self) -> None:
-        """Writes the model folder, the adapters and the report, in the first process."""
+        """Writes the model folder, the adapters, images and the report, in the first process."""
         model, trained = averaged(self.state), _averaged_part(self.state)
         if runtime.are_several():
             model, trained = runtime.on_host((model, trained))
         with _inside(None if runtime.are_several() else self._mesh):
             if self._settings.diffusion.attention == "full" and self.state.frozen is None:
                 model.set_registers()  # so that sparse fine-tuning can start from this model
-            if runtime.is_first():
-                self._write_folders(model, trained)
+            is_enough = runtime.is_first() and self._write_folders(model, trained)
+        train = self._settings.train
+        if self.step > self._start[0] and (train.image_seconds or train.eval_every):
+            self._draw()
+        with _inside(None if runtime.are_several() else self._mesh), self._guard("the report"):
+            if runtime.is_first() and train.eval_prompts:
+                self._write_report(model, is_enough)
         runtime.wait_for_all("the end")
 
-    def _write_folders(self, model: Denoiser, trained: Denoiser) -> None:
+    def _write_folders(self, model: Denoiser, trained: Denoiser) -> bool:
+        """Writes the model and the adapters; returns whether the run was long enough."""
         settings, run, source = self._settings, self._run, self._source
         frozen = self.state.frozen is not None
         dtype = optimizer.frozen_dtype(settings.optimizer) if frozen else "float32"
@@ -268,7 +294,7 @@ class _Loop:
             log = run.metrics_path
             is_enough, sentence = lengths.outcome(settings, log, self.step, self.seconds)
             print(sentence)
-        elif settings.train.seconds and self.step < settings.optimizer.warmup_steps:
+        elif self.step < min(settings.optimizer.warmup_steps, settings.train.train_steps):
             few = f"only {self.step} steps fitted into {settings.train.seconds:g} seconds"
             print(f"{few}: to go on, type it again with a larger --config.train.seconds")
         print(f"{run.model_folder}: the {'trained model' if is_enough else 'model so far'}")
@@ -276,12 +302,12 @@ class _Loop:
             folder = run.folder / "adapters"
             adapters.save(folder, trained, settings, base=settings.train.init_from)
             print(f"{folder}: what was trained of it")
-        if settings.train.eval_prompts:
-            pipe = source.pipe(model)
-            path = report.write(
-                pipe, run.folder, step=self.step, seconds=self.seconds, data=source.prepared
-            )
-            print(f"{path}: {'what it can do' if is_enough else 'its samples so far'}")
+        return is_enough
+
+    def _write_report(self, model: Denoiser, is_enough: bool) -> None:
+        pipe, how = self._source.pipe(model), {"step": self.step, "seconds": self.seconds}
+        path = report.write(pipe, self._run.folder, **how, data=self._source.prepared)
+        print(f"{path}: {'what it can do' if is_enough else 'its samples so far'}")
 
 
 def _mesh(settings: config.Config) -> Mesh | None:

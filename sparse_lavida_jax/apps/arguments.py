@@ -9,8 +9,10 @@ from typing import Any
 from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import completion
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
+from sparse_lavida_jax.data.files import expanded as _path
 from sparse_lavida_jax.data.image_files import MOST_SCALE, SUFFIXES
-from sparse_lavida_jax.inference.requests import LARGEST_SEED, MOST_IMAGES, ROUNDS
+from sparse_lavida_jax.inference.checks import LARGEST_SEED, MOST_IMAGES, SEEDS
+from sparse_lavida_jax.inference.requests import ROUNDS
 from sparse_lavida_jax.inference.warmup import REHEARSED
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import LARGEST_SCALE
@@ -152,7 +154,10 @@ _PLAN = (
 )
 _OWN = "by default the model's own"
 _LOCAL = "127.0.0.1"
-_SEED = f"seed of the first result, 0 to {LARGEST_SEED}; the others count up from it; by default 0"
+_SEED = (
+    f"seed of the first result, 0 to {LARGEST_SEED}, of which the remainder of {SEEDS} counts; the"
+    " others count up from it; by default 0"
+)
 _TEMPERATURE = f"randomness of the draws, 0 to {LARGEST_SCALE}; 0 takes the most probable"
 # By key: group, names and settings for `argparse`.
 ARGUMENTS = {
@@ -165,7 +170,7 @@ ARGUMENTS = {
     "size": _argument(
         "--size", "pixels, height first, as 512x768; by default the largest", _size, metavar="HxW"
     ),
-    "mask": _argument("--mask", _MASK, Path, group="hole", metavar="FILE"),
+    "mask": _argument("--mask", _MASK, _path, group="hole", metavar="FILE"),
     "hole": _argument("--box", f"where to draw: {_BOX}", _box, group="hole", metavar=_EDGES),
     "place": _argument("--box", _PLACE, _box, metavar=_EDGES),
     "rounds": _argument(
@@ -176,14 +181,14 @@ ARGUMENTS = {
     ),
     "template": _argument("--template", "the text with gaps: ___ is one token, {4} is four"),
     "words": _argument("--words", "words that must occur, in this order", str, [], nargs="+"),
-    "batch": _argument("--batch", _LINES, Path, metavar="FILE"),
+    "batch": _argument("--batch", _LINES, _path, metavar="FILE"),
     # Outputs.
-    "out": _argument("--out", _OUT, Path, Path("out.png"), metavar="FILE"),
+    "out": _argument("--out", _OUT, _path, Path("out.png"), metavar="FILE"),
     "boxes": _argument(
-        "--out", "file to draw the boxes into; by default none is written", Path, metavar="FILE"
+        "--out", "file to draw the boxes into; by default none is written", _path, metavar="FILE"
     ),
     "turns": _argument(
-        "--out", "folder for the images, one file per turn", Path, Path("turns"), metavar="FOLDER"
+        "--out", "folder for the images, one file per turn", _path, Path("turns"), metavar="FOLDER"
     ),
     "crop": _argument(
         "--crop", f"write only this part of each image: {_BOX}", _crop, metavar=_EDGES
@@ -197,7 +202,7 @@ ARGUMENTS = {
     ),
     "grid": _argument("--grid", "put all images on one sheet", None),
     "save_steps": _argument(
-        "--save-steps", "write an animation of how the first image unmasks", Path, metavar="GIF"
+        "--save-steps", "write an animation of how the first image unmasks", _path, metavar="GIF"
     ),
     "kernels": _argument("--kernels", "check the attention kernel on this device", None),
     "json": _argument("--json", "print each result as a line of JSON", None),
@@ -261,7 +266,7 @@ ARGUMENTS = {
         f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",
         metavar="DTYPE",
     ),
-    "seed": _argument("--seed", _SEED, _whole),
+    "seed": _argument("--seed", _SEED, int),
     # The model and its server.
     "checkpoint": _argument("--checkpoint", _CHECKPOINT, metavar="MODEL"),
     "checked": _argument("checkpoint", _CHECKED, str, nargs="?", metavar="MODEL"),
@@ -275,8 +280,8 @@ ARGUMENTS = {
     ),
     "quiet": _argument("--quiet", "print nothing but results and errors", None),
     "debug": _argument("--debug", "show where in the program an error occurs", None),
-    "replay": _argument("--replay", "draw the image of this PNG again", Path, metavar="PNG"),
-    "replayed": _argument("replay", "the image to draw again", Path, metavar="PNG"),
+    "replay": _argument("--replay", "draw the image of this PNG again", _path, metavar="PNG"),
+    "replayed": _argument("replay", "the image to draw again", _path, metavar="PNG"),
     "source": _argument(
         "--image --picture", "source image of the edit; by default the recorded one", metavar="FILE"
     ),

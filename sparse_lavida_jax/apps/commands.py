@@ -10,7 +10,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 
@@ -19,10 +19,11 @@ from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
 from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
-from sparse_lavida_jax.apps.terminal import progress, say, unsaid
+from sparse_lavida_jax.apps.terminal import progress, say, say_json, unsaid
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, records, requests, warmup
+from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
@@ -46,7 +47,9 @@ class Line(schema.Section):
 
     prompt: str
     image: str = ""
-    seed: int = 0
+    seed: Annotated[
+        object, schema.Allowed(lambda one: type(one) is int, "it must be a whole number")
+    ] = 0
     temperature: schema.Scale = 0.0
     guidance: schema.Scale = 0.0
 
@@ -94,7 +97,7 @@ def sample(
         _check_out(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
-    _print(result, _save(result, out))
+    _print(result, [*_save(result, out)])
 
 
 def _task(name: str, asked: argparse.Namespace) -> None:
@@ -102,8 +105,9 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     # Check words and files first: loading a model takes seconds.
     words, shown, own = _words(name, asked)
     out, film_path = getattr(asked, "out", None), getattr(asked, "save_steps", None)
-    if out is not None:
-        _check_out(out)
+    count = 1 if getattr(asked, "grid", True) else len(words or shown) * asked.num_images
+    for path in _numbered(out, count) if out is not None else ():
+        _check_out(path)
     if film_path is not None:
         _check_out(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
@@ -119,18 +123,20 @@ def _task(name: str, asked: argparse.Namespace) -> None:
             height, width = asked.size or (pipe.codec.image_size,) * 2
             image_files.check_box(asked.crop, (width, height))
         result = pipe.run(requests, callback=callback)
+    written: list[pathlib.Path] = []
+    try:
+        if result.pixels:
+            written.extend(_save(result, asked.out, asked))
+        elif result.boxes and out is not None:
+            marked = image_files.with_boxes(shown[0].pixels, result.boxes)
+            image_files.write(out, marked, scale=_scale(asked, marked))
+            written.append(out)
+    finally:  # what cannot be written does not lose the rest
+        _print(result, written, form=_form(asked))
     if film is not None and film_path is not None:
         frames = film.first(len(result.attempts[0]) if result.attempts else 1)
         shown_frames = [image_files.enlarged(frame, _scale(asked, frame)) for frame in frames]
         image_files.write_animation(film_path, shown_frames)
-    written: list[pathlib.Path] = []
-    if result.pixels:
-        written = _save(result, asked.out, asked)
-    elif result.boxes and out is not None:
-        marked = image_files.with_boxes(shown[0].pixels, result.boxes)
-        image_files.write(out, marked, scale=_scale(asked, marked))
-        written = [out]
-    _print(result, written, form=_form(asked))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -164,7 +170,7 @@ def _words(
     if asked.batch is not None:
         if words is not None:
             raise UsageError("--batch holds the prompts: leave those of the command line out.")
-        return _batch(name, asked.batch, image, asked.seed or 0)
+        return _batch(name, asked.batch, image, fold(asked.seed or 0))
     if words is None and name in ("ask", "reason"):
         words, image = image, None  # a question without an image
         path = pathlib.Path(words or "")
@@ -220,16 +226,23 @@ def read_batch(path: pathlib.Path) -> list[dict[str, Any]]:
 def _entry(where: str, line: str) -> dict[str, Any]:
     try:
         entry = files.parse_json(line)
-        if not isinstance(entry, dict) or not str(entry.get("prompt", "")).strip():
+        # A table's missing cells become null, and then its whole numbers become 7.0.
+        entry = entry.items() if isinstance(entry, dict) else ()
+        entry = {str(key): value for key, value in entry if value is not None}
+        if not str(entry.get("prompt", "")).strip():
             raise ValueError('it must be an object with a prompt: {"prompt": "a red circle"}.')
-        named = {OTHER_KEYS.get(str(key), str(key)): value for key, value in entry.items()}
+        named = {OTHER_KEYS.get(key, key): value for key, value in entry.items()}
         if len(named) < len(entry):
             raise ValueError(f"an option is given twice, under two names: {', '.join(entry)}.")
-        schema.build(Line, named)
+        if isinstance(seed := named.get("seed"), float) and seed.is_integer():
+            named["seed"] = int(seed)
+        if "seed" in named:
+            named["seed"] = fold(named["seed"])
+        check_words(schema.build(Line, named).prompt)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is no JSON: {error}.") from error
     except ValueError as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(f"{where}: {str(error).removeprefix('Line.')}") from error
     return named
 
 
@@ -240,12 +253,13 @@ def _check_out(path: pathlib.Path, suffixes: dict[str, str] | None = None) -> No
 
 
 def _check_place(folder: pathlib.Path) -> None:
-    """Refuses a folder that would be created outside the current one."""
+    """Refuses a folder that would be created outside the current one, or cannot be written to."""
     if not folder.exists() and not files.resolve(folder).is_relative_to(pathlib.Path.cwd()):
         raise UsageError(
             f"there is no folder {folder}, and none is created outside the current one: create it"
             f" first (mkdir -p {folder}), or choose another place."
         )
+    files.check_place(folder)
 
 
 def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
@@ -286,7 +300,7 @@ def _chat(asked: argparse.Namespace) -> None:
     if typed:
         say("one task and its words a line, such as: generate two red circles. Ctrl-D ends.")
     for line in _lines(sys.stdin.readline):
-        task, _, words = line.strip().partition(" ")
+        task, _, words = line.removeprefix("\ufeff").strip().partition(" ")
         if not task:
             continue
         try:
@@ -298,7 +312,7 @@ def _chat(asked: argparse.Namespace) -> None:
             say(f"{error}")
             continue
         asked.out.mkdir(parents=True, exist_ok=True)
-        written = _save(result, asked.out / f"{len(talk.turns)}.png", asked)
+        written = [*_save(result, asked.out / f"{len(talk.turns)}.png", asked)]
         _print(result, written, form=_form(asked))
 
 
@@ -370,7 +384,7 @@ def _replay(asked: argparse.Namespace) -> None:
     with _shown_progress() as callback:
         shown = image or (record.get(SHOWN_KEY) or {}).get("path")
         result = pipe.replay(record, shown, callback=callback)
-    _print(result, _save(result, asked.out, asked), form=_form(asked))
+    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -402,8 +416,10 @@ class _Film:
 
 def _save(
     result: Result, out: pathlib.Path, asked: argparse.Namespace | None = None
-) -> list[pathlib.Path]:
+) -> Iterator[pathlib.Path]:
     """Writes the images of a result: one to `out`, several to numbered files or on one sheet.
+
+    Yields the files that were written.
 
     Args:
         asked: may say how; by default images are written as they were drawn.
@@ -416,12 +432,17 @@ def _save(
     if getattr(asked, "grid", False):
         shown = map(image_files.enlarged, images, scales)
         image_files.write(out, image_files.sheet([*shown]))
-        return [out]
-    count = len(images)
-    names = [out.with_stem(f"{out.stem}-{i}") if count > 1 else out for i in range(count)]
+        yield out
+        return
+    names = _numbered(out, len(images))
     for path, image, record, scale in zip(names, images, records, scales, strict=True):
         image_files.write(path, image, record, scale=scale)
-    return names
+        yield path
+
+
+def _numbered(out: pathlib.Path, count: int) -> list[pathlib.Path]:
+    """Returns the names of the files for several images, or the only one."""
+    return [out.with_stem(f"{out.stem}-{i}") if count > 1 else out for i in range(count)]
 
 
 def _answers(result: Result) -> list[str]:
@@ -445,7 +466,7 @@ def _form(asked: argparse.Namespace) -> Form:
 def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text") -> None:
     if form != "text":
         said = result.as_json(full=form == "full JSON")
-        print(json.dumps(said | {"files": [str(path) for path in files]}, ensure_ascii=False))
+        say_json(said | {"files": [str(path) for path in files]})
         return
     lines = [str(path) for path in files] or _answers(result)
     if result.boxes:

@@ -5,6 +5,7 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.requests import TASKS, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -70,7 +71,7 @@ class Conversation:
             task,
             (about if spec.makes == "boxes" else words) if spec.words else None,
             self.image if spec.image else None,
-            **{"seed": self.seed + len(self.turns), "sampling": self.sampling, **more},
+            **{"seed": fold(self.seed) + len(self.turns), "sampling": self.sampling, **more},
         )
         result = self.pipe.run(requests, callback=callback)
         if spec.draws:

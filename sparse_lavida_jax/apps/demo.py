@@ -31,7 +31,8 @@ from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service, one_large_image
 from sparse_lavida_jax.apps.tasks import FORMS
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference.requests import LARGEST_SEED, TASKS
+from sparse_lavida_jax.inference.checks import SEEDS
+from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import presets
 
@@ -259,7 +260,7 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     trained, samplers = model.num_registers, [AS_TRAINED, *config.PRESETS]
     inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label="Registers")
     inputs["sampler"] = gr.Dropdown(samplers, value=AS_TRAINED, label="Sampler")
-    inputs["seed"] = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED)
+    inputs["seed"] = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=SEEDS - 1)
     for name, component in inputs.items():
         component.info = EXPLAINED[name]
     return inputs
@@ -324,7 +325,7 @@ def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
     whole: Any = editor.preprocess
 
     def read(payload: Any) -> Any:
-        """Returns the image and its hole (`Service.with_hole`)."""
+        """Returns the image and its mask (`Service.with_mask`)."""
         painted = payload
         if payload is not None and payload.id is not None:  # its parts were sent by themselves
             painted = editor.blob_storage.get(payload.id)
@@ -342,7 +343,7 @@ def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
                 )
             for one in given:
                 service.image(*one)
-            return service.with_hole(*_painted(whole(payload)))
+            return service.with_mask(*_painted(whole(payload)))
 
     editor.preprocess = read
     return editor

@@ -26,7 +26,8 @@ from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, regions, warmup
-from sparse_lavida_jax.inference.requests import TASKS, Request, Shown, check_ceilings
+from sparse_lavida_jax.inference.checks import check_ceilings
+from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 
@@ -235,7 +236,7 @@ class Service:
         """Returns an image no larger than the model can see, to save memory while it waits."""
         return images.shrunk(image, self.largest_side)
 
-    def with_hole(
+    def with_mask(
         self, image: image_files.Pixels, mask: Any
     ) -> tuple[image_files.Pixels, dict[str, Any]]:
         """Returns what `small` does, and the option that has the masked part drawn again.
@@ -246,9 +247,9 @@ class Service:
         Raises:
             ImageError: a mask of another size, or an empty one.
         """
-        hole = self.pipe.prompts.on_canvas(regions.hole(image, mask, None))
+        mask = self.pipe.prompts.on_canvas(regions.pixel_mask(image, mask, None))
         cells = self.pipe.settings.model.grid_size
-        return self.small(image), {"known": regions.untouched(hole, cells)}
+        return self.small(image), {"known": ~regions.cell_mask(mask, cells)}
 
     def cost_of(self, images: Sequence[bytes], *names: str) -> int:
         """Returns what it costs to decode the image files of a request, from their headers.

@@ -3,16 +3,20 @@
 
 import contextlib
 import datetime
+import io
+import json
 import logging
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import rich.console
 import rich.progress
 
+FAILURE = 1  # the exit code of what the machine could not do
 _LONG = re.compile(r"(\S{600})\S{20,}")  # a name that no file has, or a number
 LINE_SECONDS = 10  # between two lines of progress without a terminal
 
@@ -21,6 +25,40 @@ def say(sentence: str) -> None:
     """Writes a sentence to stderr, prefixed with the name of the program; cuts very long words."""
     shown = _LONG.sub(r"\1...", sentence).encode(errors="backslashreplace").decode()
     print(f"sparse_lavida_jax: {shown}", file=sys.stderr)
+
+
+def say_json(values: Any) -> None:
+    """Prints a line of JSON, with escapes for all but ASCII if the output cannot encode it."""
+    line = json.dumps(values, ensure_ascii=False)
+    try:
+        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        line = json.dumps(values)
+    print(line)
+
+
+@contextlib.contextmanager
+def output_escaped() -> Iterator[None]:
+    """Escapes what the output cannot encode, and writes all of it at the end.
+
+    Raises:
+        SystemExit: its reader has ended, such as `head`.
+        OSError: it cannot be written.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        print(end="", flush=True)
+    except OSError as error:
+        try:
+            print(end="", flush=True)
+        except OSError:  # Python flushes once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(FAILURE) from None
+        raise
 
 
 class _Sayer(logging.Handler):
@@ -59,7 +97,7 @@ def quiet(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
         yield
 
 
@@ -75,7 +113,7 @@ def progress(title: str, *, in_bytes: bool = False) -> Iterator[Callable[..., No
     console = rich.console.Console(stderr=True)
     column = rich.progress.DownloadColumn() if in_bytes else rich.progress.MofNCompleteColumn()
     bar = rich.progress.Progress(
-        "{task.description}",
+        rich.progress.TextColumn("{task.description}", markup=False),
         rich.progress.BarColumn(),
         column,
         rich.progress.TimeElapsedColumn(),

@@ -226,7 +226,7 @@ def digest_of(leaves: Mapping[str, np.ndarray]) -> str:
 def write_digests(folder: pathlib.Path, digests: Mapping[str, str]) -> None:
     """Writes the digests of the arrays of a model folder, by name."""
     lines = [f"{digests[name]}  {name}\n" for name in sorted(digests)]
-    (folder / TENSORS).write_text("".join(lines))
+    files.write_text(folder / TENSORS, "".join(lines))
 
 
 def read_digests(folder: pathlib.Path) -> dict[str, str]:
@@ -249,7 +249,8 @@ def read_list(path: pathlib.Path) -> dict[str, str]:
         CheckpointError: it is empty or damaged.
     """
     try:
-        lines = files.lines(files.read_text(path, MOST_LISTED))
+        text = files.read_text(path, MOST_LISTED).removesuffix("\n")
+        lines = files.lines(text) if text else []
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from sparse_lavida_jax import schema
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data.leftovers import is_leftover
 
 MOST_FILES = 100_000
 DEEPEST = 20  # folders in folders
@@ -71,7 +72,7 @@ def _roots(home: pathlib.Path) -> list[pathlib.Path]:
 
 
 def names(folder: pathlib.Path) -> list[str]:
-    """Returns the sorted names of all files in a folder, except hidden ones. Follows no links.
+    """Returns the sorted names of all files in a folder, except leftovers. Follows no links.
 
     Raises:
         CheckpointError: see `inside`; or it holds too many files, or cannot be read.
@@ -83,7 +84,7 @@ def names(folder: pathlib.Path) -> list[str]:
             with os.scandir(folder / start) as entries:
                 for entry in entries:
                     name = start + entry.name
-                    if entry.name.startswith("."):
+                    if is_leftover(entry.name):
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         within.append(f"{name}/")
@@ -97,6 +98,11 @@ def names(folder: pathlib.Path) -> list[str]:
         except OSError as error:
             raise CheckpointError(f"{folder / start} cannot be read: {error.strerror}.") from error
     return sorted(found)
+
+
+def is_empty(folder: pathlib.Path) -> bool:
+    """Whether a folder holds nothing but files that systems leave behind."""
+    return all(is_leftover(path.name) and path.is_file() for path in folder.iterdir())
 
 
 def copy(folder: pathlib.Path, new: pathlib.Path, wanted: Iterable[str]) -> None:

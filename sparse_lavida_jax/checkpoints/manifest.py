@@ -23,7 +23,7 @@ def write(folder: pathlib.Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)  # the manifest lists every file except itself
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{files.sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in paths]
-    (folder / MANIFEST).write_text("".join(lines))
+    files.write_text(folder / MANIFEST, "".join(lines))
 
 
 def digest(folder: pathlib.Path) -> str:
@@ -59,7 +59,11 @@ def verify(folder: pathlib.Path) -> int:
         if path.suffix == ".safetensors":
             _check_header(path)  # before gigabytes are read
     for name, path in paths.items():
-        if files.sha256(path) != known[name]:
+        try:
+            digest = files.sha256(path)
+        except files.FileRefused as error:
+            raise CheckpointError(f"{error}.") from error
+        if digest != known[name]:
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}."
                 f"{_damaged_tensors(folder, path)} Copy the folder {folder} again."
@@ -105,7 +109,7 @@ def _check_header(path: pathlib.Path) -> None:
     try:
         tensor_files.read_header(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Get it again.") from error
+        raise CheckpointError(f"{path} is damaged: {error}.{files.remedy(error)}") from error
 
 
 def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:

@@ -35,6 +35,7 @@ from sparse_lavida_jax.checkpoints import arrays, contents, hub, manifest, store
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, Tensor, dtype_name
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.data.vocabulary import WORDS
 from sparse_lavida_jax.models import denoiser, lora, parameters, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -186,19 +187,24 @@ def find_model(
         ReleasedError: it is a released PyTorch model.
         CheckpointError: there is no such model, or the hub does not provide it.
     """
-    folder = pathlib.Path(name)
-    if _is_released(folder):
+    folder = files.expanded(name)
+    is_released = _is_released(folder)
+    for candidate in () if is_released else (folder, folder / "model", BUNDLED / folder):
+        if stores.holds_params(candidate):
+            return candidate
+    above = folder.absolute().parents[:3] if folder.exists() else ()
+    for place in (folder, *filter(is_ours, above)):
+        if place != folder and any(map(stores.holds_params, (place, place / "model"))):
+            raise CheckpointError(f"{folder} is a part of {place}, which holds a model: give that.")
+        if (place / "state").is_dir() and place.absolute().parent.name != "state":
+            raise CheckpointError(
+                f"the run in {place} has not written its model yet: that happens at its end. Run"
+                " the command that started it again; it resumes."
+            )
+    if is_released:
         raise ReleasedError(
             f"{folder} is a PyTorch folder: convert it first, with"
             f" `sparse-lavida convert {folder} MODEL`, and give the MODEL folder."
-        )
-    for candidate in (folder, folder / "model", BUNDLED / folder):
-        if stores.holds_params(candidate):
-            return candidate
-    if (folder / "state").is_dir():
-        raise CheckpointError(
-            f"the run in {folder} has not written its model yet: that happens at its end. Run the"
-            " command that started it again; it resumes."
         )
     if (folder / "mixture.json").is_file():  # written by `mixture/prepare.py`
         raise CheckpointError(
@@ -215,7 +221,7 @@ def find_model(
 
 def _is_released(folder: pathlib.Path) -> bool:
     """Whether a folder holds a PyTorch model rather than a damaged model folder of ours."""
-    has_tensors = any(folder.glob("*.safetensors*"))
+    has_tensors = any(not is_leftover(path.name) for path in folder.glob("*.safetensors*"))
     return has_tensors and not is_ours(folder) and not (folder / manifest.MANIFEST).exists()
 
 
@@ -328,8 +334,8 @@ def save_model(
         if vq_folder is not None:
             vq.copy(vq_folder, new / "vq")
         if words is not None:
-            (new / WORDS).write_text("\n".join(sorted(words)) + "\n", encoding="utf-8")
-        (new / "README.md").write_text(readme)
+            files.write_text(new / WORDS, "\n".join(sorted(words)) + "\n")
+        files.write_text(new / "README.md", readme)
 
 
 def copy(
@@ -384,7 +390,7 @@ def copy(
         if settings is not None:
             write_config(new, settings)
         if readme is not None:
-            (new / "README.md").write_text(readme)
+            files.write_text(new / "README.md", readme)
     return len(wanted)
 
 
@@ -400,7 +406,7 @@ def copy_with_readme(source: pathlib.Path | str, folder: pathlib.Path | str, rea
     with new_model_folder(folder, read_config(source), size) as new:
         _copy_listed(source, new)
         files.write_json(new / MADE_OF, lineage(source), indent=2)
-        (new / "README.md").write_text(readme, encoding="utf-8")
+        files.write_text(new / "README.md", readme)
 
 
 def _copy_listed(source: pathlib.Path, new: pathlib.Path, but: Sequence[str] = ()) -> None:
@@ -470,10 +476,13 @@ def place_of(folder: pathlib.Path | str) -> pathlib.Path:
     """Returns the absolute path of a folder to write, which the array store needs.
 
     Raises:
-        WriteError: its name leads nowhere, such as a link to itself.
+        WriteError: its name leads nowhere, such as a link to itself, or nothing can be written
+            there.
     """
     try:
-        return files.resolve(folder)
+        place = files.resolve(files.expanded(folder))
+        files.check_place(place.parent)
+        return place
     except (ValueError, OSError) as error:
         raise WriteError(f"{folder} is not a place to write to: {error}.") from error
 
@@ -500,7 +509,7 @@ def check_replaceable(folder: pathlib.Path) -> None:
         CheckpointError: the folder holds something else.
     """
     try:
-        if folder.is_file() or (folder.exists() and any(folder.iterdir())):
+        if folder.is_file() or (folder.exists() and not contents.is_empty(folder)):
             read_config(folder)
     except (CheckpointError, OSError):
         raise CheckpointError(

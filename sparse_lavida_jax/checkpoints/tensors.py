@@ -66,9 +66,8 @@ def list_tensors(path: pathlib.Path) -> dict[str, Tensor]:
     try:
         found = tensor_files.read_header(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path.name} is cut short or damaged ({error}). Download it again."
-        ) from error
+        told = f"{path.name} is cut short or damaged ({error}).{files.remedy(error)}"
+        raise CheckpointError(told) from error
     return {
         name: Tensor(name, *stored, functools.partial(read, path, name), path.name)
         for name, stored in found.items()
@@ -182,7 +181,7 @@ def read_index(path: pathlib.Path) -> dict[str, str]:
     try:
         placed = (files.read_json(path, MOST_INDEXED) or {}).get("weight_map")
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Download it again.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}.{files.remedy(error)}") from error
     is_whole = isinstance(placed, dict) and all(isinstance(file, str) for file in placed.values())
     if not placed or not is_whole:
         raise CheckpointError(

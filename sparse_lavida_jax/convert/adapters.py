@@ -16,6 +16,7 @@ instead, with all layers in one array; they can still be read.
 import dataclasses
 import hashlib
 import math
+import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -69,10 +70,10 @@ def parse(given: str | Mapping[str, float]) -> dict[str, float]:
             number.
     """
     if not isinstance(given, str):
-        return dict(given)
+        return {os.path.expanduser(name): weight for name, weight in given.items()}
     found: dict[str, float] = {}
     for part in given.split(",") if given else ():
-        name, _, weight = part.strip().partition(":")
+        name, _, weight = os.path.expanduser(part.strip()).partition(":")
         try:
             number = float(weight or 1)
         except ValueError:
@@ -402,7 +403,7 @@ def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
     try:
         leaves = tensor_files.read_floats(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Copy it again.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}.{files.remedy(error)}") from error
     if not leaves:
         raise CheckpointError(f"{path} adapts nothing: it holds no tensor. Copy it again.")
     for key, leaf in leaves.items():

@@ -26,6 +26,8 @@ from sparse_lavida_jax.checkpoints.tensors import INDEX, SINGLE
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.convert.settings import ConvertError, has_generation_branch, settings_from
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data.files import remedy
+from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
@@ -132,7 +134,7 @@ def convert(
     model_folder.check_replaceable(dst)
     if hub.is_id(src):
         name, src = str(src), hub.fetch(str(src))
-    src = pathlib.Path(src)
+    src = files.expanded(src)
     released = _look_through(src, understanding_only)
     settings, wanted = _match(released, dtype)
     laid_out = {home: [] for home in ("params", "vq", "unused")}
@@ -166,9 +168,10 @@ def convert(
         if laid_out["unused"]:
             tensors.write(new / UNUSED, laid_out["unused"])
         _copy_small_files(released, new)
-        (new / "README.md").write_text(
+        files.write_text(
+            new / "README.md",
             f"# Converted from {name or src.resolve().name}\n\n{len(converted):,} tensors,"
-            f" {num_parameters:,} parameters, {', '.join(dtypes)}.\n{_README}"
+            f" {num_parameters:,} parameters, {', '.join(dtypes)}.\n{_README}",
         )
     return Converted(len(converted), num_parameters, tuple(dtypes))
 
@@ -297,11 +300,12 @@ def _list_weights(released: _Released) -> None:
     for file in sorted(set(placed.values())) or [SINGLE]:
         with released.noting([name for name, place in placed.items() if place == file]):
             released.add(_list_file(folder, file))
+    _check_prefix(released)
     if any(name.startswith(names.VQ_PREFIX) for name in [*released.stored, *released.unread]):
         return
     # The main files do not contain the image tokenizer.
     alone = folder / "vqvae"
-    paths = sorted(alone.glob("*.safetensors"))
+    paths = [path for path in _files(alone) if path.suffix == ".safetensors"]
     if not paths and has_generation_branch(released.config):
         released.problems.append(f"vqvae: {_pickled_in(alone) or _NO_TOKENIZER}")
         released.unread.append(names.VQ_PREFIX)
@@ -309,6 +313,18 @@ def _list_weights(released: _Released) -> None:
         with released.noting([names.VQ_PREFIX], "vqvae: "):
             found = tensors.list_tensors(path)
             released.add({names.VQ_PREFIX + name: one for name, one in found.items()})
+
+
+def _check_prefix(released: _Released) -> None:
+    """Refuses names that differ from those of a released model in their beginning alone."""
+    usual, _, words = WORDS.partition(".")
+    for name in released.stored if WORDS not in released.stored else ():
+        if name.endswith(words):
+            raise ConvertError(
+                f"{released.folder} cannot be converted: the names of its tensors begin with"
+                f" {name.removesuffix(words)!r} instead of '{usual}.', as when a wrapper of the"
+                " model is saved: save the model inside it."
+            )
 
 
 def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
@@ -327,14 +343,19 @@ def _list_file(folder: pathlib.Path, file: str) -> dict[str, tensors.Tensor]:
 def _no_weights(folder: pathlib.Path) -> str:
     if pickled := _pickled_in(folder):
         return pickled
-    if shards := sorted(path.name for path in folder.glob("*.safetensors")):
+    if shards := [path.name for path in _files(folder) if path.suffix == ".safetensors"]:
         return f"{INDEX} is missing, which says what is in {', '.join(shards[:3])}."
     return f"it holds neither {SINGLE} nor {INDEX}."
 
 
 def _pickled_in(folder: pathlib.Path) -> str:
-    found = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLED and p.is_file())
+    found = [path.name for path in _files(folder) if path.suffix in _PICKLED]
     return _pickled(found) if found else ""
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    found = (path for path in folder.glob("*") if path.is_file() and not is_leftover(path.name))
+    return sorted(found)
 
 
 def _pickled(found: list[str]) -> str:
@@ -409,7 +430,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         given = files.read_json(path, model_folder.MOST_SETTINGS)
     except (OSError, ValueError) as error:
-        raise ConvertError(f"{path} cannot be read: {error}. Download it again.") from error
+        raise ConvertError(f"{path} cannot be read: {error}.{remedy(error)}") from error
     if not isinstance(given, dict):
         raise ConvertError(f"{path} is damaged: it holds no settings. Download it again.")
     return given
@@ -426,8 +447,9 @@ def _copy_small_files(released: _Released, new: pathlib.Path) -> None:
     files.copy(released.folder / "tokenizer.json", new / "tokenizer.json")
     small = [
         path
-        for path in sorted(released.folder.iterdir())
-        if path.suffix in _SMALL or path.name.startswith(_LICENCES)
+        for path in _files(released.folder)
+        if (path.suffix in _SMALL or path.name.startswith(_LICENCES))
+        and path.name.isprintable()  # as a list of files can name it
     ]
     for path in [*small, released.folder / "vqvae" / "config.json"]:
         if path.name == "tokenizer.json" or not path.is_file():

@@ -90,7 +90,7 @@ def export(
         ConvertError: the model has no released form, or `dst` is not empty.
     """
     folder, dst = model_folder.find_model(src), model_folder.place_of(dst)
-    if dst.exists() and (dst.is_file() or any(dst.iterdir())):
+    if dst.exists() and (dst.is_file() or not contents.is_empty(dst)):
         raise ConvertError(f"{dst} exists, and an export replaces nothing. Choose another folder.")
     manifest.verify(folder)
     model = _look_through(folder, lora_folders.merging(folder, adapters or {}))

@@ -12,6 +12,8 @@ import pathlib
 import secrets
 import shutil
 import stat
+import tempfile
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,8 @@ import filelock
 UNFINISHED = ".tmp"  # ends the names of unfinished files and folders
 DEEPEST = 100  # nesting of lists and objects in JSON
 MOST_BYTES = 2**26  # of a file that is read into memory, unless its reader says otherwise
+POINTER = b"version https://git-lfs.github.com/spec/"  # starts a file that Git LFS has not fetched
+LONGEST_NAME = 50  # characters of a name that those of unfinished files and folders repeat
 
 
 class LockedError(Exception):
@@ -45,23 +49,42 @@ def resolve(path: pathlib.Path | str) -> pathlib.Path:
 
 
 class FileRefused(OSError):
-    """A file that is not read: not a regular file, or too large; the message says which."""
+    """A file that is not read, such as a folder or a file that is too large; it says which."""
+
+
+class EncodingError(UnicodeDecodeError):
+    """A file that is not text in UTF-8."""
+
+    def __str__(self) -> str:
+        return "it is not text in UTF-8: save it in that encoding"
+
+
+def remedy(error: BaseException, usual: str = "Download it again.") -> str:
+    """Returns what to do about a file that cannot be read; "" if the error says it already."""
+    return "" if isinstance(error, FileRefused | EncodingError) else f" {usual}"
 
 
 def open_regular(path: pathlib.Path | str) -> io.BufferedReader:
     """Opens a file for reading; never waits for a pipe or touches a device.
 
     Raises:
-        FileRefused: it is not a regular file: a folder, a device, a pipe or a socket.
+        FileRefused: it is not a regular file: a folder, a device, a pipe or a socket; or Git LFS
+            has left a pointer in its place.
         OSError: there is no such file, or it cannot be read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may already have an effect
         raise FileRefused(f"{path} is not a regular file")
     # What is there may change between the two looks: O_NONBLOCK returns from a pipe at once.
     file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    if is_regular and not file.peek(len(POINTER)).startswith(POINTER):
         return file
     file.close()
+    if is_regular:
+        raise FileRefused(
+            f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` in its folder gets"
+            " that"
+        )
     raise FileRefused(f"{path} is not a regular file")
 
 
@@ -86,9 +109,13 @@ def read_text(path: pathlib.Path | str, most: int = MOST_BYTES) -> str:
 
     Raises:
         OSError: as `read_bytes`.
-        UnicodeDecodeError: it is not text in UTF-8.
+        EncodingError: it is not text in UTF-8.
     """
-    return "\n".join(lines(read_bytes(path, most).decode("utf-8-sig")))
+    try:
+        text = read_bytes(path, most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise EncodingError(*error.args) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def lines(text: str) -> list[str]:
@@ -96,12 +123,45 @@ def lines(text: str) -> list[str]:
 
     `str.splitlines` also ends them at U+2028, form feeds and others, which stand inside of lines.
     """
-    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    found = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return found if found[-1] else found[:-1]  # a line end ends a line, and starts none
 
 
-def expanded(name: pathlib.Path | str) -> pathlib.Path:
-    """Returns a path with `~` or `~user` at its start expanded, as a shell would."""
-    return pathlib.Path(os.path.expanduser(name))
+def composed(text: str) -> str:
+    """Returns a text or name in Unicode's composed form (NFC); macOS decomposes names (NFD)."""
+    return unicodedata.normalize("NFC", text)
+
+
+def expanded(name: os.PathLike | str) -> pathlib.Path:
+    """Returns a path with `~` or `~user` at its start expanded, as a shell would; not in `./~`."""
+    path = pathlib.Path(os.path.expanduser(name))
+    return path.absolute() if str(path).startswith("~") else path  # paths forget their `./`
+
+
+def title(path: pathlib.Path | str) -> str:
+    """Returns the last part of the absolute path, to name something after it."""
+    return resolve(path).name or "root"
+
+
+def has_text_name(path: pathlib.Path | str) -> bool:
+    """Whether an absolute path is text in UTF-8, as the stores of states and records need."""
+    name = str(resolve(path))
+    return name.encode(errors="ignore").decode() == name
+
+
+def check_place(folder: pathlib.Path) -> None:
+    """Writes a little in a folder, or in the one above that exists; nothing of it is left.
+
+    Raises:
+        OSError: files cannot be written there, or the disk is full.
+    """
+    while not os.path.lexists(folder):
+        folder = folder.absolute().parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**12))
+    except OSError as error:  # which may name the temporary file
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def copy(path: pathlib.Path, new: pathlib.Path) -> None:
@@ -125,7 +185,7 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
         OSError: the disk is full, or the place cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}{UNFINISHED}")
+    new = path.with_name(f".{path.name[:LONGEST_NAME]}-{secrets.token_hex(4)}{UNFINISHED}")
     old = new.with_suffix(f".old{UNFINISHED}")
     try:
         yield new
@@ -146,9 +206,9 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file as `replacing` does."""
+    """Writes a file as `replacing` does; half characters, of odd file names, as in JSON."""
     with replacing(path) as new:
-        new.write_text(text, encoding="utf-8")
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: pathlib.Path, values: Any, indent: int = 1) -> None:

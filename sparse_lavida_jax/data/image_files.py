@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import pathlib
 import re
 import stat
@@ -18,16 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool
 from PIL import Image, ImageDraw, PngImagePlugin, UnidentifiedImageError
 
-from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data import arrays, files
+from sparse_lavida_jax.data.arrays import DAMAGED, MOST_PIXELS, ImageError, Pixels, as_rgb
 
-Pixels = UInt8[np.ndarray, "_h _w 3"]  # each of its own size
 Box = tuple[int | float, int | float, int | float, int | float]  # x1, y1, x2, y2 in pixels
 
-# Larger images are refused before anything is decoded.
-MOST_PIXELS = 2**26  # 8192 x 8192
+# Larger images are refused before anything is decoded, also those of more than `MOST_PIXELS`.
 LONGEST_SIDE = 2**14  # pixels
 MOST_ASPECT = 64  # the longer side over the shorter: images are padded to squares
 MOST_SCANS = 64  # of a progressive JPEG, each of which is decoded over all pixels
@@ -35,16 +35,15 @@ MOST_BLOCKS = 1000  # of EXIF metadata in a JPEG, and lists of images
 SCAN_COST = 8  # scans beyond the first that take as long as the image itself
 MOST_BYTES = 2**29  # of an image file
 MOST_SECONDS = 20.0  # of processor time to read one image
-BAND = 2**22  # pixels that are converted at once
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+READ_SUFFIXES = (*SUFFIXES, ".jfif", ".jpe")  # of files in folders and archives of images
 RECORD = "sparse-lavida"  # the text chunk of a PNG that records how it was drawn
 SCALE = "sparse-lavida-scale"  # the text chunk that says how many times a PNG is enlarged
 MOST_SCALE = 16
 PNG_LEVEL = 1  # of zlib, for images that are sent: a quarter of the time of level 6, a third larger
 FRAME_MILLISECONDS = 350
 LAST_FRAME_MILLISECONDS = 2000
-BACKDROP = (255, 255, 255)  # colour of transparent pixels
 GAP = 4  # pixels between the images of a sheet
 JPEG = b"\xff\xd8"  # starts each
 # What starts the EXIF data of a JPEG, and the list of its images if it has several, as from phones:
@@ -59,11 +58,6 @@ _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {  # views of an array [
     5: lambda x: x.swapaxes(0, 1), 6: lambda x: np.rot90(x, -1),
     7: lambda x: x[::-1, ::-1].swapaxes(0, 1), 8: np.rot90,
 }  # fmt: skip
-_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # 16-bit grey
-
-
-class ImageError(ValueError):
-    """An image file, mask or box that cannot be used; the message says why."""
 
 
 class WriteError(OSError):
@@ -107,7 +101,7 @@ def read_bytes(
         ImageError: as `read`.
     """
     with _opened(contents, name, check) as image:
-        pixels, orientation = _as_rgb(image, backdrop), _orientation(image, contents)
+        pixels, orientation = as_rgb(image, backdrop), _orientation(image, contents)
         scale = str(image.info.get(SCALE, ""))
     return _as_drawn(_upright(pixels, orientation), scale)
 
@@ -131,20 +125,18 @@ def cost(
 
 
 def read_mask(path: pathlib.Path | str, like: Pixels) -> Bool[np.ndarray, "h w"]:
-    """Reads a mask file: white pixels are to be painted.
+    """Reads a mask file, see `check_mask`.
 
     Raises:
         ImageError: as `read`, or its size differs from that of the image `like`.
     """
-    return check_mask(Image.fromarray(read(path)), like, str(path))
+    return check_mask(path, like, str(path))
 
 
 def read_transparent(
     contents: bytes, name: str = "the mask", *, check: Callable[[], None] = lambda: None
 ) -> Bool[np.ndarray, "_h _w"]:
-    """Reads a mask in OpenAI's form from memory: transparent pixels are to be painted.
-
-    A mask without transparency is read like ours: white pixels are to be painted.
+    """Returns where a mask file in memory is to be painted, upright, see `check_mask`.
 
     Args:
         check: see `read_bytes`.
@@ -153,18 +145,7 @@ def read_transparent(
         ImageError: as `read`, or there is nothing to paint.
     """
     with _opened(contents, name, check) as image:
-        found = np.empty((image.height, image.width), bool)
-        for rows, band in _bands(image):
-            if image.has_transparency_data:
-                found[rows] = np.asarray(band.convert("RGBA").getchannel("A")) == 0
-            else:
-                found[rows] = _as_rgb(band).mean(axis=-1) > 127
-        orientation = _orientation(image, contents)
-    if not found.any():
-        raise ImageError(
-            f"{name} is transparent nowhere: make transparent, or white, what is to be drawn."
-        )
-    return _upright(found, orientation)
+        return _upright(arrays.painted(image, name), _orientation(image, contents))
 
 
 def read_record(path: pathlib.Path | str) -> dict[str, Any]:
@@ -261,8 +242,7 @@ def _opened(
         ) from None
     except ImageError:
         raise
-    # Pillow raises these for damaged files.
-    except (OSError, SyntaxError, EOFError, ValueError, LookupError, struct.error) as error:
+    except DAMAGED as error:
         raise ImageError(f"{name} is not an image that can be read: {error}") from error
 
 
@@ -345,68 +325,67 @@ def _check_header(path: str, image: Image.Image) -> None:
         raise ImageError(f"{path} is animated, {frames} frames: give one of them as an image.")
 
 
-def _bands(image: Image.Image) -> Iterator[tuple[slice, Image.Image]]:
-    """Yields an image in bands of rows, so that converting it takes little memory."""
-    step = max(1, BAND // image.width)
-    for top in range(0, image.height, step):
-        bottom = min(top + step, image.height)
-        yield slice(top, bottom), image.crop((0, top, image.width, bottom))
-
-
-def _as_rgb(image: Image.Image, backdrop: bool = True) -> Pixels:
-    pixels = np.empty((image.height, image.width, 3), np.uint8)
-    for rows, band in _bands(image):
-        pixels[rows] = _band_as_rgb(band, backdrop)
-    return pixels
-
-
-def _band_as_rgb(image: Image.Image, backdrop: bool) -> Pixels:
-    if image.mode in _DEEP:
-        grey = (np.asarray(image).astype(np.int64).clip(0, 65535) / 257).round().astype(np.uint8)
-        return np.repeat(grey[..., None], 3, axis=-1)
-    if backdrop and image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (*BACKDROP, 255))
-        image = Image.alpha_composite(white, image)
-    return np.array(image.convert("RGB"))
-
-
 def check(image: Any, name: str = "the image") -> Pixels:
-    """Returns an array or a Pillow image as RGB bytes.
+    """Returns an image that a program holds as RGB bytes; transparent pixels become white.
+
+    Args:
+        image: an array [h w 3] of any library, or [h w], [h w 1], or [h w 2] or [h w 4] with
+            opacity, read by the rule of `data/arrays.py`; a Pillow image, which is not turned
+            upright; or a file: its name, its bytes, or a binary file that is open.
 
     Raises:
-        ImageError: it is neither, is empty, or has too many pixels.
+        ImageError: it is none of these, is empty, or has too many pixels.
     """
-    if isinstance(image, Image.Image):
-        image = _as_rgb(image)
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
-        kind = getattr(image, "dtype", type(image).__name__)
-        raise ImageError(f"{name} is a {kind}: give a Pillow image or bytes [h w 3].")
-    if image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
-        raise ImageError(f"{name} has the shape {image.shape}: it must be [h w 3], not empty.")
-    if image.shape[0] * image.shape[1] > MOST_PIXELS:
-        raise ImageError(f"{name} is {_size(image)}: more than {MOST_PIXELS} pixels.")
-    return image
+    if (contents := _contents_of(image, name)) is not None:
+        return read_bytes(contents, name)
+    found = arrays.levels_of(image, name)
+    return found if isinstance(found, np.ndarray) else as_rgb(found)
+
+
+def _contents_of(image: Any, name: str) -> bytes | None:
+    """Returns the file that is named, or that bytes or an open file hold; None if there is none."""
+    if isinstance(image, str | os.PathLike):
+        return _contents(pathlib.Path(image))
+    if isinstance(image, bytes | bytearray) or (isinstance(image, memoryview) and image.ndim == 1):
+        return bytes(image)
+    file: Any = image
+    if not callable(getattr(file, "read", None)):
+        return None
+    try:
+        if file.seekable():
+            file.seek(0)
+        contents = file.read(MOST_BYTES + 1)
+    except Exception as error:  # closed, or whatever another library raises
+        raise ImageError(f"{name} is a file that cannot be read: {error}.") from error
+    if not isinstance(contents, bytes) or len(contents) > MOST_BYTES:
+        raise ImageError(
+            f'{name} is a file of text (open it with "rb"), or over {MOST_BYTES} bytes.'
+        )
+    return contents
 
 
 def check_mask(mask: Any, like: Pixels, name: str = "the mask") -> Bool[np.ndarray, "h w"]:
     """Returns a mask, True where an image is to be painted.
 
+    If a pixel is wholly transparent, the mask is painted where it is so, whatever the colours, as
+    in OpenAI's form. Otherwise it is where it is white: where the mean of the colours is above
+    `arrays.BLACK`, or, in a mask of only 0 and 1, above a half.
+
+    Args:
+        mask: as for `check`.
+
     Raises:
-        ImageError: its size is not that of the image `like`, enlarged or not, or nothing is to be
-            painted.
+        ImageError: it cannot be read, its size is not that of the image `like`, enlarged or not,
+            or nothing is to be painted.
     """
-    if isinstance(mask, Image.Image):
-        mask = _as_rgb(mask).mean(axis=-1) > 127
-    mask = np.asarray(mask).astype(bool)
-    (height, width), times = like.shape[:2], len(mask) // len(like) if mask.ndim else 0
+    contents = _contents_of(mask, name)
+    mask = arrays.painted(mask, name) if contents is None else read_transparent(contents, name)
+    (height, width), times = like.shape[:2], len(mask) // len(like)
     if 1 < times <= MOST_SCALE and mask.shape == (times * height, times * width):
         mask = mask.reshape(height, times, width, times).any(axis=(1, 3))
     if mask.shape != like.shape[:2]:
         size = "x".join(map(str, mask.shape[::-1]))
         raise ImageError(f"{name} is {size} and the image {_size(like)}: make them one size.")
-    if not mask.any():
-        raise ImageError(f"{name} is black everywhere: paint white what is to be drawn.")
     return mask
 
 
@@ -486,7 +465,8 @@ def _noted(record: dict[str, Any] | None, scale: int = 1) -> dict[str, Any]:
         return {}
     notes = PngImagePlugin.PngInfo()
     if record is not None:
-        notes.add_itxt(RECORD, json.dumps(record, ensure_ascii=False))
+        noted = json.dumps(record, ensure_ascii=False)
+        notes.add_itxt(RECORD, noted.encode(errors="backslashreplace").decode())
     if scale > 1:
         notes.add_text(SCALE, str(scale))
     return {"pnginfo": notes}
@@ -515,7 +495,7 @@ def check_writable(
     Raises:
         ImageError: the suffix is unsupported, the path is a folder, or its parent is a file.
     """
-    path, known = pathlib.Path(path), suffixes or SUFFIXES
+    path, known = files.expanded(path), suffixes or SUFFIXES
     if path.suffix.lower() not in known:
         raise ImageError(
             f"the image cannot be written to {path}: its name must end in {', '.join(known)}."

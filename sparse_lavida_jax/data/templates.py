@@ -211,12 +211,12 @@ class PromptLanguage(Protocol):
         """Converts a mask over an image to one over its canvas."""
         ...
 
-    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
+    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
         """Returns a canvas without the part to be drawn, as it is shown to the model."""
         ...
 
-    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
-        """Returns the words that ask to inpaint or outpaint an image with these known cells."""
+    def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
+        """Returns the words that ask to inpaint or outpaint the cells of a mask."""
         ...
 
     def draw(

@@ -35,7 +35,7 @@ class TextTokenizer(abc.ABC):
             raise FileNotFoundError(
                 f"there is no tokenizer at {path}: {missing.format(path=path)}."
             )
-        self._damaged = damaged.format(path=path)
+        self._damaged = f"{damaged.format(path=path)}."
         with self._explained(OSError, ValueError):
             contents = files.read_text(self.path, tokenizer_files.MOST_BYTES)
             tokenizer_files.check(contents)
@@ -57,7 +57,8 @@ class TextTokenizer(abc.ABC):
             is_panic = type(error).__name__ == "PanicException"
             if not (is_panic or type(error) is Exception or isinstance(error, kinds)):
                 raise
-            raise TokenizerError(f"{self.path} is damaged: {error}. {self._damaged}.") from error
+            told = f"{self.path} is damaged: {error}.{files.remedy(error, self._damaged)}"
+            raise TokenizerError(told) from error
 
     def ids(self) -> dict[str, int]:
         """Returns the id of every token."""

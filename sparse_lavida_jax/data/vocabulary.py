@@ -69,7 +69,9 @@ class Vocabulary:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read: {error}. Copy it again.") from error
+            raise ValueError(
+                f"{path} cannot be read: {error}.{files.remedy(error, 'Copy it again.')}"
+            ) from error
         return cls(words, f"the {len(words)} words of its training texts, listed in its {WORDS}")
 
     @functools.cached_property

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from sparse_lavida_jax import config, evals
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import image_files, leftovers
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals.files import EvaluationError, Record, image_name
 from sparse_lavida_jax.evals.scorers import Metric
-from sparse_lavida_jax.inference.requests import LARGEST_SEED
+from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import changed
 
@@ -190,7 +190,7 @@ class Benchmark(abc.ABC):
     def seed_of(self, item: Item) -> int:
         """Returns the seed of an item's first row, independent of what else is evaluated."""
         first = item.index * self.settings.num_images
-        return (self.config.seed + first) % (LARGEST_SEED - 2**16)
+        return (self.config.seed + first) % (SEEDS - 1 - 2**16)
 
     @property
     def folder(self) -> pathlib.Path:
@@ -225,7 +225,7 @@ class Benchmark(abc.ABC):
         Raises:
             EvaluationError: there is none.
         """
-        found = sorted(self.folder.glob(pattern))
+        found = sorted(leftovers.without(self.folder.glob(pattern), self.folder))
         if not found:
             raise EvaluationError(f"there is no {pattern} in {self.folder}. {self.source}")
         return found

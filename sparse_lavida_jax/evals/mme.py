@@ -9,7 +9,7 @@ question is that of lmms-eval, with which the base model was evaluated.
 import pathlib
 from typing import ClassVar
 
-from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data import files, leftovers
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
 from sparse_lavida_jax.evals.files import EvaluationError, read_text
 from sparse_lavida_jax.evals.scorers import Metric, grouped
@@ -48,7 +48,8 @@ class Bench(QuestionBenchmark):
         for category in (*CATEGORIES["perception"], *CATEGORIES["cognition"]):
             folder = self.folder / category
             nested = folder / "questions_answers_YN"
-            for path in sorted((nested if nested.is_dir() else folder).glob("*.txt")):
+            folder_of_texts = nested if nested.is_dir() else folder
+            for path in sorted(leftovers.without(folder_of_texts.glob("*.txt"), folder_of_texts)):
                 image = _image(folder / "images" if nested.is_dir() else folder, path.stem)
                 yield from self._questions(category, path, image)
 

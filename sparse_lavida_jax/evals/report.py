@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import cards, model_folder
-from sparse_lavida_jax.data import image_files, markdown
+from sparse_lavida_jax.data import files, image_files, markdown
 from sparse_lavida_jax.evals import exact, held_out, nearest, scorers
 from sparse_lavida_jax.inference.engine import planned_costs
 from sparse_lavida_jax.mixture.batches import MixtureBatches
@@ -109,9 +109,9 @@ def model_card(settings: config.Config, steps: int, seconds: float, base_readme:
     how = f"(seed {settings.seed}, {steps} steps, {seconds / 60:.0f} minutes)"
     command = f"`python -m sparse_lavida_jax.main --config=configs/{settings.name}.py`"
     own = settings.data.source == "prepared"
-    data = f"on the images and texts of `{pathlib.Path(settings.data.folder).name}`"
+    data = f"on the images and texts of `{files.title(settings.data.folder)}`"
     if settings.train.init_from:
-        base, on = pathlib.Path(settings.train.init_from).name, data if own else f"by {command}"
+        base, on = files.title(settings.train.init_from), data if own else f"by {command}"
         return (
             f"# {settings.name}\n\nTrained {on} {how} from the model `{base}`. Its licence,"
             f" below, also applies to these parameters.\n\n{base_readme}"
@@ -181,7 +181,7 @@ def write(
             _show_scores(folder / "model", table)
         parts += ["## Speed", _speed(pipe)]
     path = folder / "report.md"
-    path.write_text("\n\n".join(parts) + "\n")
+    files.write_text(path, "\n\n".join(parts) + "\n")
     return path
 
 
@@ -233,7 +233,7 @@ def _show_scores(folder: pathlib.Path, table: str) -> None:
     """Adds scores to the README of a model folder, if there is one."""
     readme = folder / "README.md"
     if readme.is_file():
-        said = cards.with_scores(readme.read_text(encoding="utf-8"), table)
+        said = cards.with_scores(files.read_text(readme), table)
         model_folder.copy_with_readme(folder, folder, said)
 
 

@@ -20,6 +20,7 @@ from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.evals import benchmark, scorers
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
@@ -129,7 +130,7 @@ def _claim(folder: pathlib.Path, settings: config.Config, bench: Benchmark, chec
     now = json.loads(json.dumps(now))  # turns tuples into lists, as in the file
     if not path.exists():
         if folder.exists() and not (folder / "shards").is_dir():
-            if not folder.is_dir() or any(p.suffix != files.UNFINISHED for p in folder.iterdir()):
+            if not folder.is_dir() or not all(is_leftover(p.name) for p in folder.iterdir()):
                 raise runs.RunError(
                     f"{folder} holds files but no settings.json, so it is no evaluation. Choose"
                     " another --workdir."
@@ -186,7 +187,8 @@ def _compute(
             for item, output in zip(batch, outputs, strict=True):
                 row = {"index": item.index, "key": item.key, "seed": bench.seed_of(item)}
                 row |= {"output": output, "seconds": seconds}
-                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                line = json.dumps(row, ensure_ascii=False) + "\n"
+                file.write(line.encode(errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
             yield len(batch)

@@ -67,7 +67,7 @@ def kind_of(request: Request) -> Hashable:
     """Returns what requests must agree in to be rows of one batch.
 
     Words, seed and scales may differ. But whether a scale is 0 decides which program runs, long
-    words would make short ones wait, and given cells must be the same.
+    words would make short ones wait, and masks must be the same.
     """
     scales = request.temperature, request.guidance, request.guidance_image
     how = request.sampling
@@ -83,7 +83,7 @@ def kind_of(request: Request) -> Hashable:
         request.box,
         request.max_new_tokens,
         "told" if isinstance(request.plan, str) else request.plan,
-        None if request.known is None else request.known.tobytes(),
+        None if request.mask is None else request.mask.tobytes(),
         tuple(image.pixels.shape for image in request.images),
         request.seed if by_seed else None,
     )

@@ -277,18 +277,18 @@ class _Canvas:
     """An image to be drawn, as the model gets it.
 
     Attributes:
-        words: with the box of a hole, for example.
+        words: with the box of the mask, for example.
         cells: rows and columns of its grid.
         image: what the vision tower sees; None: nothing.
         pixels: what is given as codes, at the size of the image to be drawn.
-        known: cells that stay as they are.
+        mask: cells that are to be drawn anew; None: all.
     """
 
     words: str
     cells: tuple[int, int]
     image: Pixels | None = None
     pixels: Pixels | None = None
-    known: Grid | None = None
+    mask: Grid | None = None
 
 
 @dataclasses.dataclass
@@ -398,7 +398,7 @@ class TaskRun:
 
     def _record(self, request: Request, plan: str | None, bucket: Bucket | None) -> dict[str, Any]:
         """Returns what `replay` needs, for `json`."""
-        known = None if request.known is None else np.asarray(request.known).tolist()
+        known = None if request.mask is None else (~request.mask).tolist()
         recipe: dict[str, Any] = {
             "generate": lambda: {"size": None if request.size is None else list(request.size)},
             "edit": dict,
@@ -452,16 +452,16 @@ class TaskRun:
         if request.task == "generate":
             cells = grid_of(request.size, side, self.settings.model)
             return _Canvas(request.words, cells)
-        image, known = request.pixels, request.known
+        image, mask = request.pixels, request.mask
         canvas = self.prompts.canvas(image, side)
         if request.task == "edit":
             return _Canvas(request.words, (grid, grid), image, canvas)
         if request.box is not None:
-            canvas, known = regions.placed(image, request.box, side, side // grid)
-        assert known is not None
-        canvas = self.prompts.erased(canvas, known)
-        words = self.prompts.fill_words(request.task, request.words, known)
-        return _Canvas(words, (grid, grid), canvas, canvas, known)
+            canvas, mask = regions.placed(image, request.box, side, side // grid)
+        assert mask is not None
+        canvas = self.prompts.erased(canvas, mask)
+        words = self.prompts.fill_words(request.task, request.words, mask)
+        return _Canvas(words, (grid, grid), canvas, canvas, mask)
 
     def _layouts(
         self, requests: Sequence[Request], canvases: Sequence[_Canvas]
@@ -509,7 +509,7 @@ class TaskRun:
         else:
             (codes,) = self.codec.encode(canvas.pixels[None])
             assert canvas.image is not None
-            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.known, plan)
+            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, plan)
         return dataclasses.replace(example, grid=canvas.cells)
 
     def reflect(self, requests: Sequence[Request]) -> Result:

@@ -17,8 +17,10 @@ from sparse_lavida_jax.data.templates import Grid
 log = logging.getLogger(__name__)
 
 
-def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np.ndarray, "h w"]:
-    """Returns which pixels of an image are to be drawn, from a mask or a box.
+def pixel_mask(
+    image: Pixels, mask: Any, box: Sequence[int | float] | None
+) -> Bool[np.ndarray, "h w"]:
+    """Returns which pixels of an image are to be drawn, from what a caller gave.
 
     Raises:
         ImageError: both or neither are given, the mask has another size, or the box is outside.
@@ -34,15 +36,15 @@ def hole(image: Pixels, mask: Any, box: Sequence[int | float] | None) -> Bool[np
     return pixels
 
 
-def untouched(pixels: Bool[np.ndarray, "h w"], grid: int) -> Grid:
-    """Returns which cells of a grid over an image are not touched by any pixel of a mask."""
+def cell_mask(mask: Bool[np.ndarray, "h w"], grid: int) -> Grid:
+    """Returns which cells of a grid over an image are touched by a pixel of its mask."""
 
     def touched(pixels: np.ndarray) -> np.ndarray:
         """Returns which parts of the first axis have a pixel; one may be in several of them."""
         ends = [(i * len(pixels) // grid, -(-(i + 1) * len(pixels) // grid)) for i in range(grid)]
         return np.array([pixels[start:end].any(axis=0) for start, end in ends])
 
-    return ~touched(touched(pixels).T).T
+    return touched(touched(mask).T).T
 
 
 def inner_box(
@@ -80,10 +82,10 @@ def inner_box(
 
 
 def placed(image: Pixels, box: Sequence[int], side: int, step: int) -> tuple[Pixels, Grid]:
-    """Returns a canvas with an image in a box, and which cells the image fills."""
+    """Returns a canvas with an image in a box, and the mask of the cells around it."""
     x1, y1, x2, y2 = box
     canvas = np.zeros((side, side, 3), np.uint8)
     canvas[y1:y2, x1:x2] = resize(image, (x2 - x1, y2 - y1))
-    known = np.zeros((side // step, side // step), bool)
-    known[y1 // step : y2 // step, x1 // step : x2 // step] = True
-    return canvas, known
+    mask = np.ones((side // step, side // step), bool)
+    mask[y1 // step : y2 // step, x1 // step : x2 // step] = False
+    return canvas, mask

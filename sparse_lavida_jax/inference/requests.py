@@ -7,15 +7,15 @@
 import dataclasses
 import hashlib
 import logging
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import numpy as np
-from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import arrays, files, image_files
 from sparse_lavida_jax.data.example import RowRequest
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
@@ -28,19 +28,14 @@ from sparse_lavida_jax.data.templates import (
     parse_template,
     words_template,
 )
-from sparse_lavida_jax.inference import regions
+from sparse_lavida_jax.inference import checks, regions
+from sparse_lavida_jax.inference.checks import MOST_IMAGES, Number, Numbers, Words, each, texts
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
-from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
-from sparse_lavida_jax.schema import LARGEST_SCALE
+from sparse_lavida_jax.sampling.options import OPTIONS, changed
 
 log = logging.getLogger(__name__)
 
-Words = str | Sequence[str]
-Number = int | float
-Numbers = Number | Sequence[Number | None] | None  # for all rows, or one per row
-
-LARGEST_SEED = 2**31 - 1
-MOST_IMAGES = 1024  # for one prompt, or attempts at one image
+LARGEST_SEED, SEEDS, fold = checks.LARGEST_SEED, checks.SEEDS, checks.fold
 PROMPTING = {"template", "required"}  # options that hold words for the model
 ROUNDS = 3  # the default limit on attempts of "reflect"
 
@@ -57,8 +52,9 @@ class ShownImage:
         return {"path": path, "sha256": hashlib.sha256(self.pixels.tobytes()).hexdigest()}
 
 
-# An image or something that contains one: an array, a Pillow image, a file, an earlier result.
-Shown = Pixels | Image.Image | pathlib.Path | str | Result | ShownImage
+# An image or what contains one: an array of any library, a Pillow image, a file (its name, its
+# bytes, or open), an earlier result. `shown_images` explains what is wrong with anything else.
+Shown = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +71,7 @@ class Request(RowRequest):
         plan: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
         size: height and width of the image to draw, in pixels; None: the largest.
-        known: cells of an inpainted image that stay as they are.
+        mask: cells of an image that are to be drawn anew; the others stay as they are.
         box: the place of the given image in an outpainted one: x1, y1, x2, y2 in pixels.
         rounds: the largest number of attempts at an image that the model judges itself.
         max_new_tokens: of an answer; None: the usual number.
@@ -93,7 +89,7 @@ class Request(RowRequest):
     sampling: config.Sampling | None = None
     plan: bool | str | None = None
     size: tuple[int, int] | None = None
-    known: Grid | None = None
+    mask: Grid | None = None
     box: tuple[int, int, int, int] | None = None
     rounds: int = ROUNDS
     max_new_tokens: int | None = None
@@ -116,7 +112,8 @@ class Options(TypedDict, total=False):
     """Options of all tasks; None: not given.
 
     Attributes:
-        seed: of the first row, from which the others count up; or one per row.
+        seed: 0 to 2**64 - 1, of which the remainder of 2**31 counts: of the first row, from which
+            the others count up; or one per row.
         sampling: the settings to start from; by default those of the checkpoint.
         steps: for the image, or for each text block; also as `num_inference_steps`.
         temperature: for all rows, or one per row; 0 takes the most probable token.
@@ -126,13 +123,13 @@ class Options(TypedDict, total=False):
         as_written: gives the model the words as they are, even if it was taught no such sentence.
     """
 
-    seed: int | Sequence[int] | None
+    seed: Numbers
     sampling: config.Sampling | None
-    steps: int | None
-    num_inference_steps: int | None
+    steps: Number
+    num_inference_steps: Number
     temperature: Numbers
     sampler: str | None
-    registers: int | tuple[int, int] | None
+    registers: Numbers
     quantize: str | None
     as_written: bool | None
 
@@ -151,9 +148,9 @@ class ImageOptions(Options, total=False):
         vq_dtype: dtype of the decoder of images.
     """
 
-    num_images: int | None
+    num_images: Number
     plan: bool | Words | None
-    layout_temperature: float | None
+    layout_temperature: Number
     guidance: Numbers
     guidance_scale: Numbers
     order: str | None
@@ -248,7 +245,7 @@ class RequestMaker:
         """
         if task not in TASKS:
             raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
-        spec, given = TASKS[task], named(asked)
+        spec, given = TASKS[task], checks.named(asked)
         as_written = given.pop("as_written", False)
         for name in PROMPTING & given.keys():
             given[name] = self._spelled(given[name])
@@ -259,15 +256,19 @@ class RequestMaker:
         self._check(task, spec, words, shown, given)
         sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
         copies = given.get("num_images", 1)
-        pairs = paired("caption" if words is None else words, shown, copies, given.get("together"))
+        words = "caption" if words is None else words
+        pairs = paired(words, shown, copies, given.get("together"), spec.words)
         if spec.image == "needed" and not pairs[0][1]:
             raise RequestError("this task is about an image: give one.")
         count = len(pairs)
-        seeds = row_seeds(given.get("seed", 0), count, copies)
+        seeds = checks.row_seeds(given.get("seed", 0), count, copies)
         plans = each("layouts", given.get("plan"), count)
+        if "known" in given:
+            side = self.settings.model.grid_size
+            given["known"] = _masks(given["known"], count, copies, side)
         for plan in plans:
             check_characters(plan if isinstance(plan, str) else "", "layout")
-        numbers = {name: row_numbers(name, columns[name], count, copies) for name in columns}
+        numbers = {name: checks.row_numbers(name, columns[name], count, copies) for name in columns}
         readings = [
             self.prompts.as_written(one) if as_written else self.prompts.read(task, one, seed)
             for (one, _), seed in zip(pairs, seeds, strict=True)
@@ -321,7 +322,7 @@ class RequestMaker:
             raise RequestError("ground takes no steps here: this model finds all boxes in one.")
         ceilings = {"num_images": MOST_IMAGES, "rounds": MOST_IMAGES}
         ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
-        check_ceilings(given, ceilings)
+        checks.check_ceilings(given, ceilings)
         if task == "constrained_caption" and ("template" in given) == ("required" in given):
             raise RequestError("a constrained caption needs a template or words, one of the two.")
 
@@ -338,19 +339,19 @@ class RequestMaker:
         found: dict[str, Any] = {
             name: given[name] for name in ("rounds", "max_new_tokens") if name in given
         }
-        for question, answer in (earlier := given.get("earlier", ())):
+        found["earlier"] = given.get("earlier", ())
+        for question, answer in found["earlier"]:
             check_words(question)
             check_characters(answer, "earlier answer")
-        found["earlier"] = tuple(earlier)
         if task == "generate":
             size = given.get("size")
             grid_of(size, self.side, model)  # refuses impossible sizes
-            found["size"] = size and tuple(size)
+            found["size"] = size
         elif task in ("inpaint", "outpaint") and "known" in given:
-            found["known"] = _grid(given["known"], row, model.grid_size)
+            found["mask"] = given["known"][row]
         elif task == "inpaint":
-            hole = regions.hole(images[0].pixels, given.get("mask"), given.get("box"))
-            found["known"] = regions.untouched(self.prompts.on_canvas(hole), model.grid_size)
+            mask = regions.pixel_mask(images[0].pixels, given.get("mask"), given.get("box"))
+            found["mask"] = regions.cell_mask(self.prompts.on_canvas(mask), model.grid_size)
         elif task == "outpaint":
             step = self.side // model.grid_size
             found["box"] = regions.inner_box(images[0].pixels, given.get("box"), self.side, step)
@@ -361,8 +362,8 @@ class RequestMaker:
         elif "required" in given:
             found["required"] = tuple(given["required"])
             found["template"] = words_template(found["required"])
-        if (known := found.get("known")) is not None:
-            _check_known(task, known)
+        if (mask := found.get("mask")) is not None:
+            _check_mask(task, mask)
         return found
 
 
@@ -373,59 +374,29 @@ def _other_texts(request: Request) -> list[str]:
     return texts + [question for question, _ in request.earlier]
 
 
-def _grid(known: Any, row: int, side: int) -> Grid:
-    """Returns the grid of cells to keep for a row; a single grid is for all rows.
+def _masks(known: Any, rows: int, copies: int, side: int) -> list[Grid]:
+    """Returns the mask of each row from grids of the cells to keep; a single one is for all rows.
 
     Raises:
-        ImageError: it is not a grid of `side` by `side` cells.
+        ImageError: they are not grids of `side` by `side` cells, or another number of them.
     """
-    try:
-        found = np.asarray(known, bool)
-    except ValueError:  # rows of different lengths
-        found = np.zeros(0, bool)
+    found = arrays.array_of(known, "the grid of known cells")
     if found.ndim not in (2, 3) or found.shape[-2:] != (side, side):
         raise image_files.ImageError(
             f"the grid of known cells is {list(found.shape)}: it must be [{side}, {side}]."
         )
-    return found if found.ndim == 2 else found[row]
+    masks = ~found.astype(bool)
+    if masks.ndim == 2:
+        return [masks] * rows
+    return [np.array(mask) for mask in each("grids of known cells", masks, rows, copies)]
 
 
-def _check_known(task: str, known: Grid) -> None:
-    """Refuses known cells that leave nothing to draw, or nothing of an image to be extended."""
-    if known.all():
+def _check_mask(task: str, mask: Grid) -> None:
+    """Refuses a mask that leaves nothing to draw, or nothing of an image to be extended."""
+    if not mask.any():
         raise image_files.ImageError(f"nothing is to be drawn: {task} got no cell that is new.")
-    if task == "outpaint" and not known.any():
+    if task == "outpaint" and mask.all():
         raise image_files.ImageError("outpaint got no cell of the image: nothing is to be kept.")
-
-
-def check_ceilings(given: Mapping[str, Any], ceilings: Mapping[str, int]) -> None:
-    """Checks that options lie between 1 and their ceilings; None counts as not given.
-
-    Raises:
-        RequestError: names the first one.
-    """
-    for name, most in ceilings.items():
-        if (asked := given.get(name)) is not None and not 1 <= asked <= most:
-            raise RequestError(f"{name}={asked} is out of range: 1 to {most}.")
-
-
-def named(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options under their own names; None means not given.
-
-    Raises:
-        RequestError: an option is given under two names.
-    """
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        own = ALIASES.get(name, name)
-        if value is None:
-            continue
-        if own in found:
-            raise RequestError(
-                f"{own} is given twice, also as {' and '.join(OPTIONS[own].aliases)}."
-            )
-        found[own] = value
-    return found
 
 
 def sampling_of(
@@ -435,10 +406,10 @@ def sampling_of(
     shared, columns = {}, {}
     for name in [name for name in OPTIONS if name in given]:
         by_row = OPTIONS[name].by_row
-        if by_row and isinstance(given[name], Sequence):
+        if by_row and isinstance(given[name], list):
             columns[name] = given[name]
         else:
-            shared[name] = row_numbers(name, given[name], 1)[0] if by_row else given[name]
+            shared[name] = checks.row_numbers(name, given[name], 1)[0] if by_row else given[name]
     sampling = given.get("sampling") or default
     if shared:
         sampling = changed(sampling, draws=draws, **shared)
@@ -459,9 +430,11 @@ def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
         if not shown.pixels:
             raise image_files.ImageError(f"the result of {shown.task!r} holds no image.")
         return [ShownImage(pixels) for pixels in shown.pixels]
-    if isinstance(shown, str | pathlib.Path):
-        return [ShownImage(image_files.read(shown), pathlib.Path(shown))]
-    if isinstance(shown, Sequence):
+    if isinstance(shown, str | os.PathLike):
+        path = files.expanded(shown)
+        return [ShownImage(image_files.read(path), path)]
+    several = isinstance(shown, Sequence) and not isinstance(shown, bytes | bytearray | memoryview)
+    if several or getattr(shown, "ndim", 0) == 4:  # or an array [n h w c]
         return [one for part in shown for one in shown_images(part)]
     return [ShownImage(image_files.check(shown))]
 
@@ -471,79 +444,31 @@ def paired(
     shown: Shown | Sequence[Shown] | None,
     copies: int = 1,
     together: bool | None = None,
+    name: str = "prompt",
 ) -> list[tuple[str, tuple[ShownImage, ...]]]:
     """Returns words and images per row: one image goes with all words, one text with all images.
 
     Args:
         copies: of each pair.
         together: whether all words are about all images.
+        name: what the words are called.
 
     Raises:
         RequestError: nothing is asked for, or words and images do not match in number.
     """
-    asked = [words] if isinstance(words, str) else [*words]
-    for one in asked:
-        check_words(one)
+    asked = [check_words(files.composed(one)) for one in texts(name, words)]
     images = shown_images(shown)
+    if shown is not None and not images:
+        raise RequestError("give at least one image: the list is empty.")
     seen = [tuple(images)] if together else [(image,) for image in images] or [()]
     count = max(len(asked), len(seen))
-    if not asked or {len(asked), len(seen)} - {1, count}:
+    if {len(asked), len(seen)} - {1, count}:
         raise RequestError(
             f"{len(asked)} prompts and {len(seen)} images do not go together: give as many, or"
             " one of either."
         )
     pairs = zip(asked * (count // len(asked)), seen * (count // len(seen)), strict=True)
     return [pair for pair in pairs for _ in range(copies)]
-
-
-def each(name: str, values: Any, rows: int, copies: int = 1) -> list[Any]:
-    """Returns a value per row, from one for all rows, one per row, or one per copied item.
-
-    Raises:
-        RequestError: the number of values does not match the rows.
-    """
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        return [values] * rows
-    column = [one for one in values for _ in range(copies if len(values) < rows else 1)]
-    if len(column) != rows:
-        raise RequestError(
-            f"{len(values)} {name} were given for {rows} rows: give as many, or one."
-        )
-    return column
-
-
-def row_seeds(seed: int | Sequence[int], rows: int, copies: int = 1) -> list[int]:
-    """Returns a seed per row.
-
-    Args:
-        seed: of the first row, from which the others count up; or one per row, or per item that
-            is copied.
-
-    Raises:
-        RequestError: a seed is out of range, or their number does not match the rows.
-    """
-    if isinstance(seed, Sequence):
-        copied = copies if len(seed) < rows else 1
-        seeds = [one + i % copied for i, one in enumerate(each("seeds", seed, rows, copies))]
-    else:
-        seeds = [int(seed) + i for i in range(rows)]
-    if wrong := [one for one in seeds if not 0 <= one <= LARGEST_SEED]:
-        raise RequestError(f"the seed {wrong[0]} is out of range: 0 to {LARGEST_SEED}.")
-    return seeds
-
-
-def row_numbers(name: str, numbers: Numbers, rows: int, copies: int = 1) -> list[float | None]:
-    """Returns a number per row; None: as in the sampling settings.
-
-    Raises:
-        RequestError: a number is out of range, or their count does not match the rows.
-    """
-    column = each(f"values of {name}", numbers, rows, copies)
-    if wrong := [one for one in column if one is not None and not 0 <= one <= LARGEST_SCALE]:
-        raise RequestError(
-            f"{name}={wrong[0]} is out of range: it must be 0 to {LARGEST_SCALE}, both allowed."
-        )
-    return [None if one is None else float(one) for one in column]
 
 
 def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
@@ -555,7 +480,7 @@ def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
     return dataclasses.replace(sampling, **own) if own else sampling
 
 
-def grid_of(size: Sequence[int] | None, side: int, model: config.Model) -> tuple[int, int]:
+def grid_of(size: tuple[int, int] | None, side: int, model: config.Model) -> tuple[int, int]:
     """Returns rows and columns of cells in an image of height and width `size`.
 
     Args:

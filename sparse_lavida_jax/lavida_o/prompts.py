@@ -117,8 +117,8 @@ class ChatPrompts(PromptLanguage):
         top, left = (longest - height) // 2, (longest - width) // 2
         return np.pad(mask, ((top, longest - height - top), (left, longest - width - left)))
 
-    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
-        """Returns the canvas unchanged: the known cells show what is to be drawn."""
+    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
+        """Returns the canvas unchanged: the other cells show what is to be drawn."""
         return canvas
 
     def draw(
@@ -143,19 +143,19 @@ class ChatPrompts(PromptLanguage):
         instruction: str,
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
-        known: Grid | None,
+        mask: Grid | None,
         plan: str | None = None,
     ) -> Example:
-        """Returns an example that edits an image, or draws one with known cells (ours)."""
-        if known is not None:
+        """Returns an example that edits an image, or draws the cells of a mask (ours)."""
+        if mask is not None:
             drawn, response = self.draw(instruction, codes, plan=plan), codes.astype(np.int32)
-            return dataclasses.replace(drawn, response=response, given=known.reshape(-1))
+            return dataclasses.replace(drawn, response=response, given=~mask.reshape(-1))
         seen = images.see(image, self.model.vision)
         plan = chat.clean_plan(plan or "")
         parts = self._words(chat.edit, instruction, [seen.part], [codes], len(codes), plan=plan)
         return self._example(instruction, parts, [seen], codes, kind="image")
 
-    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
+    def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
         """Returns the caption of the whole image: the release has no words for this task."""
         return prompt
 

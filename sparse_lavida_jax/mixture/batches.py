@@ -7,6 +7,7 @@ depends only on (seed, epoch, number of the record in its group), so each proces
 rows of a batch.
 """
 
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -21,12 +22,12 @@ from jaxtyping import Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
 from sparse_lavida_jax.data.batches import Batches
-from sparse_lavida_jax.data.files import read_json
+from sparse_lavida_jax.data.files import has_text_name, read_json
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
-from sparse_lavida_jax.mixture import prepare, words
-from sparse_lavida_jax.mixture.examples import Mixer
+from sparse_lavida_jax.mixture import prepare, report, words
+from sparse_lavida_jax.mixture.examples import MOST_CAPTION, Mixer
 from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
 
 PROBED = 256  # records of a group whose lengths decide its static shape
@@ -73,7 +74,7 @@ class MixtureBatches(Batches):
         if empty := [group for group, found in self.records.items() if not len(found)]:
             raise RecordError(
                 f"{folder} has no records of {', '.join(empty)}: every row was bad or left out."
-                f" {folder / prepare.READABLE} says why."
+                f" {folder / report.READABLE} says why."
             )
         self.held: dict[str, list[int]] = {}
         self.taken: dict[str, grain.MapDataset] = {}
@@ -91,11 +92,18 @@ class MixtureBatches(Batches):
         super().__init__(settings, factors, shares, **share)
 
     def captioned(self, count: int) -> list[Record]:
-        """Returns the first training records, in the order of the first epoch, with captions."""
+        """Returns the first training records, in the order of the first epoch, with captions.
+
+        Captions are cut as for training, and left out if they are too long for it nevertheless.
+        """
         found: list[Record] = []
         for group, records in self.records.items():
             order = itertools.islice(self.orders[group], min(count, len(self.taken[group])))
-            found += (record for i in order if (record := records[i]).kind == "text_to_image")
+            for record in (one for i in order if (one := records[i]).kind == "text_to_image"):
+                words = record.asked[0][:MOST_CAPTION]
+                tokens = len(self.mixer.tokenizer.encode(words)) + self.settings.model.num_cells
+                if words.strip() and tokens <= self.settings.data.max_sequence_len:
+                    found.append(dataclasses.replace(record, asked=(words,)))
         return found[:count]
 
     def words(self) -> frozenset[str] | None:
@@ -187,6 +195,8 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
         RecordError: it is missing, damaged or of another version.
     """
     path = folder / prepare.INDEX
+    if not has_text_name(folder):
+        raise RecordError(f"{folder} is not text in UTF-8: give the folder another name.")
     try:
         index = read_json(path)
     except (OSError, ValueError) as error:

@@ -28,6 +28,8 @@ Square = UInt8[np.ndarray, "s s 3"]
 
 # Fields with another name in released tables.
 OTHER_NAMES = {"score": "fltLaionAesthScore"}
+# Fields that a row may have besides those of its kind, with their other names.
+READ = {"score", "fltLaionAesthScore", "hpsv2", "pixel_diff", "edit_boxes", "conversations"}
 OPERATIONS = {
     "add": "adding", "remove": "removing", "replace": "replacing", "adjust": "adjusting",
     "edit": "edit",
@@ -91,10 +93,24 @@ def draft(
         LeftOut: the dataset's settings exclude it.
     """
     if isinstance(dataset.columns, dict):
-        row = row | {ours: row[theirs] for ours, theirs in dataset.columns.items() if theirs in row}
+        row = row | _renamed(row, dataset.columns)
     key = (to.seed << 32) ^ zlib.crc32(dataset.name.encode())
     rng = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, number, copy]))
     return _RowReader(row, name, dataset, reader, to, rng).draft()
+
+
+def _renamed(row: Row, columns: dict[str, str | tuple[str, ...]]) -> Row:
+    """Returns the values of our fields: of the first of its columns that has a value."""
+    found: Row = {}
+    for field, names in columns.items():
+        values = [row.get(name) for name in ([names] if isinstance(names, str) else names)]
+        if any(_is_given(value) for value in values):
+            found[field] = next(filter(_is_given, values))
+    return found
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != "" and value != []
 
 
 @dataclasses.dataclass
@@ -253,7 +269,7 @@ class _RowReader:
         """Returns questions and answers, the same number of each."""
         if not self._has("conversations"):
             return (self._text("question", with_images=True),), (self._text("answer"),)
-        given, said = _listed(self.row["conversations"]), {"user": [], "assistant": []}
+        given, said = listed(self.row["conversations"]), {"user": [], "assistant": []}
         for i, turn in enumerate(given):
             if not isinstance(turn, dict):
                 raise RecordError(f"turn {i} of its conversations is {turn!r}")
@@ -270,7 +286,7 @@ class _RowReader:
     # Fields.
 
     def _has(self, field: str) -> bool:
-        return self._value(field) not in (None, "", [])
+        return _is_given(self._value(field))
 
     def _value(self, field: str) -> Any:
         return self.row.get(field, self.row.get(OTHER_NAMES.get(field, field)))
@@ -325,10 +341,10 @@ class _RowReader:
 
     def _list(self, field: str) -> list[Any]:
         """Returns the values of a field, which may be a single value or empty."""
-        return _listed(self._value(field)) if self._has(field) else []
+        return listed(self._value(field)) if self._has(field) else []
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Returns a list; tables without lists (CSV) may contain it as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -339,7 +355,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
-    """Returns a text after checking that a tokenizer and a prompt can have it."""
+    """Returns a text, composed, after checking that a tokenizer and a prompt can have it."""
     if not isinstance(value, str) or not value.strip():
         raise RecordError(f"it has no {field}" if value in (None, "") else f"{field} is {value!r}")
     if len(value) > MOST_CHARACTERS:
@@ -352,4 +368,4 @@ def _checked_words(field: str, value: Any, *, with_images: bool = False) -> str:
     for token in (*chat.CONTROL, *(() if with_images else (chat.IMAGE,))):
         if token in value:
             raise RecordError(f"{field} holds the control token {token}")
-    return value
+    return files.composed(value)

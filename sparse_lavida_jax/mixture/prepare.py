@@ -7,7 +7,7 @@ The prepared folder:
     <dataset>/00003-of-00010.json         outcome for those rows; if it exists, the shard is
                                           complete
     mixture.json                          the index for training; written last
-    report.md                             names every bad record
+    report.md                             what was used, what was left out, and every bad record
 
 A shard is one task. It depends only on its rows, the settings and the image tokenizer, so it has
 the same bytes whichever process makes it; an existing shard is not made again. Tasks run in this
@@ -18,31 +18,33 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import files, markdown
-from sparse_lavida_jax.mixture import ingest, recipe, records, tables, workers
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.mixture import folders, ingest, recipe, records, report, shards, workers
 from sparse_lavida_jax.mixture.ingest import Draft, LeftOut
-from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
+from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
+from sparse_lavida_jax.mixture.report import Found, Summary
+from sparse_lavida_jax.mixture.shards import Outcome, Shard
+from sparse_lavida_jax.mixture.tables import Reader
 
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
-READABLE = "report.md"
 LONGEST_REASON = 300  # characters of what is wrong with a row
-NAMED = 3  # rows or images that are listed in a message
 MANY_ROWS = 2**16  # of a table, checked at a time
 TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # also written for a plain folder
 # Files that preparations write; older ones wrote "report.json".
-LEFT = {INDEX, READABLE, TOKENIZER, SHEET, "report.json", ".lock"}
+LOCK = ".lock"
+LEFT = {INDEX, report.READABLE, TOKENIZER, SHEET, "report.json", LOCK}
 
 
 @runtime_checkable
@@ -67,6 +69,8 @@ class ImageEncoder(Protocol):
 
 
 LoadEncoder = Callable[[], ImageEncoder]  # makes the tokenizer in the process that needs it
+OnProgress = Callable[[int, int], None]  # from the number of finished shards, and of all
+NOTHING = Found({}, {})  # besides the rows of tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,143 +90,85 @@ class Job:
     load_encoder: LoadEncoder
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """Rows of a dataset that become one shard.
-
-    Attributes:
-        dataset: the dataset of the rows.
-        stem: path in the folder, without a suffix.
-        tables: the tables of the rows.
-        rows: table, row and copy of each.
-        fingerprint: of everything that affects the result.
-    """
-
-    dataset: Dataset
-    stem: str
-    tables: tuple[pathlib.Path, ...]
-    rows: Int[np.ndarray, "r 3"]
-    fingerprint: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The outcome for the rows of a shard, as stored in its .json."""
-
-    fingerprint: str
-    rows: int
-    records: int
-    num_bytes: int
-    sha256: str
-    left_out: dict[str, int]
-    bad: list[list[str]]  # name of the row, what is wrong
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Statistics of a finished preparation."""
-
-    shards: int
-    made: int
-    records: int
-    left_out: int
-    bad: int
-
-
 def prepare(
     path: pathlib.Path | str | Recipe,
     folder: pathlib.Path | str,
     settings: config.Config,
     load_encoder: LoadEncoder,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Summary:
-    """Makes the missing shards of a mixture file.
-
-    Args:
-        path: the mixture file (`recipe.read`), or its contents.
-        on_progress: called with the number of finished shards, and of all.
+    """Does what `fill` does, in a folder that it reserves, for a mixture file or its contents.
 
     Raises:
         RecipeError: the mixture file is wrong.
+        PrepareError, OSError: see `fill` and `reserved`.
+    """
+    mixture = path if isinstance(path, Recipe) else recipe.read(pathlib.Path(path))
+    with reserved(folder := pathlib.Path(folder)):
+        return fill(mixture, folder, settings, load_encoder, on_progress)
+
+
+def fill(
+    mixture: Recipe,
+    folder: pathlib.Path,
+    settings: config.Config,
+    load_encoder: LoadEncoder,
+    on_progress: OnProgress = lambda done, total: None,
+    found: Found = NOTHING,
+    sentences: Sequence[str] = (),
+) -> Summary:
+    """Makes the missing shards of a mixture in a reserved folder.
+
+    Args:
+        on_progress: called with the number of finished shards, and of all.
+        found: what else lies in the folder that the mixture was made from.
+        sentences: of the report, on what was decided before.
+
+    Raises:
         PrepareError: a table cannot be read, too many records are bad, or a worker died. Finished
             shards stay, and the report says what was found.
         OSError: the folder cannot be written to: the disk is full, for example.
     """
-    mixture = path if isinstance(path, Recipe) else recipe.read(pathlib.Path(path))
-    folder, wanted, encoder = pathlib.Path(folder), settings.prepare, load_encoder()
+    wanted, encoder = settings.prepare, load_encoder()
     to = ingest.Settings(encoder.side, encoder.factor, wanted.crops, settings.seed)
     job = Job(folder, to, wanted.encode_batch, load_encoder)
-    shards = [
+    planned = [
         shard
         for dataset in mixture.datasets
-        for shard in _shards(dataset, wanted.shard_rows, to, encoder.digest)
+        for shard in shards.plan(dataset, wanted.shard_rows, to, encoder.digest)
     ]
-    with _only_one(folder):
-        done = {s.stem: made for s in shards if (made := finished(folder, s)) is not None}
-        try:
-            left = _make_all(job, encoder, shards, done, wanted, on_progress)
-        finally:
-            _write_report(folder, shards, done)
-        files.write_json(folder / INDEX, _index(mixture, encoder, shards, done))
-    found = done.values()
-    kept, bad = sum(one.records for one in found), sum(len(one.bad) for one in found)
-    left_out = sum(sum(one.left_out.values()) for one in found)
-    return Summary(len(shards), left, kept, left_out, bad)
-
-
-# ---------------------------------------------------------------------------------------------
-# Planning the shards.
-
-
-def _shards(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> Iterator[Shard]:
-    """Reads the tables of a dataset and divides their rows into shards."""
-    paths = tables.find(dataset.json_path)
-    counts = [tables.num_rows(path) for path in paths]
-    chosen = dataset.chosen(sum(counts))
-    if not len(chosen):
-        raise PrepareError(
-            f"the dataset {dataset.name} has no rows: {dataset.json_path} is empty, or"
-            f" sampling_strategy={dataset.sampling_strategy} takes none."
-        )
-    columns: Any = dataset.columns
-    tables.check_columns(paths, columns.values() if isinstance(columns, dict) else columns)
-    ends = np.cumsum(counts)
-    which = np.searchsorted(ends, chosen, side="right")
-    # The strategy may repeat the rows, always in the same order.
-    copies = np.arange(len(chosen)) // len(np.unique(chosen))
-    rows = np.stack([which, chosen - (ends - counts)[which], copies], axis=1).astype(np.int64)
-    described = dataclasses.asdict(dataset)
-    # Fields that do not change the contents of rows: how they are grouped, and where files are.
-    for name in ("length_group", "sampling_strategy", "json_path", "within"):
-        del described[name]
-    described["image_root"] = pathlib.Path(dataset.image_root).name
-    common = json.dumps(
-        [records.VERSION, records.WRITER_OPTIONS, described, dataclasses.asdict(to), digest]
-    )
-    count = -(-len(rows) // size)
-    for i in range(count):
-        part = rows[i * size : (i + 1) * size]
-        used, part[:, 0] = np.unique(part[:, 0], return_inverse=True)
-        held = tuple(paths[j] for j in used)
-        mark = hashlib.sha256(common.encode())
-        for path in held:
-            about = path.stat()
-            mark.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
-        mark.update(part.tobytes())
-        stem = f"{dataset.name}/{i:05d}-of-{count:05d}"
-        yield Shard(dataset, stem, held, part, mark.hexdigest())
-
-
-def finished(folder: pathlib.Path, shard: Shard) -> Outcome | None:
-    """Returns the outcome of a shard if it exists and was made from the same inputs."""
+    done = {s.stem: made for s in planned if (made := shards.finished(folder, s)) is not None}
     try:
-        outcome = Outcome(**files.read_json(folder / f"{shard.stem}.json"))
-        path = folder / f"{shard.stem}{records.SUFFIX}"
-        size = path.stat().st_size if outcome.records else 0
-    except (OSError, ValueError, TypeError):
-        return None
-    whole = outcome.fingerprint == shard.fingerprint and outcome.num_bytes == size
-    return outcome if whole else None
+        left = _make_all(job, encoder, planned, done, wanted, on_progress)
+    finally:
+        told = report.as_markdown(planned, done, found, sentences)
+        files.write_text(folder / report.READABLE, told)
+    files.write_json(folder / INDEX, _index(mixture, encoder, planned, done))
+    return report.summary(planned, left, done, found)
+
+
+def trial(
+    mixture: Recipe, settings: config.Config, found: Found, on_progress: OnProgress
+) -> Summary:
+    """Reads all that a preparation would, and writes nothing.
+
+    Raises:
+        PrepareError: a table cannot be read, or has no rows.
+    """
+    wanted = settings.prepare
+    to = ingest.Settings(settings.vq.factor, settings.vq.factor, wanted.crops, settings.seed)
+    planned = [
+        shard
+        for dataset in mixture.datasets
+        for shard in shards.plan(dataset, wanted.shard_rows, to, digest="")
+    ]
+    done: dict[str, Outcome] = {}
+    for shard in planned:
+        on_progress(len(done), len(planned))
+        left_out, bad = collections.Counter[str](), list[list[str]]()
+        count = sum(1 for _ in _drafts(to, shard, left_out, bad))
+        done[shard.stem] = Outcome("", len(shard.rows), count, 0, "", dict(left_out), bad)
+    return report.summary(planned, 0, done, found)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -237,10 +183,10 @@ def drafts(mixture: Recipe, to: ingest.Settings, max_bad_fraction: float = 1.0) 
     """
     for dataset in mixture.datasets:
         rows, bad = 0, []
-        for shard in _shards(dataset, MANY_ROWS, to, digest=""):
+        for shard in shards.plan(dataset, MANY_ROWS, to, digest=""):
             yield from _drafts(to, shard, collections.Counter(), bad)
             rows += len(shard.rows)
-        first = "; ".join(f"{name}: {what.rstrip('.')}" for name, what in bad[:NAMED])
+        first = "; ".join(f"{name}: {what.rstrip('.')}" for name, what in bad[: report.NAMED])
         _check_bad(dataset.name, len(bad), rows, max_bad_fraction, first)
 
 
@@ -272,10 +218,10 @@ def make(job: Job, encoder: ImageEncoder, shard: Shard) -> Outcome:
 def _drafts(to: ingest.Settings, shard: Shard, left_out, bad) -> Iterator[Draft]:
     dataset = shard.dataset
     columns = dataset.columns if isinstance(dataset.columns, tuple) else ()
-    with tables.Reader(dataset.image_root, columns, dataset.within) as reader:
+    with Reader(dataset.image_root, columns, dataset.within) as reader:
         for which, number, copy in shard.rows.tolist():
             path = shard.tables[which]
-            name = f"{path.name}:{number + 1}"
+            name = printable(f"{path.name}:{number + 1}")
             try:
                 row = reader.row(path, number)
                 made = ingest.draft(row, name, number, copy, dataset, reader, to)
@@ -283,14 +229,13 @@ def _drafts(to: ingest.Settings, shard: Shard, left_out, bad) -> Iterator[Draft]
                 left_out[str(rule)] += 1
             # Besides `RecordError` and `ImageError`, whatever hostile values make Python raise.
             except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-                bad.append([name, _printable(error)])
+                bad.append([name, printable(str(error))])
             else:
                 yield made
 
 
-def _printable(error: Exception) -> str:
+def printable(told: str) -> str:
     """Returns the start of a message, without half characters, which no file can hold."""
-    told = str(error)
     told = told if len(told) <= LONGEST_REASON else f"{told[:LONGEST_REASON]}..."
     return told.encode(errors="backslashreplace").decode()
 
@@ -319,7 +264,7 @@ def _encoded(
 def _make_all(
     job: Job,
     encoder: ImageEncoder,
-    shards: list[Shard],
+    planned: list[Shard],
     done: dict[str, Outcome],
     settings: config.Prepare,
     on_progress: Callable[[int, int], None],
@@ -330,23 +275,23 @@ def _make_all(
         PrepareError: too many records of a dataset are bad, or a worker died.
     """
     rows, bad = collections.Counter[str](), collections.Counter[str]()
-    for shard in shards:
+    for shard in planned:
         rows[shard.dataset.name] += len(shard.rows)
         bad[shard.dataset.name] += len(done[shard.stem].bad) if shard.stem in done else 0
 
-    on_progress(len(done), len(shards))
+    on_progress(len(done), len(planned))
     refused = {name for name in bad if bad[name] > settings.max_bad_fraction * rows[name]}
-    for shard in shards:  # what was wrong with their rows may be repaired by now
+    for shard in planned:  # what was wrong with their rows may be repaired by now
         name, stem = shard.dataset.name, shard.stem
         if name in refused and stem in done and done[stem].bad:
             bad[name] -= len(done.pop(stem).bad)
-    left = [shard for shard in shards if shard.stem not in done]
+    left = [shard for shard in planned if shard.stem not in done]
     with contextlib.closing(_outcomes(job, encoder, left, settings)) as made:
         for shard, outcome in made:
             done[shard.stem], name = outcome, shard.dataset.name
-            on_progress(len(done), len(shards))
+            on_progress(len(done), len(planned))
             bad[name] += len(outcome.bad)
-            named = f"{job.folder / READABLE} names them"
+            named = f"{job.folder / report.READABLE} names them"
             _check_bad(name, bad[name], rows[name], settings.max_bad_fraction, named)
     return len(left)
 
@@ -362,26 +307,26 @@ def _check_bad(name: str, bad: int, rows: int, most: float, named: str) -> None:
 
 
 def _outcomes(
-    job: Job, encoder: ImageEncoder, shards: list[Shard], settings: config.Prepare
+    job: Job, encoder: ImageEncoder, planned: list[Shard], settings: config.Prepare
 ) -> Generator[tuple[Shard, Outcome], None, None]:
     """Yields shards and their outcomes as they are finished, in any order."""
     if settings.engine == "processes" and not settings.workers:
-        for shard in shards:
+        for shard in planned:
             yield shard, make(job, encoder, shard)
     elif shards:
         elsewhere = dataclasses.replace(job, folder=job.folder.resolve())
-        load = functools.partial(_maker, elsewhere, shards)
+        load = functools.partial(_maker, elsewhere, planned)
         over = workers.ray if settings.engine == "ray" else workers.processes
-        for row in over(load, len(shards), settings.workers):
-            yield shards[row["number"]], Outcome(**json.loads(row["outcome"]))
+        for row in over(load, len(planned), settings.workers):
+            yield planned[row["number"]], Outcome(**json.loads(row["outcome"]))
 
 
-def _maker(job: Job, shards: list[Shard]) -> Callable[[int], dict[str, Any]]:
+def _maker(job: Job, planned: list[Shard]) -> Callable[[int], dict[str, Any]]:
     """Returns a function that makes a shard by its number; called in a worker process."""
     encoder = job.load_encoder()
 
     def made(number: int) -> dict[str, Any]:
-        outcome = make(job, encoder, shards[number])
+        outcome = make(job, encoder, planned[number])
         return {"number": number, "outcome": json.dumps(dataclasses.asdict(outcome))}
 
     return made
@@ -401,12 +346,18 @@ def check_folder(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps a second preparation out of the folder; a process that dies releases its lock."""
+def reserved(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps a second preparation out of a folder, which is made; a process that dies frees it.
+
+    If nothing but the table of text files is in it in the end, it is removed.
+
+    Raises:
+        PrepareError: another process holds it, or as `check_folder`.
+    """
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        held = files.lock(folder / ".lock")
+        held = files.lock(folder / LOCK)
     except files.LockedError:
         raise PrepareError(
             f"{folder} is being prepared by another process: wait for it, or stop it."
@@ -416,36 +367,22 @@ def _only_one(folder: pathlib.Path) -> Iterator[None]:
         yield
     finally:
         files.remove_unfinished(folder)
+        table = folder / folders.WRITTEN
+        if {table, table.parent, folder / LOCK}.issuperset(folder.rglob("*")):
+            shutil.rmtree(folder, ignore_errors=True)
         held.release()
 
 
 # ---------------------------------------------------------------------------------------------
-# The report, and the index for training.
-
-
-def _write_report(folder: pathlib.Path, shards: list[Shard], done: dict[str, Outcome]) -> None:
-    rows, bad = [], []
-    for name, grouped in itertools.groupby(shards, lambda shard: shard.dataset.name):
-        of = [*grouped]
-        there = [done[shard.stem] for shard in of if shard.stem in done]
-        left_out = sum((collections.Counter(one.left_out) for one in there), collections.Counter())
-        rules = ", ".join(f"{rule}: {count}" for rule, count in sorted(left_out.items()))
-        named = [f"- {row}: {' '.join(why.split())}" for one in there for row, why in one.bad]
-        num_rows = sum(len(shard.rows) for shard in of)
-        num_records = sum(outcome.records for outcome in there)
-        shown = f"{len(there)} of {len(of)}"
-        rows.append((name, shown, num_rows, num_records, rules or "0", len(named)))
-        bad += ["", f"## Bad records of {name}", "", *named] if named else []
-    table = markdown.table(("dataset", "shards", "rows", "records", "left out", "bad"), rows)
-    files.write_text(folder / READABLE, "\n".join(["# Prepared data", "", table, *bad]) + "\n")
+# The index for training.
 
 
 def _index(
-    mixture: Recipe, encoder: ImageEncoder, shards: list[Shard], done: dict[str, Outcome]
+    mixture: Recipe, encoder: ImageEncoder, planned: list[Shard], done: dict[str, Outcome]
 ) -> dict[str, Any]:
     """Returns the index for training."""
     written = {dataset.name: [] for dataset in mixture.datasets}
-    for shard in shards:
+    for shard in planned:
         one = done[shard.stem]
         about = {"records": one.records, "bytes": one.num_bytes, "sha256": one.sha256}
         file = {"file": f"{shard.stem}{records.SUFFIX}"} | about

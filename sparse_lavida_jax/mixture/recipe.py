@@ -51,7 +51,13 @@ _STRATEGY = re.compile(r"all|(?:(first|end|random):|(?=\d+%))(\d+)(%?)|dup:(0*[1
 
 def _is_columns(given: Any) -> bool:
     words = given.values() if isinstance(given, dict) else given
-    return isinstance(given, dict | tuple) and all(isinstance(word, str) for word in words)
+    return isinstance(given, dict | tuple) and all(_is_names(word) for word in words)
+
+
+def _is_names(given: Any) -> bool:
+    """Returns whether something is a string, or several."""
+    several = isinstance(given, list | tuple) and given
+    return isinstance(given, str) or bool(several and all(isinstance(one, str) for one in given))
 
 
 Folder = Annotated[
@@ -63,6 +69,7 @@ Folder = Annotated[
 ]
 Function = Annotated[str, Allowed(FUNCTIONS.__contains__, f"there are: {', '.join(FUNCTIONS)}")]
 Columns = Annotated[object, Allowed(_is_columns, "a list of names, or {ours: theirs}")]
+Paths = Annotated[object, Allowed(_is_names, "a path or pattern, or a list of them")]
 Strategy = Annotated[
     str,
     Allowed(
@@ -85,21 +92,23 @@ class Dataset(schema.Section):
 
     Attributes:
         name: of its subfolder in the prepared folder.
-        json_path: a .parquet, .jsonl, .json, .csv or .tar file, or a pattern such as `a/*.tar`.
+        json_path: a .parquet, .jsonl, .json, .csv or .tar file, a pattern such as `a/*.tar`, or a
+            tuple of these.
         preprocess_fn: one of `FUNCTIONS`.
         process_fn_kwargs: `plan_only` or `no_plan`, for kinds with a plan.
-        columns: names of columns to read; or, our extension, {our field: name of their column}.
+        columns: names of columns to read; or, our extension, {our field: name of their column}, or
+            names of which the first counts that has a value in a row.
         sampling_strategy: all | first:N | end:N | random:N | dup:K; N may be a percentage.
         length_group: datasets whose sequences have about the same length share one.
         aes_cutoff: rows whose `fltLaionAesthScore` is lower are left out.
         min_size: pixels; images to draw with a shorter side are left out.
         image_root: folder, or tar file, of the images that a table names; "": the table's folder.
-        within: set when a folder is read: the folder that no name of an image leads out of.
+        within: set when a folder is read: the folders that no name of an image leads out of.
         max_enc_images: rows with more images to edit are left out; 0: no limit.
     """
 
     name: Folder
-    json_path: str
+    json_path: Paths
     preprocess_fn: Function
     process_fn_kwargs: dict[str, bool] = dataclasses.field(default_factory=dict)
     columns: Columns = ()
@@ -107,8 +116,8 @@ class Dataset(schema.Section):
     length_group: str = ""
     aes_cutoff: float = 5.0
     min_size: int = 0
-    image_root: str = ""
-    within: str = ""
+    image_root: schema.Place = ""
+    within: tuple[str, ...] = ()
     max_enc_images: int = 0
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
@@ -117,6 +126,12 @@ class Dataset(schema.Section):
         yield "process_fn_kwargs", set(self.process_fn_kwargs) <= set(known), allowed
         chosen = sum(self.process_fn_kwargs.values())
         yield "process_fn_kwargs", chosen <= 1, "choose one, not both plan_only and no_plan"
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """`json_path`, as a tuple."""
+        paths: Any = self.json_path
+        return (paths,) if isinstance(paths, str) else tuple(paths)
 
     @property
     def kind(self) -> str:
@@ -246,4 +261,5 @@ def _dataset(path: pathlib.Path, number: int, given: Any) -> Dataset:
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{where}: {error}") from error
     root = made.image_root and str(path.parent / made.image_root)
-    return dataclasses.replace(made, json_path=str(path.parent / made.json_path), image_root=root)
+    paths = tuple(str(path.parent / files.expanded(name)) for name in made.patterns)
+    return dataclasses.replace(made, json_path=paths, image_root=root)

@@ -508,7 +508,7 @@ def read_settings(folder: pathlib.Path) -> config.VQ:
 
 
 def _unreadable(path: pathlib.Path, error: Exception) -> VQError:
-    return VQError(f"{path} cannot be read ({error}). Copy the image tokenizer's folder again.")
+    return VQError(f"{path} cannot be read ({error}).{files.remedy(error, 'Copy it again.')}")
 
 
 # ---------------------------------------------------------------------------------------------

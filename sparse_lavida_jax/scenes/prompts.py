@@ -340,11 +340,11 @@ class ScenePrompts(PromptLanguage):
     def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
         return mask
 
-    def erased(self, canvas: Pixels, known: Grid) -> Pixels:
-        """Returns a canvas whose unknown cells are empty."""
-        sides = canvas.shape[0] // known.shape[0], canvas.shape[1] // known.shape[1]
-        keep = known.repeat(sides[0], axis=0).repeat(sides[1], axis=1)
-        return np.where(keep[..., None], canvas, np.array(world.BACKGROUND, np.uint8))
+    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
+        """Returns a canvas whose masked cells are empty."""
+        sides = canvas.shape[0] // mask.shape[0], canvas.shape[1] // mask.shape[1]
+        pixels = mask.repeat(sides[0], axis=0).repeat(sides[1], axis=1)
+        return np.where(pixels[..., None], np.array(world.BACKGROUND, np.uint8), canvas)
 
     def draw(
         self,
@@ -359,12 +359,12 @@ class ScenePrompts(PromptLanguage):
         self._check_layout(plan)
         return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
 
-    def fill_words(self, task: str, prompt: str, known: Grid) -> str:
-        """Returns words that ask to inpaint (the hole) or outpaint (the known rectangle)."""
-        word, cells = ("fill", ~known) if task == "inpaint" else ("extend", known)
+    def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
+        """Returns words that ask to inpaint (the mask) or outpaint (the rectangle of the image)."""
+        word, cells = ("fill", mask) if task == "inpaint" else ("extend", ~mask)
         rows, columns = np.nonzero(cells)
         corners = ((rows.min(), columns.min()), (rows.max(), columns.max()))
-        box = box_text(cells_box(*(int(y * known.shape[1] + x) for y, x in corners)))
+        box = box_text(cells_box(*(int(y * mask.shape[1] + x) for y, x in corners)))
         # The prompts of the small world already contain it.
         return prompt if prompt.endswith(f"{word}{box}") else f"{prompt}, {word}{box}"
 
@@ -373,14 +373,15 @@ class ScenePrompts(PromptLanguage):
         instruction: str,
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
-        known: Grid | None,
+        mask: Grid | None,
         plan: str | None = None,
     ) -> Example:
         self._check_layout(plan)
-        if known is None and plan is not None and self.encoder.data.edit_keeps:
-            known = kept_cells(plan)
+        given = None if mask is None else ~mask
+        if given is None and plan is not None and self.encoder.data.edit_keeps:
+            given = kept_cells(plan)
         example = self.encoder.image_example(
-            instruction, codes, plan=plan, image=self._seen(image), source=codes, given=known
+            instruction, codes, plan=plan, image=self._seen(image), source=codes, given=given
         )
         return self._fits(instruction, example)
 

@@ -102,7 +102,7 @@ class ProgressBar(rich.progress.Progress):
     def __init__(self, title: str, steps: int, *, console: rich.console.Console | None = None):
         console = console or rich.console.Console(stderr=True)
         super().__init__(
-            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TextColumn("{task.description}", markup=False),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.fields[text]}"),
             console=console,
@@ -163,7 +163,7 @@ class Reporter(contextlib.ExitStack):
         self._file: Any = None
         self._board: Any = None
         console = None if runtime.is_first() else rich.console.Console(quiet=True)
-        self._bar = ProgressBar(settings.name, settings.train.train_steps, console=console)
+        self.bar = ProgressBar(settings.name, settings.train.train_steps, console=console)
         if runtime.is_first():
             path = folder / "metrics.jsonl"
             if path.exists():
@@ -179,10 +179,6 @@ class Reporter(contextlib.ExitStack):
                 )
                 self.callback(self._board.close)
 
-    def __enter__(self) -> "Reporter":
-        self.enter_context(self._bar)
-        return self
-
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes a line of numbers (anything `float` takes; null if not finite) and strings."""
         if self._file is None:
@@ -196,7 +192,7 @@ class Reporter(contextlib.ExitStack):
 
     def say(self, message: str) -> None:
         """Prints a line."""
-        self._bar.say(message)
+        self.bar.say(message)
 
     def log_step(self, step: int, share: float, values: dict[str, float]) -> None:
         """Writes and shows the numbers of a step, and the speed since the last logged step.
@@ -207,7 +203,7 @@ class Reporter(contextlib.ExitStack):
         speed = self.meter.values()
         self.write(step, values | speed)
         shown = {name: value for name, value in speed.items() if name in TIMED}
-        self._bar.reach(step, share, loss=values["loss"], **shown)
+        self.bar.reach(step, share, loss=values["loss"], **shown)
 
 
 class Profile(contextlib.AbstractContextManager):

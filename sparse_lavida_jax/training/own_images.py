@@ -8,13 +8,12 @@ is trained on their texts. `from_scratch` and `continued` return the settings fo
 on such a folder, so that nobody has to write a config. All numbers here are ours.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import pathlib
-import shutil
 import statistics
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -85,15 +84,17 @@ def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
         PrepareError: see `prepare.check_folder` and `folders.read`.
     """
     prepare.check_folder(prepared)
-    mixture = folders.read(folder, prepared).recipe
+    with tempfile.TemporaryDirectory() as place:
+        mixture = folders.read(folder, prepared, pathlib.Path(place) / "captions.jsonl").recipe
+        peeked = itertools.islice(prepare.drafts(mixture, ingest.Settings(8, 8, 1, 0)), PEEKED)
+        sides = [min(one.record.size) for one in peeked if one.targets]
     most = ON_CPU if jax.default_backend() == "cpu" else max(FACTORS)
-    peeked = itertools.islice(prepare.drafts(mixture, ingest.Settings(8, 8, 1, 0)), PEEKED)
-    sides = [min(one.record.size) for one in peeked if one.targets]
     fitting = [side for side in FACTORS if side <= min(most, statistics.median(sides or [most]))]
     side = max(fitting, default=min(FACTORS))
     resolutions = FACTORS[side].bit_length()
     return config.Config(
-        name=prepared.name,
+        name=files.title(prepared),
+        data=config.Data(image_codec=""),  # none is named
         vq=config.VQ(image_size=side, channels=CHANNELS[:resolutions], codebook_size=512),
         prepare=config.Prepare(max_bad_fraction=0.1, encode_batch=16),
         optimizer=config.Optimizer(
@@ -103,11 +104,10 @@ def preparing(folder: pathlib.Path, prepared: pathlib.Path) -> config.Config:
     )
 
 
-def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe:
-    """Returns the contents of a mixture file or a plain folder.
-
-    Args:
-        say: is told which images are left out.
+def mixture_of(
+    source: pathlib.Path, prepared: pathlib.Path, written: pathlib.Path | None = None
+) -> folders.PlainFolder:
+    """Returns the contents of a plain folder, or of a mixture file, which names all that it uses.
 
     Raises:
         RecipeError, PrepareError: see `recipe.read` and `folders.read`.
@@ -115,19 +115,16 @@ def mixture_of(source: pathlib.Path, prepared: pathlib.Path, say: Say) -> Recipe
     if not source.exists():
         raise recipe.RecipeError(f"there is no folder of images and no mixture file {source}.")
     if not source.is_dir():
-        return recipe.read(source)
-    given = folders.read(source, prepared)
-    if given.left_out:
-        named = ", ".join(given.left_out[: prepare.NAMED])
-        more = ", ..." if len(given.left_out) > prepare.NAMED else ""
-        say(f"images without a caption, left out: {len(given.left_out)} ({named}{more})")
-    return given.recipe
+        return folders.PlainFolder(recipe.read(source), prepare.NOTHING)
+    return folders.read(source, prepared, written)
 
 
 def place_image_tokenizer(
     mixture: Recipe, prepared: pathlib.Path, settings: config.Config, named: str, say: Say
 ) -> None:
     """Puts an image tokenizer, `vq/`, and a sheet of images reconstructed by it into a folder.
+
+    Data without an image to draw have no sheet, and need a named tokenizer.
 
     Args:
         settings: for a new one, and for training it.
@@ -136,33 +133,41 @@ def place_image_tokenizer(
         say: is told what was decided.
 
     Raises:
-        PrepareError: no image can be read, too many are bad, or the folder contains something else.
+        PrepareError: no image can be read to train it on, or too many are bad.
         VQError: the named one does not exist.
         ConfigError: it cannot be trained with these settings.
         OSError: the folder cannot be written to.
     """
-    prepare.check_folder(prepared)
     place = prepared / "vq"
     if not named and place.is_dir():
         say(f"{place}: the image tokenizer that is there is kept; delete it to train another")
         return
-    with _nothing_left(prepared, say):
-        source = vq.ImageEncoder(named).folder if named else place
-        sized = vq.read_settings(source) if named else settings.vq
-        most = SHOWN if named else MOST_BYTES // (3 * sized.image_size**2)
-        to = ingest.Settings(sized.image_size, sized.factor, 1, settings.seed)
-        pixels = _squares(mixture, to, most, settings.prepare.max_bad_fraction)
-        if not named:
-            prepared.mkdir(parents=True, exist_ok=True)  # if that fails, before the training
-            say(
-                f"an image tokenizer of {sized.image_size}x{sized.image_size} pixels,"
-                f" {(sized.image_size // sized.factor) ** 2} codes an image, is trained on"
-                f" {len(pixels)} images, {_length(settings)}"
+    source = vq.ImageEncoder(named).folder if named else place
+    sized = vq.read_settings(source) if named else settings.vq
+    most = SHOWN if named else MOST_BYTES // (3 * sized.image_size**2)
+    to = ingest.Settings(sized.image_size, sized.factor, 1, settings.seed)
+    pixels = _squares(mixture, to, most, settings.prepare.max_bad_fraction)
+    if not named:
+        if pixels is None:
+            raise PrepareError(
+                "no image to draw can be read, so no image tokenizer can be trained: add images"
+                " with captions, or name one with --image-tokenizer."
             )
+        say(
+            f"an image tokenizer of {sized.image_size}x{sized.image_size} pixels,"
+            f" {(sized.image_size // sized.factor) ** 2} codes an image, is trained on"
+            f" {len(pixels)} images, {_length(settings)}"
+        )
+        try:
             vq.save(place, _trained(settings, pixels))
-        elif source.resolve() != place.resolve():
-            with files.replacing(place) as new:
-                vq.copy(source, new)
+        except KeyboardInterrupt:
+            say("the unfinished image tokenizer is discarded; the same command starts over")
+            raise
+    elif source.resolve() != place.resolve():
+        with files.replacing(place) as new:
+            vq.copy(source, new)
+    if pixels is None:
+        return
     model, _ = vq.load(place)
     shown = pixels[np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).astype(int)]
     again = vq.decode_codes(model, vq.encode_images(model, shown))
@@ -173,18 +178,14 @@ def place_image_tokenizer(
     say(f"{sheet}: images next to their reconstructions from codes; pixels are {error:.3f} off")
 
 
-@contextlib.contextmanager
-def _nothing_left(prepared: pathlib.Path, say: Say) -> Iterator[None]:
-    """After an error, removes a prepared folder with nothing but the table of `folders.read`."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            say("the unfinished image tokenizer is discarded; the same command starts over")
-        table = prepared / folders.WRITTEN
-        if {table, table.parent}.issuperset(prepared.rglob("*")):
-            shutil.rmtree(prepared, ignore_errors=True)
-        raise
+def estimates(settings: config.Config) -> list[str]:
+    """Returns sentences on what was decided from some of the images of a folder."""
+    side = settings.vq.image_size
+    most = MOST_BYTES // (3 * side**2)
+    return [
+        f"Unless a setting says otherwise, a new image tokenizer has the side that fits the first"
+        f" {PEEKED} images, here {side} pixels, and is trained on the first {most} of them."
+    ]
 
 
 def text_tokenizer(named: str) -> str:
@@ -230,21 +231,16 @@ def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
 
 def _squares(
     mixture: Recipe, to: ingest.Settings, most: int, max_bad_fraction: float
-) -> UInt8[np.ndarray, "n side side 3"]:
-    """Returns the first images of a mixture, `most` at most.
+) -> UInt8[np.ndarray, "n side side 3"] | None:
+    """Returns the first images to draw of a mixture, `most` at most; None if it has none.
 
     Raises:
-        PrepareError: there is none, or too many are bad.
+        PrepareError: too many are bad.
     """
     drafts = prepare.drafts(mixture, to, max_bad_fraction)
     drawn = (square for one in drafts for square in (*one.targets, *one.sources))
     found = [*itertools.islice(drawn, most)]
-    if not found:
-        raise PrepareError(
-            "no image to draw can be read, so no image tokenizer can be trained: add images with"
-            " captions, or name one with --image-tokenizer."
-        )
-    return np.stack(found)
+    return np.stack(found) if found else None
 
 
 def _length(settings: config.Config) -> str:
@@ -299,7 +295,7 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
     ids = [tokenizer.id_of(token) for token in (chat.END_OF_TEXT, chat.MASK)]
     sized = (tokenizer.vocab_size, *ids, images.codebook_size, images.image_size // images.factor)
     return config.Config(
-        name=prepared.name,
+        name=files.title(prepared),
         prompts="chat",
         model=dataclasses.replace(
             SMALL if on_cpu else LARGE, **dict(zip(OF_TOKENIZERS, sized, strict=True))
@@ -350,7 +346,7 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
     kinds = base.data.kinds  # none: a LaViDa-O, which knows all kinds
     return dataclasses.replace(
         base,
-        name=prepared.name,
+        name=files.title(prepared),
         data=dataclasses.replace(
             base.data,
             source="prepared",

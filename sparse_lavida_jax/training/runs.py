@@ -21,6 +21,7 @@ from flax import traverse_util
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data.leftovers import is_leftover
 
 # Settings that may differ from those a run was started with: its length, what it reports, and how
 # images are sampled. Any other change would make the resumed run another experiment.
@@ -123,11 +124,13 @@ class Run:
         """Makes this process the folder's owner, until the returned stack is closed."""
         if self.folder.exists() and not self.folder.is_dir():
             raise RunError(f"{self.folder} is a file. Choose another --workdir.")
+        if not files.has_text_name(self.folder):
+            raise RunError(f"{self.folder} is not text in UTF-8: choose another --workdir.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.folder} cannot be made: {error.strerror}.") from error
-        names = {path.name for path in self.folder.iterdir() if path.suffix != files.UNFINISHED}
+        names = {path.name for path in self.folder.iterdir() if not is_leftover(path.name)}
         names -= {"lock"}
         if names and "config.json" not in names:
             raise RunError(

@@ -57,7 +57,8 @@ def load_unfinished(
 def is_unfinished(folder: pathlib.Path | str) -> bool:
     """Whether a folder is a run that has saved states but no model."""
     folder = pathlib.Path(folder)
-    return any(folder.glob("state/*")) and not stores.holds_params(folder / "model")
+    saved = (path.name.isdigit() for path in folder.glob("state/*"))
+    return any(saved) and not stores.holds_params(folder / "model")
 
 
 @dataclasses.dataclass

@@ -133,13 +133,13 @@ def test_an_image_is_drawn(page, service):
 @pytest.fixture
 def masks(service, monkeypatch):
     """The masks that the model is asked to draw in."""
-    seen, with_hole = [], service.with_hole
+    seen, with_mask = [], service.with_mask
 
     def spy(image, mask):
         seen.append(mask)
-        return with_hole(image, mask)
+        return with_mask(image, mask)
 
-    monkeypatch.setattr(service, "with_hole", spy)
+    monkeypatch.setattr(service, "with_mask", spy)
     return seen
 
 
@@ -532,10 +532,10 @@ def test_what_is_painted_is_the_mask():
 def test_a_painted_image_is_kept_no_larger_than_the_model_needs_it(service):
     image, mask = np.zeros((1000, 600, 3), np.uint8), np.zeros((1000, 600), bool)
     mask[:200] = True
-    small, kept = service.with_hole(image, mask)
+    small, kept = service.with_mask(image, mask)
     assert max(small.shape) == service.largest_side
     (asked,) = service.pipe.requests("inpaint", "a", image, mask=mask)
-    np.testing.assert_array_equal(kept["known"], asked.known)
+    np.testing.assert_array_equal(kept["known"], ~asked.mask)
 
 
 def test_boxes_are_drawn_where_the_model_named_any():

@@ -23,7 +23,7 @@ from sparse_lavida_jax import cli, config, main
 from sparse_lavida_jax.apps import commands, doctor, terminal
 from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -190,6 +190,12 @@ def test_a_turn_takes_no_words_that_mean_nothing(asked, capsys, monkeypatch):
     assert "'caption' takes no words: leave 'in" in complaint(capsys, "chat", "--image=a.png")
 
 
+def test_lines_of_a_conversation_may_start_with_a_byte_order_mark(asked, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffgenerate a\n\ufeffgenerate b\u2028c\n"))
+    assert run("chat") == 0
+    assert [call[1] for call in asked if call[0] == "generate"] == ["a", "b\u2028c"]
+
+
 def test_a_typed_conversation_goes_on_after_a_mistake(asked, capsys, monkeypatch):
     typed = io.StringIO("hello there\ncaption in words of mine\n")
     monkeypatch.setattr(typed, "isatty", lambda: True)
@@ -337,6 +343,45 @@ def test_an_answer_is_written_to_no_file(asked, tmp_path, capsys):
 # Batches.
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--num-images=2"], "out-1.png: that is a folder"),
+        (["--save-steps=x/y.gif"], "x: No space left on device"),
+        (["--out=x/a.png"], "x: No space left on device"),
+        (["--num-images=2", f"--out={'x' * 250}.png"], "File name too long"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_a_model_is_loaded(
+    asked, capsys, monkeypatch, tmp_path, words, told
+):
+    (tmp_path / "out-1.png").mkdir()
+    (tmp_path / "x").mkdir()
+
+    def check(folder):
+        if folder.name == "x":
+            raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(files, "check_place", check)
+    code = 1 if "space" in told else 2
+    assert told in complaint(capsys, "generate", "a", *words, code=code)
+    assert asked == []
+
+
+def test_what_fails_to_be_written_does_not_lose_the_rest(asked, capsys, monkeypatch, tmp_path):
+    def full(path, *_):
+        raise image_files.WriteError(f"the image cannot be written to {path}: full.")
+
+    monkeypatch.setattr(image_files, "write_animation", full)
+    assert run("generate", "a", "--save-steps=a.gif") == 1
+    printed = capsys.readouterr()
+    assert printed.out == "out.png: a (b)\n" and "a.gif: full." in printed.err
+    monkeypatch.setattr(image_files, "write", lambda path, *_, **more: full(path))
+    assert run("generate", "a", "--json") == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["texts"] == ["b"] and "out.png: full." in printed.err
+
+
 def test_a_batch_of_lines(tmp_path, asked):
     (tmp_path / "prompts.txt").write_text("\ufeffa\n\n  b \n")  # some editors start files like this
     assert run("generate", "--batch=prompts.txt", "--seed=5", "--num-images=2", "--grid") == 0
@@ -371,6 +416,37 @@ def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, 
         assert asked[-1][-1]["temperature"] == [0.5]
 
 
+ROWS = [
+    {"prompt": "a\u2028b\x0cc\x85d", "seed": 7},
+    {"prompt": "圆"},
+    {"prompt": "c", "image": "a.png"},
+]
+LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        "\n".join(LINES),
+        "\ufeff" + "\r\n".join(LINES) + "\r\n",
+        "\r".join(LINES),
+        "\n\n" + " \n\x0c\n".join(LINES),
+        "\n".join(json.dumps({"guidance": None, "picture": None} | row) for row in ROWS[:2])
+        + "\n" + LINES[2],
+        "\n".join(LINES).replace("7", "7.0"),
+    ],
+    ids=["plain", "mark and CRLF", "CR", "empty lines", "null", "whole numbers of pandas"],
+)  # fmt: skip
+def test_a_batch_is_the_same_however_it_was_written(tmp_path, contents):
+    path = tmp_path / "asked.jsonl"
+    path.write_text(contents, newline="", encoding="utf-8")
+    assert commands.read_batch(path) == ROWS
+    path = path.with_suffix(".txt")
+    lines = re.sub(r"\{.*?\}", lambda found: json.loads(found[0])["prompt"], contents)
+    path.write_text(lines, newline="", encoding="utf-8")
+    assert commands.read_batch(path) == [{"prompt": row["prompt"]} for row in ROWS]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -378,8 +454,12 @@ def test_lines_of_a_batch_may_have_a_temperature_and_a_guidance_scale(tmp_path, 
         ("{", "line 1 is no JSON"),
         ('{"prompt": "a"}\n[]', "line 2: it must be an object with a prompt"),
         ('{"prompt": " "}', "line 1: it must be an object with a prompt"),
+        ('{"prompt": null}', "line 1: it must be an object with a prompt"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud800"}', "line 2: character 1 of the prompt is half"),
+        ('{"prompt": 5}', "line 1: prompt=5 is a int"),
+        ('{"prompt": "a", "seed": 7.5}', "line 1: seed=7.5 is out of range: it must be a whole"),
         ('{"prompt": "a", "sed": 1}', "line 1: Line has no sed. It has: prompt, image, seed"),
-        ('{"prompt": "a", "seed": true}', "line 1: Line.seed=True is a bool; it must be a int"),
+        ('{"prompt": "a", "seed": true}', "line 1: seed=True is out of range: it must be a whole"),
         ('{"prompt": "a", "guidance": "1"}', "guidance='1' is a str; it must be a float"),
         ('{"prompt": "a", "guidance": 1.0, "guidance_scale": 2.0}', "given twice, under two names"),
         (

@@ -597,7 +597,7 @@ def test_a_disk_that_is_really_full_is_one_sentence(
 @pytest.mark.parametrize("size", [100, 30_000])
 def test_an_export_to_a_full_disk_leaves_nothing(tmp_path, converted, small_disk, size):
     small_disk(size)
-    with pytest.raises(model_folder.CheckpointError, match="could not be written"):
+    with pytest.raises(model_folder.CheckpointError, match=r"could not be written|place to write"):
         to_torch.export(converted, tmp_path / "back")
     assert list(tmp_path.iterdir()) == []
 

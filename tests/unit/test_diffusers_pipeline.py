@@ -122,6 +122,8 @@ def test_generators_are_ints_those_of_numpy_and_lists_of_them(pipe):
     listed = seeds_of(pipe, [7, of(1), np.int64(5)], num_images_per_prompt=3)
     assert listed == (7, *drawn, 5)
     assert seeds_of(pipe, None) != seeds_of(pipe, None)
+    assert seeds_of(pipe, 2**64 - 1) == seeds_of(pipe, np.uint64(2**31 - 1)) == (2**31 - 1,)
+    assert seeds_of(pipe, np.random.RandomState(1)) == seeds_of(pipe, np.random.RandomState(1))
 
 
 def test_the_seed_of_a_torch_generator_is_read(pipe):
@@ -141,8 +143,17 @@ def test_the_seed_of_a_torch_generator_is_read(pipe):
         ({"height": 96}, "give both, or neither"),
         ({"height": 40, "width": 96}, "an image of 40x96 cannot be drawn"),
         ({"generator": "7"}, "generator='7' holds no seed"),
-        ({"generator": 2**31}, "the seed 2147483648 is out of range"),
-        ({"eta": 0.5}, "generate takes no eta. It takes as_written, guidance"),
+        ({"generator": 2**64}, "generator=18446744073709551616 is out of range: 0 to 184467440"),
+        ({"eta": 0.5}, "eta=0.5 is out of range: 0, or leave it out"),
+        ({"strength": 0.8}, "strength=0.8 is out of range: 1, or leave it out"),
+        ({"clip_skip": 2}, "clip_skip=2 is out of range"),
+        ({"lightness": 2}, "generate takes no lightness. It takes as_written, guidance"),
+        ({"num_images_per_prompt": "2"}, "num_images_per_prompt='2' is out of range"),
+        ({"guidance_scale": True}, "guidance_scale=True is out of range: it must be a number"),
+        ({"height": 96.5, "width": 96}, "height=96.5 is out of range: it must be a whole number"),
+        ({"negative_prompt": 5}, "negative_prompt=5 is out of range: it must be a text"),
+        ({"generator": True}, "generator=True is out of range: it must be a whole number"),
+        ({"generator": jax.random.key(0)}, "holds no seed: give an int, a numpy.random.Generator"),
         ({"mask_image": np.zeros((96, 96))}, "is about an image: give one"),
         (
             {
@@ -161,6 +172,64 @@ def test_what_cannot_be_honoured_is_refused(pipe, asked, told):
 def test_an_empty_negative_prompt_is_what_guidance_does_anyway(pipe):
     assert pipe(PROMPT, negative_prompt="", generator=1, **QUICK).result.seeds == (1,)
     assert pipe([PROMPT], negative_prompt=[""], generator=1, **QUICK).result.seeds == (1,)
+
+
+def test_arguments_that_change_nothing_are_taken(pipe, shown):
+    neutral = {
+        "eta": 0.0, "strength": 1.0, "clip_skip": None, "cross_attention_kwargs": None,
+        "negative_prompt_2": "", "max_sequence_length": 512, "guidance_rescale": 0.0,
+        "height": np.int64(96), "width": np.int64(96),
+    }  # fmt: skip
+    wanted = pipe(PROMPT, generator=1, **QUICK)
+    made = pipe(PROMPT, generator=1, **neutral, **QUICK | {"num_inference_steps": np.int32(2)})
+    np.testing.assert_array_equal(made.images[0], wanted.images[0])
+    edited = [pipe("remove it", shown, generator=1, **more, **QUICK) for more in ({}, neutral)]
+    np.testing.assert_array_equal(*(one.images[0] for one in edited))
+
+
+def test_methods_that_spare_memory_or_show_progress_are_taken(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    pipe.enable_model_cpu_offload(gpu_id=0)
+    for what in ("attention_slicing", "vae_slicing", "vae_tiling"):
+        getattr(pipe, f"enable_{what}")()
+        getattr(pipe, f"disable_{what}")()
+    pipe.enable_xformers_memory_efficient_attention()
+    pipe.safety_checker = None
+    with pytest.raises(AttributeError, match="has no scheduler: its sampler, adapters and memory"):
+        pipe.scheduler = pipe.scheduler
+    with pytest.raises(AttributeError):
+        pipe.safety_checker = len
+    assert not hasattr(pipe, "enable_freeu")
+
+
+LINES = {
+    "use_safetensors": True, "variant": "fp16", "safety_checker": None, "device_map": "auto",
+    "cache_dir": "models", "token": None, "low_cpu_mem_usage": True, "feature_extractor": None,
+    "requires_safety_checker": False, "local_files_only": True, "revision": None,
+    "torch_dtype": "auto",
+}  # fmt: skip
+
+
+def test_a_model_is_loaded_as_scripts_write_it(pipe):
+    folder = pipe.model.loading["name"]
+    made = sparse_lavida_jax.SparseLaViDaPipeline.from_pretrained(folder, **LINES)
+    assert made.dtype == pipe.dtype == np.float32 and made.device == "cpu"
+    assert made.to(made.device, dtype="float32").model is made.to("cpu").model
+    assert made.to("cpu", jax.numpy.float16).dtype == made.to(dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("scenes", {"safety_checker": len}, "safety_checker=.* is out of range: None, or leave"),
+        ("scenes", {"torch_dtype": "int8"}, "dtype='int8' is out of range: auto, float32, bf"),
+        ("scenes", {"scheduler": 1}, "scheduler=1 is out of range: it cannot be honoured, leave"),
+        ("nobody/nothing", {"token": "a"}, "token='a' is out of range: leave it out, and set HF_"),
+    ],
+)
+def test_what_a_loader_cannot_honour_is_refused(name, given, told):
+    with pytest.raises(RequestError, match=told):
+        SparseLaViDaPipeline.from_pretrained(name, **given)
 
 
 class TorchDtype:

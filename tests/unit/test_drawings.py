@@ -14,7 +14,7 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, parse_template, words_template
-from sparse_lavida_jax.inference import engine, regions, requests
+from sparse_lavida_jax.inference import checks, engine, regions, requests
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Origin, Result
 
@@ -41,7 +41,7 @@ def test_images_come_from_arrays_images_files_and_results(tmp_path):
 def test_one_of_either_goes_with_all_of_the_other():
     def rows(words, shown, copies=1, seed=5):
         pairs = requests.paired(words, shown, copies)
-        seeds = requests.row_seeds(seed, len(pairs), copies)
+        seeds = checks.row_seeds(seed, len(pairs), copies)
         return [(*pair, seed) for pair, seed in zip(pairs, seeds, strict=True)]
 
     def short(rows):
@@ -59,7 +59,7 @@ def test_one_of_either_goes_with_all_of_the_other():
     ("words", "shown", "told"),
     [
         (["a", "b"], [IMAGE] * 3, "2 prompts and 3 images do not go together"),
-        ([], IMAGE, "0 prompts"),
+        ([], IMAGE, "give at least one prompt"),
         ("\n", None, "the prompt is empty"),
     ],
 )
@@ -69,25 +69,26 @@ def test_rows_that_do_not_go_together_are_told(words, shown, told):
 
 
 def test_seeds_are_told():
-    assert requests.row_seeds(3, 2) == [3, 4]
+    assert checks.row_seeds(3, 2) == [3, 4]
     with pytest.raises(RequestError, match="1 seeds were given for 2 rows"):
-        requests.row_seeds([3], 2)
-    with pytest.raises(RequestError, match="the seed 2147483648 is out of range"):
-        requests.row_seeds(2**31 - 1, 2)
+        checks.row_seeds([3], 2)
+    assert checks.row_seeds(2**31 - 1, 2) == [2**31 - 1, 0]
+    with pytest.raises(RequestError, match="seed=-1 is out of range: 0 to 18446744073709551615"):
+        checks.row_seeds(-1, 2)
 
 
 def test_numbers_are_those_of_all_rows_or_of_each():
-    assert requests.row_numbers("temperature", [0, None], 2) == [0.0, None]
-    assert requests.row_numbers("guidance", 1.5, 2) == [1.5, 1.5]
+    assert checks.row_numbers("temperature", [0, None], 2) == [0.0, None]
+    assert checks.row_numbers("guidance", 1.5, 2) == [1.5, 1.5]
     row = Request(task="generate", temperature=0.0, guidance=1.5)
     alone = config.Sampling(temperature=0.0, guidance=1.5)
     assert requests.of_row(config.Sampling(), row) == alone
     with pytest.raises(RequestError, match="3 values of temperature were given for 2 rows: give"):
-        requests.row_numbers("temperature", [0.1, 0.2, 0.3], 2)
+        checks.row_numbers("temperature", [0.1, 0.2, 0.3], 2)
     for wrong in (-1, float("nan"), float("inf"), 1e308, 101):
         told = re.escape(f"guidance={wrong} is out of range: it must be 0 to 100")
         with pytest.raises(RequestError, match=told):
-            requests.row_numbers("guidance", [1.0, wrong], 2)
+            checks.row_numbers("guidance", [1.0, wrong], 2)
         with pytest.raises(config.ConfigError, match=r"guidance=.* is out of range"):
             config.Sampling(guidance=wrong)
 
@@ -117,7 +118,7 @@ def test_a_cell_is_untouched_where_no_pixel_overlaps_it(grid, height, width, dat
     y, x = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
     pixels = np.zeros((height, width), bool)
     pixels[y, x] = True
-    free = regions.untouched(pixels, grid)
+    free = ~regions.cell_mask(pixels, grid)
     for row in range(grid):
         for column in range(grid):
             apart = (
@@ -135,7 +136,7 @@ def test_cells_of_a_large_mask_take_little_time_and_memory():
     tracemalloc.start()
     began = time.thread_time()
     try:
-        free = regions.untouched(pixels, 64)
+        free = ~regions.cell_mask(pixels, 64)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -153,10 +154,10 @@ def test_an_image_stands_in_whole_cells(caplog):
     assert caplog.messages == ["the image is as large as the new one, 96 pixels: it is halved."]
     with pytest.raises(image_files.ImageError, match="leaves nothing to draw"):
         regions.inner_box(tall, (1, 1, 95, 95), 96, 16)
-    canvas, known = regions.placed(tall + 9, (32, 16, 64, 80), 96, 16)
+    canvas, mask = regions.placed(tall + 9, (32, 16, 64, 80), 96, 16)
     assert (canvas[16:80, 32:64] == 9).all()
     assert canvas.sum() == 9 * 64 * 32 * 3
-    assert np.argwhere(known)[[0, -1]].tolist() == [[1, 2], [4, 3]]
+    assert np.argwhere(~mask)[[0, -1]].tolist() == [[1, 2], [4, 3]]
 
 
 def test_an_image_that_is_recorded_must_be_the_same(tmp_path):

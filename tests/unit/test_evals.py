@@ -246,4 +246,4 @@ def test_a_request_of_the_world_says_already_which_cells_to_fill(task):
     """The words go to the model unchanged: other tasks would add a box."""
     prompts = stand_ins.Knowing(SETTINGS, []).prompts
     for sample in asked(task):
-        assert prompts.fill_words(task, sample.prompt, sample.known_grid) == sample.prompt
+        assert prompts.fill_words(task, sample.prompt, ~sample.known_grid) == sample.prompt

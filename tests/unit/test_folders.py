@@ -111,7 +111,7 @@ def test_tables_that_are_alike_are_one_dataset(tmp_path):
     raw_data.lines(tmp_path / "a.jsonl", CAPTIONED[:2])
     raw_data.lines(tmp_path / "b.jsonl", CAPTIONED[2:])
     (dataset,) = read(tmp_path).recipe.datasets
-    assert dataset.json_path.endswith("*.jsonl")
+    assert dataset.patterns == (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
     raw_data.lines(tmp_path / "b.jsonl", [{"question": "how many?", "answer": "two"}])
     kinds = [one.kind for one in read(tmp_path).recipe.datasets]
     assert kinds == ["text_to_image", "understanding"]
@@ -121,7 +121,7 @@ def test_several_captions_are_kept_and_drawn_from(tmp_path):
     raw_data.images(tmp_path, 2)
     (tmp_path / "0.txt").write_text("a cat\n\n eine Katze \n猫\n", encoding="utf-8")
     given = read(tmp_path)
-    assert given.left_out == ["1.png"]
+    assert given.found.left_out == {folders.NO_CAPTION: ["1.png"]}
     (record,) = records(tmp_path)["text_to_image"]
     assert record.asked == ("a cat", "eine Katze", "猫")
     drawn = {examples.caption_of(record, np.random.default_rng(i)) for i in range(40)}
@@ -174,7 +174,7 @@ def test_a_text_file_in_another_encoding_is_not_passed_over(tmp_path, encoding):
     (tmp_path / "1.txt").write_text("grün", encoding=encoding)
     read(tmp_path)
     told = (tmp_path / "prepared" / folders.WRITTEN).read_text()
-    assert "1.txt cannot be read: no text in UTF-8" in told
+    assert "1.txt cannot be read: it is not text in UTF-8" in told
 
 
 def test_the_table_of_text_files_is_not_written_again_in_vain(tmp_path):

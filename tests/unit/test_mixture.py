@@ -354,3 +354,21 @@ def test_lengths_that_processes_would_choose_apart_are_refused(folder, tokenizer
         batches(folder, tokenizer, data=two, process=(0, 2))
     with pytest.raises(config.ConfigError, match=r"2 processes in rows of data.packing=4"):
         batches(folder, tokenizer, data={"packing": 4}, process=(0, 2))
+
+
+@pytest.mark.parametrize("long", ["a circle and " * 1500, "\U0001f600 " * 900])
+def test_captions_to_draw_are_cut_as_for_training_and_left_out_if_too_long(
+    tmp_path, tokenizer, long
+):
+    names = raw_data.images(tmp_path / "images", 3)
+    rows = [{"image": name, "caption": f"caption {name}"} for name in names]
+    rows[1]["caption"] = long
+    raw_data.lines(tmp_path / "a.jsonl", rows)
+    told = {"name": "a", "json_path": "a.jsonl", "image_root": "images"}
+    source = raw_data.mixture(tmp_path / "m.json", told | {"preprocess_fn": "text_to_image"})
+    raw_data.prepared(source, tmp_path / "out")
+    for most in (8192, 300):
+        data = batches(tmp_path / "out", tokenizer, data={"max_sequence_len": most})
+        short = {f"caption {names[0]}", f"caption {names[2]}"}
+        fits = len(tokenizer.encode(long[:800])) + data.settings.model.num_cells <= most
+        assert set(data.prompts(3)) == short | ({long[:800]} if fits else set())

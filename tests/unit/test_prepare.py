@@ -370,7 +370,7 @@ def test_columns_that_do_not_exist_are_refused(tmp_path):
 
 def test_two_preparations_do_not_share_a_folder(tmp_path):
     source = raw_data.captioned(tmp_path)
-    with prepare._only_one(tmp_path / "out"):
+    with prepare.reserved(tmp_path / "out"):
         with pytest.raises(PrepareError, match="is being prepared by another process"):
             raw_data.prepared(source, tmp_path / "out")
 

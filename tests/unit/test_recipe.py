@@ -41,12 +41,12 @@ def test_a_released_file_is_understood(tmp_path):
     made = read(tmp_path, YAML, "mixture.yaml")
     first, second = made.datasets
     assert (first.kind, first.group, first.form) == ("text_to_image", "t2i", "")
-    assert first.json_path == str(tmp_path / "tables/a.parquet")
+    assert first.patterns == (str(tmp_path / "tables/a.parquet"),)
     assert first.image_root == str(tmp_path / "images")
     assert (first.min_size, first.aes_cutoff) == (512, 5.0)
     assert first.columns == ("image", "caption")
     assert (second.kind, second.group, second.form) == ("edit_plan", "edit_plan", "plan_only")
-    assert second.json_path == "/data/b-*.tar"
+    assert second.patterns == ("/data/b-*.tar",)
     assert second.columns == {"loc": "layout"}
     assert made.weights == {"t2i": 250.0, "edit_plan": 30.0}
     assert made.batch_sizes == {"t2i": 1.0, "edit_plan": 0.5}

@@ -99,10 +99,10 @@ def test_a_column_exists_if_one_of_the_tables_has_it(tmp_path, suffix, write):
     paths = [tmp_path / f"a.{suffix}", tmp_path / "other.json"]
     write(paths[0])
     paths[1].write_text('[{"layout": "x"}]')
-    tables.check_columns(paths, ["image", "score", "layout"])  # the second row has the score
+    tables.check_columns(paths, [["image"], ["score"], ["layout"]])  # the second row has the score
     tables.check_columns(paths, [])
     with pytest.raises(tables.TableError, match=r"names a, b, and .* are caption, image, .*score"):
-        tables.check_columns(paths, ["image", "b", "a"])
+        tables.check_columns(paths, [["image"], ["b"], ["a"]])
 
 
 def test_a_sample_of_a_tar_file_is_what_shares_a_name(tmp_path):
@@ -162,11 +162,11 @@ def test_a_parquet_file_that_is_none_is_reported(tmp_path):
 def test_a_pattern_names_several_tables(tmp_path):
     for name in ("b.json", "a.json", "c.txt"):
         (tmp_path / name).write_text("[]")
-    assert [p.name for p in tables.find(f"{tmp_path}/*.json")] == ["a.json", "b.json"]
+    assert [p.name for p in tables.find([f"{tmp_path}/*.json"])] == ["a.json", "b.json"]
     with pytest.raises(tables.TableError, match=r"there is no table .*x.json"):
-        tables.find(f"{tmp_path}/x.json")
-    with pytest.raises(tables.TableError, match=r"c.txt is no table that is read: .parquet"):
-        tables.find(f"{tmp_path}/c*")
+        tables.find([f"{tmp_path}/x.json"])
+    with pytest.raises(tables.TableError, match=r"c.txt is not a table that is read: .parquet"):
+        tables.find([f"{tmp_path}/c*"])
 
 
 # --- images ----------------------------------------------------------------------------------

@@ -72,9 +72,9 @@ def test_holes_are_told_as_in_training(prompts, task):
     for index in range(5):
         sample = tasks.sample(task, 0, index)
         wanted = sample.prompt.rpartition(", ")[0]
-        assert prompts.fill_words(task, wanted, sample.known_grid) == sample.prompt
+        assert prompts.fill_words(task, wanted, ~sample.known_grid) == sample.prompt
         whole = world.render(sample.target)
-        erased = prompts.erased(whole, sample.known_grid)
+        erased = prompts.erased(whole, ~sample.known_grid)
         np.testing.assert_array_equal(erased, world.render(sample.image))
 
 

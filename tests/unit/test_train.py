@@ -726,6 +726,38 @@ def test_a_run_on_own_images_says_once_that_it_will_be_too_short(loop, monkeypat
     assert "the trained model" in said.out and "report.md: what it can do" in said.out
 
 
+def test_what_a_run_shows_comes_after_the_model_and_cannot_lose_it(loop, monkeypatch, capsys):
+    loop.leaves_model, found = True, []
+
+    def fail(*_, **__):
+        found.append((loop.folder / "model" / "config.json").is_file())
+        raise MemoryError("a caption of 9101 tokens.")
+
+    monkeypatch.setattr(report, "check", fail)
+    monkeypatch.setattr(report, "write", fail)
+    loop.run(train_steps=4, eval_every=2)
+    assert found == [False, True, True]
+    printed = capsys.readouterr()
+    assert (
+        printed.err.count("(MemoryError: a caption of 9101 tokens); what was trained is kept") == 3
+    )
+    assert f"{loop.folder / 'model'}: the trained model" in printed.out
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1500.0])
+def test_a_run_of_as_many_steps_as_asked_for_is_not_too_short(loop, capsys, seconds):
+    loop.run(train_steps=1, seconds=seconds)
+    assert "fitted into" not in capsys.readouterr().out
+
+
+def test_a_disk_without_room_for_states_and_model_is_told_before_the_first_step(loop, monkeypatch):
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
+    with pytest.raises(model_folder.WriteError, match=r"3 MB free and .* MB are needed"):
+        loop.run()
+    assert loop.batches == []
+
+
 def test_images_are_drawn_in_between_and_at_the_end(loop, clock, capsys):
     loop.run(train_steps=10, image_seconds=3.5)
     assert loop.images[-1] == "000010.png"

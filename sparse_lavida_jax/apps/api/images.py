@@ -59,7 +59,7 @@ async def edit(request: fastapi.Request):
         if not masks:
             return service.small(image), {}
         mask = image_files.read_transparent(masks[0], "the mask", check=client.check)
-        return service.with_hole(image, mask)
+        return service.with_mask(image, mask)
 
     task = "inpaint" if masks else "edit"
     return await _images(client, task, asked, images + masks, decode)
