@@ -268,11 +268,13 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
 
 def _number(component: Any, read: Callable[[float], Any], payload: Any) -> Any:
     """Returns the number in a field; None if the field is empty."""
+    number = math.nan
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if payload is None or math.isfinite(float(payload)):
-            return payload if payload is None else read(float(payload))
-    told = f"{component.label}: {str(payload)[:40]!r} is not a number that is taken."
-    raise gr.Error(told, print_exception=False)
+        number = 0.0 if payload is None else float(payload)
+    if not math.isfinite(number):
+        told = f"{component.label}: {str(payload)[:40]!r} is not a number that is taken."
+        raise gr.Error(told, print_exception=False)
+    return None if payload is None else read(number)
 
 
 def _outputs(task: str) -> list[Any]:
