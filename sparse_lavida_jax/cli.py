@@ -68,7 +68,7 @@ MODES = {
 }
 LINE = 96  # characters
 # A setting at the start of a message; the group is the option that sets it.
-_SETTING = re.compile(rf"^({'|'.join(('num_images', *options.OPTIONS))})=")
+_SETTING = re.compile(rf"^({'|'.join(('seed', 'num_images', *options.OPTIONS))})=")
 _NO_VALUE = re.compile(r"--[\w-]+=--")
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
