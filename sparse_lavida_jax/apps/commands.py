@@ -132,7 +132,8 @@ def _task(name: str, asked: argparse.Namespace) -> None:
             image_files.write(out, marked, scale=_scale(asked, marked))
             written.append(out)
     finally:  # what cannot be written does not lose the rest
-        _print(result, written, form=_form(asked))
+        if written or not result.pixels or _form(asked) != "text":
+            _print(result, written, form=_form(asked))
     if film is not None and film_path is not None:
         frames = film.first(len(result.attempts[0]) if result.attempts else 1)
         shown_frames = [image_files.enlarged(frame, _scale(asked, frame)) for frame in frames]
