@@ -441,7 +441,7 @@ def test_not_a_number_is_refused(page):
         (["x", 0, 3, "as trained", 0], "Steps: 'x' is not a number"),
         ([2, 0, 3, "as trained", [7]], "Seed: '[7]' is not a number"),
         ([2, float("nan"), 3, "as trained", 0], "Guidance: 'nan' is not a number"),
-        ([2, 0, 3, "as trained", 2**64], "greater than maximum value 2147483647"),
+        ([2, 0, 3, "as trained", 2**64], "greater than maximum value"),
     ],
 )
 def test_an_empty_field_is_left_out_and_no_number_is_refused_in_a_sentence(page, numbers, told):
