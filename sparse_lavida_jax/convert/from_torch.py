@@ -29,6 +29,7 @@ from sparse_lavida_jax.data import files
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
+from sparse_lavida_jax.programs import jax_settings
 
 OFFICIAL = "official"  # folder with the small files of the release
 UNUSED = "unused.safetensors"
@@ -101,6 +102,7 @@ class _Released:
             raise ConvertError(f"{self.folder} cannot be converted:{lines}")
 
 
+@jax_settings.defaults()
 def convert(
     src: pathlib.Path | str,
     dst: pathlib.Path | str,
