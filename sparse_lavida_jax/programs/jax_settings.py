@@ -19,17 +19,18 @@ _OFF = """
     jax_enable_x64 jax_enable_custom_prng jax_threefry_gpu_kernel_lowering jax_disable_jit
     jax_high_dynamic_range_gumbel jax_softmax_custom_jvp jax_accurate_erf_inv check_vma
     eager_constant_folding jax_no_execution jax_no_tracing jax_debug_nans jax_debug_infs
-    jax_debug_key_reuse jax_check_tracer_leaks jax_check_static_indices jax_enable_checks
-    jax_scan3 jax_remat3 jax_custom_vjp3 jax_custom_jvp3 jax_remat_barrier_no_cotangents
-    jax_enable_pgle
+    jax_debug_key_reuse jax_check_tracer_leaks jax_check_static_indices jax_enable_checks jax_scan3
+    jax_remat3 jax_custom_vjp3 jax_custom_jvp3 jax_remat_barrier_no_cotangents jax_enable_pgle
     jax_remove_size_one_mesh_axis_from_type jax_use_simplified_jaxpr_constants
     jax_use_emit_pipeline_primitive jax_use_cpp_shard_args jax_mosaic_allow_hlo
     jax_pallas_enable_debug_checks jax_pallas_poison_buffers jax_disallow_mesh_context_manager
+    jax_ragged_dot_use_gpu_pallas_triton_lowering
 """
 _ON = """
     jax_threefry_partitionable jax_allow_f16_reductions jax_use_direct_linearize jax_auto_pcast
-    jax_use_shardy_partitioner jax_use_rgv3 jax_raise_on_ppermute_sort_diff
-    jax_mutable_array_checks jax_compiler_enable_remat_pass jax_pallas_use_mosaic_gpu
+    jax_use_shardy_partitioner jax_use_rgv3 jax_raise_on_ppermute_sort_diff jax_mutable_array_checks
+    jax_compiler_enable_remat_pass jax_pallas_use_mosaic_gpu
+    jax_ragged_dot_use_ragged_dot_instruction
 """
 _ALLOW = """
     jax_numpy_rank_promotion jax_legacy_prng_key jax_transfer_guard_host_to_device
