@@ -23,8 +23,11 @@ def main() -> int:
     if is_heard:
         signal.signal(signal.SIGINT, _stop)
     gc.disable()  # nothing of what importing makes is garbage
-    from sparse_lavida_jax import cli  # takes a second, in which Ctrl-C may be pressed
-
+    try:
+        from sparse_lavida_jax import cli  # takes a second, in which Ctrl-C may be pressed
+    except ValueError as error:  # of jax, such as for JAX_ENABLE_X64=maybe
+        print(f"sparse_lavida_jax: jax refuses a variable of its own: {error}", file=sys.stderr)
+        return 2
     gc.freeze()
     gc.set_threshold(OBJECTS)
     gc.enable()

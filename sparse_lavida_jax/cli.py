@@ -31,6 +31,7 @@ from sparse_lavida_jax.apps.terminal import FAILURE, output_escaped, quiet, say,
 from sparse_lavida_jax.checkpoints import model_folder, room
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.main import LONGEST_MESSAGE, MISTAKE, MISTAKES, STOPPED
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.scenes import vocabulary
 from sparse_lavida_jax.version import __version__
@@ -68,7 +69,7 @@ MODES = {
 }
 LINE = 96  # characters
 # A setting at the start of a message; the group is the option that sets it.
-_SETTING = re.compile(rf"^({'|'.join(('num_images', *options.OPTIONS))})=")
+_SETTING = re.compile(rf"^({'|'.join(('seed', 'num_images', *options.OPTIONS))})=")
 _NO_VALUE = re.compile(r"--[\w-]+=--")
 NO_DEVICE = ("Unable to initialize backend", "Unknown backend")  # jax's messages in that case
 
@@ -111,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
 
 
+@jax_settings.defaults()
 def _run(program: str, name: str, words: Sequence[str]) -> int:
     if name in ("help", "-h", "--help", "--version"):
         print(__version__ if name == "--version" else _overview())

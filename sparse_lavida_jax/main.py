@@ -46,6 +46,7 @@ from sparse_lavida_jax.inference.checks import LARGEST_SEED
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.models import quantize
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.folder import keep_programs, silence_alarm
 from sparse_lavida_jax.training import runs
 
@@ -108,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
 
 
+@jax_settings.defaults()
 def run(argv: list[str]) -> int:
     """Runs a command line and returns the exit code of what was done, or stopped and saved.
 

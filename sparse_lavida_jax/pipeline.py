@@ -52,6 +52,7 @@ from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.models.vq import ImageCodec
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.scenes.prompts import Encoder, ScenePrompts
@@ -105,6 +106,7 @@ class SparseLaViDa:
 
     @classmethod
     @runtime.interrupts_held()
+    @jax_settings.defaults()
     def from_pretrained(
         cls: type[S],
         name: str | pathlib.Path,
@@ -563,6 +565,7 @@ class SparseLaViDa:
         return made
 
     @runtime.interrupts_held()
+    @jax_settings.defaults()
     def run(
         self,
         requests: Sequence[Request],
@@ -594,6 +597,7 @@ class SparseLaViDa:
         return TaskRun(*parts, how, callback, bucket, padding, programs).run(requests)
 
     @runtime.interrupts_held()
+    @jax_settings.defaults()
     def decode(
         self,
         examples: Sequence[Example],

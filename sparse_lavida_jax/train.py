@@ -20,6 +20,7 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.training import flops, lengths, metrics, optimizer, runs, sources
 from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import TrainState, train_step
@@ -29,6 +30,7 @@ class DivergedError(runs.RunError):
     """The loss, or its gradient, is not a number any more."""
 
 
+@jax_settings.defaults()
 def train(settings: config.Config, run: runs.Run, profile: range = range(0)) -> None:
     """Trains until the configured steps or seconds have passed, resuming any state in `run`.
 

@@ -63,6 +63,9 @@ def pytest_configure(config):
         float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]),
     )
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    from sparse_lavida_jax.programs import jax_settings
+
+    jax_settings.DEFAULTS["jax_numpy_rank_promotion"] = "raise"  # of which results do not depend
 
 
 def pytest_collection_modifyitems(items):

@@ -61,6 +61,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
         one of main.MISTAKES: the command cannot be carried out; the message says why.
         OSError: something could not be written.
     """
+    if getattr(asked, "seed", None) is not None:
+        asked.seed = fold(asked.seed)
     if name == "doctor":
         found = doctor.kernels() if asked.kernels else doctor.report()
         told = doctor.kernels_text if asked.kernels else doctor.text
@@ -132,7 +134,8 @@ def _task(name: str, asked: argparse.Namespace) -> None:
             image_files.write(out, marked, scale=_scale(asked, marked))
             written.append(out)
     finally:  # what cannot be written does not lose the rest
-        _print(result, written, form=_form(asked))
+        if written or not result.pixels or _form(asked) != "text":
+            _print(result, written, form=_form(asked))
     if film is not None and film_path is not None:
         frames = film.first(len(result.attempts[0]) if result.attempts else 1)
         shown_frames = [image_files.enlarged(frame, _scale(asked, frame)) for frame in frames]
@@ -170,7 +173,7 @@ def _words(
     if asked.batch is not None:
         if words is not None:
             raise UsageError("--batch holds the prompts: leave those of the command line out.")
-        return _batch(name, asked.batch, image, fold(asked.seed or 0))
+        return _batch(name, asked.batch, image, asked.seed or 0)
     if words is None and name in ("ask", "reason"):
         words, image = image, None  # a question without an image
         path = pathlib.Path(words or "")

@@ -259,7 +259,7 @@ class Service:
         Raises:
             ImageError: one is too large or not an image, or all of them cost too much.
         """
-        named = [*itertools.zip_longest(images, names, fillvalue="the image")]
+        named: Any = [*itertools.zip_longest(images, names, fillvalue="the image")]
         for contents, name in named:
             if len(contents) > self.limits.upload:
                 raise image_files.ImageError(

@@ -119,11 +119,10 @@ def _smaller(load: ModelLoad, folder: pathlib.Path, needed: int, limit: float) -
 
 
 def _devices(mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> Sequence[Any]:
-    """Returns the devices of this process that hold parameters; none if the user chose it."""
+    """Returns the devices of this process that hold parameters."""
     if mesh is not None:
         return list(sharding.automatic(mesh).local_devices)
-    is_chosen = jax.default_device.value is not None
-    return [] if is_chosen else jax.local_devices()[:1]
+    return jax.local_devices()[:1]
 
 
 def _limit(device: Any) -> float:

@@ -36,6 +36,7 @@ from sparse_lavida_jax.data import files, tensor_files
 from sparse_lavida_jax.models import lora, parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Linear, with_linears
+from sparse_lavida_jax.programs import jax_settings
 
 M = TypeVar("M", bound=Denoiser)
 
@@ -299,6 +300,7 @@ def merging(base: pathlib.Path, weights: Mapping[str, float]) -> Merging:
     return Merging(settings_with(settings, weights), change)
 
 
+@jax_settings.defaults()
 def copy(
     source: pathlib.Path | str,
     folder: pathlib.Path | str,

@@ -31,6 +31,7 @@ from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
+from sparse_lavida_jax.programs import jax_settings
 
 OFFICIAL = "official"  # folder with the small files of the release
 UNUSED = "unused.safetensors"
@@ -103,6 +104,7 @@ class _Released:
             raise ConvertError(f"{self.folder} cannot be converted:{lines}")
 
 
+@jax_settings.defaults()
 def convert(
     src: pathlib.Path | str,
     dst: pathlib.Path | str,

@@ -26,6 +26,7 @@ from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.training import runs
 
 SCHEMA = "sparse-lavida-eval/1"
@@ -34,6 +35,7 @@ MADE_WITH = "made_with.json"  # of a shard: device, software and commit, one ent
 MAY_CHANGE = frozenset({"evaluate.batch_size", "evaluate.checkpoint", "evaluate.data"})
 
 
+@jax_settings.defaults()
 def evaluate(
     settings: config.Config,
     name: str,

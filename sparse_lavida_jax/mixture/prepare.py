@@ -336,8 +336,10 @@ def check_folder(folder: pathlib.Path) -> None:
     """Checks that a folder is free or already a prepared one; creates nothing.
 
     Raises:
-        PrepareError: it is a file, or holds something else.
+        PrepareError: it is a file, holds something else, or has a name that records cannot have.
     """
+    if not files.has_text_name(folder):
+        raise PrepareError(f"{folder}: give a folder whose name is text in UTF-8.")
     if folder.exists() and not folder.is_dir():
         raise PrepareError(f"{folder} is a file: name another folder for the shards.")
     there = {p.name for p in folder.glob("*") if p.is_file() and p.suffix != files.UNFINISHED}

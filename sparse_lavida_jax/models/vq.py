@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from sparse_lavida_jax import config, runtime, schema, sequence
 from sparse_lavida_jax.data import files, grey, tensor_files
 from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.programs.kept import Program, kept, shapes_of
 
@@ -360,6 +361,7 @@ def encode_images(
     return _in_batches(_encode, model, pixels, batch)
 
 
+@jax_settings.defaults()
 def for_decoding(model: VQModel, dtype: str) -> VQModel:
     """Returns parameters to decode with in a dtype, whatever the dtype they are stored in.
 
@@ -403,6 +405,7 @@ def _decode(model, codes):
 
 
 @runtime.interrupts_held()
+@jax_settings.defaults()
 def _in_batches(call, model, items, batch):
     """Calls with batches of one size, padding the last one, so that there is one compilation."""
     size = min(batch, max(len(items), 1))
@@ -459,6 +462,7 @@ def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
     )
 
 
+@jax_settings.defaults()
 def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
     """Returns a saved image tokenizer, given a folder or the name of a bundled one.
 

@@ -12,6 +12,7 @@ import functools
 import os
 import pathlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ def keep_programs(folder: pathlib.Path | str | None = None) -> None:
             nothing is kept.
     """
     silence_alarm()
+    # That a program cannot be read or kept: it is compiled, and `executables` says once why.
+    warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation|Cache value for")
     if folder == "":
         jax.config.update("jax_enable_compilation_cache", False)
         executables.keep_in(None)
@@ -96,19 +99,21 @@ _read = compilation_cache.get_executable_and_time
 def _replacing(read: Callable[..., Any], folder: pathlib.Path) -> Callable[..., Any]:
     """Returns jax's function that reads a program, with damaged files deleted.
 
-    jax warns of such a file in every process and never replaces it. Without the file it compiles
-    the program again and keeps it.
+    jax never replaces such a file. Without it, jax compiles the program again and keeps it.
     """
 
     @functools.wraps(read)
     def read_or_delete(cache_key: str, *args: Any, **named: Any) -> Any:
-        if getattr(_thread, "compiles_anew", False):
-            return None, None
         try:
-            return read(cache_key, *args, **named)
-        except Exception:  # of whatever decompresses or loads it
-            (folder / f"{cache_key}-cache").unlink(missing_ok=True)
+            if not getattr(_thread, "compiles_anew", False):
+                return read(cache_key, *args, **named)
+        except OSError:  # of the folder; the file may be good
             return None, None
+        except Exception:  # of whatever decompresses or loads it
+            pass
+        with contextlib.suppress(OSError):
+            (folder / f"{cache_key}-cache").unlink()
+        return None, None
 
     return read_or_delete
 

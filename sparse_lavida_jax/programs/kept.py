@@ -25,7 +25,7 @@ import jax
 from jax._src import config as jax_config  # no public function returns the settings of a thread
 from jax.experimental import serialize_executable
 
-from sparse_lavida_jax.programs import executables, side_by_side
+from sparse_lavida_jax.programs import executables, jax_settings, side_by_side
 from sparse_lavida_jax.programs.arguments import Arguments, Types, arguments, type_of
 from sparse_lavida_jax.programs.folder import compiling_anew
 
@@ -258,7 +258,7 @@ class Program:
         flat.__name__ = kept.__name__  # by which jax reports it
 
         def lower() -> jax.stages.Lowered:
-            with side_by_side.uncollected():
+            with side_by_side.uncollected(), jax_settings.options():
                 return jax.jit(flat, donate_argnums=donated).trace(*types).lower()
 
         self._lower, self._name = lower, name
@@ -340,6 +340,7 @@ def _sources() -> list[pathlib.Path]:
 
 
 @functools.cache
+@jax_settings.options()
 def _circumstances() -> str:
     """Returns a digest of everything that all programs of this process depend on."""
     digest, device = hashlib.sha256(), jax.devices()[0]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 
 from sparse_lavida_jax import runtime
+from sparse_lavida_jax.programs import jax_settings
 
 MOST_THREADS = 16
 WAIT_S = 0.2  # between looks for Ctrl-C
@@ -46,7 +47,7 @@ def make_ahead(ahead: bool | None) -> None:
 
 def start(make: Callable[[], T]) -> "Future[T]":
     """Runs a function, such as the compilation of a lowered program, in another thread."""
-    return _threads().submit(make)
+    return _threads().submit(jax_settings.options()(make))
 
 
 def wait(futures: "Sequence[Future]", progress: "Progress | None" = None) -> None:

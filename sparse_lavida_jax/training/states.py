@@ -22,6 +22,7 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.programs import jax_settings
 
 T = TypeVar("T")
 
@@ -364,7 +365,8 @@ def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
         return _sum_digests(leaves)
     # Hashing releases the interpreter's lock, so each core hashes an array.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda name: arrays.digest_of({name: leaves[name]}), leaves)
+        digest = jax_settings.defaults()(lambda name: arrays.digest_of({name: leaves[name]}))
+        digests = pool.map(digest, leaves)
         return dict(zip(leaves, digests, strict=True))
 
 

@@ -25,6 +25,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.scenes import world
 from sparse_lavida_jax.training import metrics, muon
 from sparse_lavida_jax.visibility import AnyArray
@@ -73,6 +74,7 @@ def train(
 
 
 @runtime.interrupts_held()
+@jax_settings.defaults()
 def fit(
     settings: config.Config,
     survey: UInt8[np.ndarray, "n h w 3"],

@@ -7,6 +7,7 @@ import signal
 
 import jax
 import numpy as np
+import other_settings
 import pytest
 import stand_ins
 
@@ -70,13 +71,16 @@ def assert_same_end(folder, finished):
 
 
 def test_a_stopped_run_ends_like_one_that_was_not(finished, interfere, tmp_path, capsys):
+    """Also if everything is set otherwise in jax when it goes on."""
     words = ["main", *finished.words, f"--workdir={tmp_path / 'run'}"]
     leave_alone = interfere(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert main.main(words) == 0
     assert "SIGTERM after step 3, everything is saved" in capsys.readouterr().err
     assert not (tmp_path / "run" / "model").exists()
     leave_alone()
-    assert main.main(words) == 0
+    others = {name: x for name, x in other_settings.values().items() if name in jax.config.values}
+    with other_settings.everywhere(**others), jax.set_mesh(jax.make_mesh((2,), ("data",))):
+        assert main.main(words) == 0
     assert_same_end(tmp_path / "run", finished)
 
 

@@ -231,7 +231,7 @@ def test_texts_that_are_no_text_are_refused(folder):
         (folder / name).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"words.txt cannot be read: .*UTF-8"):
         Vocabulary.read(folder)
-    with pytest.raises(CheckpointError, match=r"README.md cannot be read: .*utf-8"):
+    with pytest.raises(CheckpointError, match=r"README.md cannot be read: it is not text in UTF-8"):
         model_folder.read_text(folder, "README.md")
 
 

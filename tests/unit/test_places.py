@@ -98,7 +98,7 @@ def test_every_flag_and_setting_that_is_a_path_is_expanded(home):
     row = {"name": "a", "json_path": "~/a.jsonl", "image_root": "~/i", "preprocess_fn": "edit"}
     pathlib.Path("m.json").write_text(json.dumps({"datasets": [row]}), encoding="utf-8-sig")
     (dataset,) = recipe.read(pathlib.Path("m.json")).datasets
-    assert (dataset.json_path, dataset.image_root) == (f"{home}/a.jsonl", f"{home}/i")
+    assert (*dataset.patterns, dataset.image_root) == (f"{home}/a.jsonl", f"{home}/i")
     assert [*pathlib.Path.cwd().iterdir()] == [pathlib.Path.cwd() / "m.json"]
 
 
