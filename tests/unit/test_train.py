@@ -460,6 +460,7 @@ def loop(monkeypatch, tmp_path):
             save_model(*args, **more)
 
     def step(state, batch, learning_rate, *, settings, microbatches, loss_chunk):
+        state = state.state
         done = int(state.step) + 1
         ours.before_step(done)
         ours.batches.append(batch)
@@ -467,7 +468,7 @@ def loop(monkeypatch, tmp_path):
         value = jnp.float32(ours.losses.get(done, 1.0))
         skipped = jnp.where(jnp.isfinite(value), 0, state.skipped + 1)
         logged = {"loss": value, "gradient_norm": 2 * value, "skipped": skipped}
-        return state.replace(step=jnp.int32(done), skipped=skipped), logged
+        return train.HeldState.of(state.replace(step=jnp.int32(done), skipped=skipped)), logged
 
     def check(pipe, path, prompts):
         ours.images.append(path.name)
