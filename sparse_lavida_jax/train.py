@@ -28,6 +28,8 @@ from sparse_lavida_jax.training import flops, lengths, metrics, optimizer, runs,
 from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import HeldState, TrainState, train_step
 
+BYTES_PER_MB = 10**6
+
 
 class DivergedError(runs.RunError):
     """The loss, or its gradient, is not a number any more."""
@@ -95,14 +97,15 @@ class _Loop:
         self._last_saved = self._last_drawn = time.monotonic()
         # Numbers that are not fetched yet, of the last steps: to fetch them waits for the steps.
         self._unrecorded = collections.deque[tuple[int, dict[str, Any], float]]()
-        self._fetches_each = jax.default_backend() == "cpu"
+        is_ahead = side_by_side.are_made_ahead()  # on accelerators
+        self._fetches_each = not is_ahead
         self.reporter = metrics.Reporter(settings, run.folder, self.step, _peak())
         # The work in a batch is counted where it is made, which may be another process.
         count_work = functools.partial(
             flops.with_work, settings.model, trained / (trained + frozen)
         )
         dataset = self._source.batches.dataset().map(count_work)
-        self._samples = self._source.batches.samples() if side_by_side.are_made_ahead() else []
+        self._samples = self._source.batches.samples() if is_ahead else []
         self.feed = Feed(dataset, self.step, settings.data.workers, note.get("data"))
         self._first: list[Any] = []  # the first batch, if it was waited for
 
@@ -312,7 +315,7 @@ class _Loop:
             words=source.words(),
             readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
             dtype=dtype,
-            most_bytes=settings.train.model_file_mb * 10**6 or SHARD_BYTES,
+            most_bytes=settings.train.model_file_mb * BYTES_PER_MB or SHARD_BYTES,
         )
         is_enough = True
         if source.prepared is not None:

@@ -249,7 +249,8 @@ def read_list(path: pathlib.Path) -> dict[str, str]:
         CheckpointError: it is empty or damaged.
     """
     try:
-        lines = files.lines(files.read_text(path, MOST_LISTED))
+        text = files.read_text(path, MOST_LISTED).removesuffix("\n")
+        lines = files.lines(text) if text else []
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
