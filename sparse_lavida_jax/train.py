@@ -91,23 +91,22 @@ class _Loop:
         self.step = int(self.state.step)
 
         self._start, self._is_forecast = (self.step, self.seconds), False
-        self._clock = time.monotonic() - self.seconds
         self._programs = dict[Any, Callable[..., Any]]()  # by the structure and shapes of batches
         self._steps_compiled = 0  # steps that were compiled when they were taken
-        self._last_saved = self._last_drawn = time.monotonic()
         # Numbers that are not fetched yet, of the last steps: to fetch them waits for the steps.
         self._unrecorded = collections.deque[tuple[int, dict[str, Any], float]]()
-        is_ahead = side_by_side.are_made_ahead()  # on accelerators
-        self._fetches_each = not is_ahead
+        self._is_ahead = side_by_side.are_made_ahead()  # on accelerators
+        self._fetches_each = not self._is_ahead
         self.reporter = metrics.Reporter(settings, run.folder, self.step, _peak())
         # The work in a batch is counted where it is made, which may be another process.
         count_work = functools.partial(
             flops.with_work, settings.model, trained / (trained + frozen)
         )
         dataset = self._source.batches.dataset().map(count_work)
-        self._samples = self._source.batches.samples() if is_ahead else []
         self.feed = Feed(dataset, self.step, settings.data.workers, note.get("data"))
         self._first: list[Any] = []  # the first batch, if it was waited for
+        self._clock = time.monotonic() - self.seconds
+        self._last_saved = self._last_drawn = time.monotonic()
 
     @property
     def state(self) -> TrainState:
@@ -164,18 +163,18 @@ class _Loop:
 
     def _get_ready(self) -> None:
         """Compiles known programs side by side, and waits for the first batch, off the clock."""
-        begin = time.monotonic()
-        lowered = {}
-        for batch in () if self._mesh is not None else self._samples:
+        begin, lowered = time.monotonic(), {}
+        samples = self._source.batches.samples() if self._is_ahead else []
+        self.feed.start()  # now that shapes are known
+        for batch in samples if self._mesh is None else ():
             with side_by_side.uncollected():
-                how = (self._held, batch, np.float32(0))
-                lowered[_key(batch)] = train_step.lower(*how, **self._statics).compile
+                given = self._held, batch, np.float32(0)
+                lowered[_key(batch)] = train_step.lower(*given, **self._statics).compile
         if lowered:
             with side_by_side.Progress(len(lowered)) as progress:
                 made = [side_by_side.start(compile_one) for compile_one in lowered.values()]
                 side_by_side.wait(made, progress)
             self._programs = {key: one.result() for key, one in zip(lowered, made, strict=True)}
-        self._samples = []
         self._first = [next(self.feed)]
         self._clock += time.monotonic() - begin
 

@@ -33,17 +33,21 @@ class Feed:
             saved = None
         begin = step if saved is None else saved["begin"]
         self._begun = {"workers": workers, "begin": begin}
+        self._dataset, self._taken = dataset, step - begin
         self._processes: WorkerProcesses | None = None
-        if workers:
-            self._processes = WorkerProcesses(dataset, step, workers)
-            self._taken = step - begin
-            return
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         self._iterator = iter(dataset[begin:].to_iter_dataset(options))
         if saved is not None:
             self._iterator.set_state(saved["iterator"])
 
+    def start(self) -> None:
+        """Starts the worker processes, which otherwise start when the first item is taken."""
+        if self._begun["workers"] and self._processes is None:
+            first = self._begun["begin"] + self._taken
+            self._processes = WorkerProcesses(self._dataset, first, self._begun["workers"])
+
     def __next__(self) -> Any:
+        self.start()
         if self._processes is None:
             return next(self._iterator)
         item = next(self._processes)
@@ -52,11 +56,13 @@ class Feed:
 
     def close(self) -> None:
         """Ends the thread or the processes."""
-        (self._processes or self._iterator).close()
+        self._iterator.close()
+        if self._processes is not None:
+            self._processes.close()
 
     @property
     def position(self) -> dict[str, Any]:
         """The current position, serializable as JSON."""
-        if self._processes is None:
-            return self._begun | {"iterator": self._iterator.get_state()}
-        return self._begun | {"iterator": {"next_index": self._taken}}
+        if self._begun["workers"]:
+            return self._begun | {"iterator": {"next_index": self._taken}}
+        return self._begun | {"iterator": self._iterator.get_state()}

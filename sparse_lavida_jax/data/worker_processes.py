@@ -32,7 +32,7 @@ def default_number() -> int:
     """
     if jax.default_backend() == "cpu":
         return 0
-    return max(1, min(MOST, (os.cpu_count() or 1) - 2))
+    return max(1, min(MOST, len(os.sched_getaffinity(0)) - 2))
 
 
 class WorkerProcesses:

@@ -3,6 +3,7 @@
 
 import collections
 import dataclasses
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -94,7 +95,16 @@ class SceneBatches(Batches):
 
     def dataset(self) -> grain.MapDataset:
         """Returns this process's rows of batch i at index i; lessons come first."""
-        data, lessons = self.settings.data, list[tuple[int, SceneBatches]]()
+        parts, begin, mixed = [], 0, super().dataset()
+        for until, batches in self._lessons:
+            parts.append(super(SceneBatches, batches).dataset()[begin:until])
+            begin = until
+        return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed
+
+    @functools.cached_property
+    def _lessons(self) -> "list[tuple[int, SceneBatches]]":
+        """The batches of each lesson, with its end; all are padded alike if that is asked for."""
+        lessons, data = list[tuple[int, SceneBatches]](), self.settings.data
         share = {"process_index": self.process_index, "process_count": self.process_count}
         for lesson in sorted(data.lessons.values(), key=lambda one: one.until):
             taught = dataclasses.replace(data, tasks=lesson.tasks, lessons={})
@@ -103,11 +113,7 @@ class SceneBatches(Batches):
         shapes = data.shapes or ("lesson" if jax.default_backend() == "cpu" else "run")
         if shapes == "run" and self._takes_one_shape:
             self._kinds = _pad_alike([*(batches for _, batches in lessons), self])
-        parts, begin, mixed = [], 0, super().dataset()
-        for until, batches in lessons:
-            parts.append(super(SceneBatches, batches).dataset()[begin:until])
-            begin = until
-        return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed
+        return lessons
 
     def samples(self) -> list[Corrupted]:
         """Returns a batch of each shape if shapes are those of the run, else none."""

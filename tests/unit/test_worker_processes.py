@@ -106,5 +106,5 @@ def test_the_number_of_processes_follows_the_device(monkeypatch):
     assert worker_processes.default_number() == 0
     monkeypatch.setattr(worker_processes.jax, "default_backend", lambda: "gpu")
     for cores, number in ((1, 1), (2, 1), (8, 6), (64, 16)):
-        monkeypatch.setattr(worker_processes.os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         assert worker_processes.default_number() == number
