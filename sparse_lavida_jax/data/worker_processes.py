@@ -117,17 +117,13 @@ class _Worker:
 
 
 class _File:
-    """The descriptor of an open file, which a started process inherits."""
+    """The descriptor of an open file, which a process that is started with it inherits."""
 
-    def __init__(self, number: int):
-        self.number = number
+    def __init__(self, number: Any):
+        self.number: int = number if isinstance(number, int) else number.detach()
 
     def __reduce__(self):
-        return _inherited, (reduction.DupFd(self.number),)
-
-
-def _inherited(descriptor: Any) -> _File:
-    return _File(descriptor.detach())
+        return _File, (reduction.DupFd(self.number),)
 
 
 def _new_file() -> int:

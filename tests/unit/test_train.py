@@ -16,9 +16,9 @@ import types
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+import segment_programs
 import stand_ins
 import tiny
 
@@ -733,12 +733,10 @@ def test_all_programs_of_a_run_are_compiled_before_its_first_step(tmp_path, monk
     data = {"tasks": {"draw": 1.0, "answer": 1.0, "locate": 1.0}, "lessons": lessons}
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
     given = stand_ins.settings(data=data | {"shapes": "run"}, train={"train_steps": 5})
-    # To lower a program, jax makes batches of other things than arrays.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     ended, made = [], []
     for ahead in (True, False):
         side_by_side.make_ahead(ahead)
-        with runs.Run(tmp_path / str(ahead), given) as opened:
+        with segment_programs.unchecked(), runs.Run(tmp_path / str(ahead), given) as opened:
             one = train._Loop(given, opened, None)
             with contextlib.closing(one.feed):
                 one._get_ready()
