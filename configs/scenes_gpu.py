@@ -9,7 +9,7 @@ It ends after 25 minutes of training or 20,000 steps, and scores itself in `repo
 saves it, and the same line goes on: the second line may be typed until the run is finished.
 
 It was never run on a GPU. Guesses: the learning rate and the number of steps. The lessons are
-those of `configs/scenes_long.py`, as fractions of the run.
+those of `configs/scenes_long.py`, as fractions of the run; `tiny` has one of them.
 """
 
 import ml_collections
@@ -63,6 +63,8 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
 
     if size == "tiny":
         c.name = "scenes_gpu_tiny"
+        c.data.lessons = dict(name=c.data.lessons.name)
+        c.data.tasks = dict(name_some=1.0, draw=1.0)
         c.model.update(
             width=64, mlp_hidden=96, num_layers=2, dual_tower_layers=1, head_dim=16,
             generation_width=48, generation_mlp_hidden=64,

@@ -227,8 +227,9 @@ def test_the_large_model_of_a_gpu_is_as_it_says():
     assert (large.model.head_dim, large.model.compute_dtype) == (64, "bfloat16")
     assert large.train.model_dtype == "bfloat16" and 0 < large.train.model_file_mb < 15
     tiny = config.read(CONFIGS["scenes_gpu"].with_name("scenes_gpu.py:tiny"))
-    ends = [[one.until for one in given.data.lessons.values()] for given in (large, tiny)]
-    assert ends[1] == [round(end * tiny.train.train_steps / 20_000) for end in ends[0]]
+    long, ends = read("scenes_long"), [one.until for one in large.data.lessons.values()]
+    share = large.train.train_steps / long.train.train_steps
+    assert ends == [round(one.until * share) for one in long.data.lessons.values()]
     assert (tiny.data.packing, tiny.data.shapes) == (large.data.packing, large.data.shapes)
 
 
