@@ -259,8 +259,12 @@ class Data(Section):
     given: Share = 0.2  # share of rows that show a random part of the response as given
     edit_keeps: Share = 0.0  # edits with a layout that give all else; above 0, sampling does too
     blind: bool = False  # replaces seen images by empty scenes: what can be learned without looking
-    workers: Count = 0  # processes that make batches, for accelerators; 0: one thread
+    # Processes that make batches; 0: one thread; -1: one thread on a CPU, else most of the cores.
+    workers: CountOrAuto = -1
     packing: Positive = 1  # examples that share a row; each is a segment that sees only itself
+    # Batches of scenes that are padded to one shape, each a program. "lesson": those of a group
+    # in a lesson; "run": all whose rows have the same streams; "": "lesson" on a CPU, else "run".
+    shapes: Literal["", "lesson", "run"] = ""
     length_buckets: Positive = 1  # static lengths of the batches of a group, a program each
     max_sequence_len: Size = 8192  # from here on, of prepared records: tokens, with images
     micro_condition: bool = True  # prompts state sizes and measures of images (spec Sec. 5.4)
@@ -409,6 +413,9 @@ class Train(Section):
     init_from: Place = ""  # a checkpoint folder or bundled name: the parameters to start from
     eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, in addition to "draw"
     eval_prompts: Count = 64  # prompts per task in the report; 0: no report
+    # Of the model that is written at the end; "": that of the frozen part, else float32.
+    model_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    model_file_mb: Count = 0  # of each of its files at most; 0: one file, or several of 5 GB
 
     def _rules(self):
         divides = self.batch_size % (self.microbatches or 1) == 0

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of the denoiser: the loop, from top to bottom."""
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,16 +16,19 @@ from jax.sharding import Mesh
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints.tensors import SHARD_BYTES
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.programs import jax_settings
+from sparse_lavida_jax.programs import jax_settings, side_by_side
 from sparse_lavida_jax.training import flops, lengths, metrics, optimizer, runs, sources
 from sparse_lavida_jax.training.start import init_state
-from sparse_lavida_jax.training.step import TrainState, train_step
+from sparse_lavida_jax.training.step import HeldState, TrainState, train_step
+
+BYTES_PER_MB = 10**6
 
 
 class DivergedError(runs.RunError):
@@ -62,7 +67,6 @@ class _Loop:
     """A run in progress: its state, how far it is, and its reporter.
 
     Attributes:
-        state: what is trained.
         step: optimizer steps done.
         seconds: of training, including earlier processes; compiling its steps does not count.
         reporter: writes the metrics and shows progress.
@@ -79,6 +83,10 @@ class _Loop:
         _check_rows(self._source.batches.sizes, settings.data.packing, mesh)
 
         self.state, self.seconds, note = init_state(settings, self._source.model, mesh), 0.0, {}
+        trained, frozen = (
+            sum(x.size for x in jax.tree.leaves(part))
+            for part in (self.state.params, self.state.frozen)
+        )
         if (kept := run.states.restore(self._saved())) is not None:
             self.state = kept[1]["state"].replace(frozen=self.state.frozen)
             self.seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
@@ -86,14 +94,31 @@ class _Loop:
         runtime.first_does(self._check_room)
 
         self._start, self._is_forecast = (self.step, self.seconds), False
-        self._clock = time.monotonic() - self.seconds
-        self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of batches
-        self._last_saved = self._last_drawn = time.monotonic()
-        self._unrecorded: tuple[int, dict[str, Any], float] | None = None
+        self._programs = dict[Any, Callable[..., Any]]()  # by the structure and shapes of batches
+        self._steps_compiled = 0  # steps that were compiled when they were taken
+        # Numbers that are not fetched yet, of the last steps: to fetch them waits for the steps.
+        self._unrecorded = collections.deque[tuple[int, dict[str, Any], float]]()
+        self._is_ahead = side_by_side.are_made_ahead()  # on accelerators
+        self._fetches_each = not self._is_ahead
         self.reporter = metrics.Reporter(settings, run.folder, self.step, _peak())
-        self.feed = Feed(
-            self._source.batches.dataset(), self.step, settings.data.workers, note.get("data")
+        # The work in a batch is counted where it is made, which may be another process.
+        count_work = functools.partial(
+            flops.with_work, settings.model, trained / (trained + frozen)
         )
+        dataset = self._source.batches.dataset().map(count_work)
+        self.feed = Feed(dataset, self.step, settings.data.workers, note.get("data"))
+        self._first: list[Any] = []  # the first batch, if it was waited for
+        self._clock = time.monotonic() - self.seconds
+        self._last_saved = self._last_drawn = time.monotonic()
+
+    @property
+    def state(self) -> TrainState:
+        """What is trained."""
+        return self._held.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._held = HeldState.of(state)
 
     def _check_room(self) -> None:
         """Refuses a disk that cannot hold the states to come and the model."""
@@ -117,12 +142,20 @@ class _Loop:
     def train(self, profile: range) -> None:
         """Takes the remaining steps, saving and drawing in between and at the end."""
         start, trace = self.step, metrics.Profile(self._run.folder / "profile", profile)
+        self._fetches_each |= bool(profile)  # a trace ends when its last step does
         with self.reporter.bar, trace, contextlib.closing(self.feed):
             if start and self.progress() < 1:
                 self.reporter.say(f"resumed after step {start}")
+            if self.progress() < 1:
+                self._get_ready()
             while self.progress() < 1:
                 trace.reach(self.step)
-                self._take_step()
+                try:
+                    self._take_step()
+                except runtime.ProcessError:  # one that makes batches has died
+                    if self.step > start and not runtime.are_several():
+                        self._save()
+                    raise
                 now = time.monotonic()
                 is_late, is_to_draw = self._what_is_due(now)
                 self._forecast()
@@ -135,41 +168,55 @@ class _Loop:
                 if is_late or is_to_draw:
                     self._save(score)
                     self._last_saved = now
-            self._record(every=1)
+            self._record()
             if self.step > start:
                 self._save()
+
+    def _get_ready(self) -> None:
+        """Compiles known programs side by side, and waits for the first batch, off the clock."""
+        begin, lowered = time.monotonic(), {}
+        samples = self._source.batches.samples() if self._is_ahead else []
+        self.feed.start()  # now that shapes are known
+        for batch in samples if self._mesh is None else ():
+            with side_by_side.uncollected():
+                given = self._held, batch, np.float32(0)
+                lowered[_key(batch)] = train_step.lower(*given, **self._statics).compile
+        if lowered:
+            with side_by_side.Progress(len(lowered)) as progress:
+                made = [side_by_side.start(compile_one) for compile_one in lowered.values()]
+                side_by_side.wait(made, progress)
+            self._programs = {key: one.result() for key, one in zip(lowered, made, strict=True)}
+        self._first = [next(self.feed)]
+        self._clock += time.monotonic() - begin
+
+    @property
+    def _statics(self) -> dict[str, Any]:
+        """The static arguments of a step."""
+        train = self._settings.train
+        how = {"microbatches": train.microbatches, "loss_chunk": train.loss_chunk}
+        return how | {"settings": self._settings.optimizer}
 
     def _take_step(self) -> None:
         settings = self._settings
         rate = optimizer.learning_rate(settings.optimizer, self.step, self.progress())
         with self.reporter.meter.waiting():
-            batch = next(self.feed)
-        mesh, shapes = self._mesh, tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-        begin = None if shapes in self._compiled else time.monotonic()
+            batch, work = self._first.pop() if self._first else next(self.feed)
+        mesh, key = self._mesh, _key(batch)
+        begin = None if key in self._programs else time.monotonic()
+        if begin is not None:
+            self._programs[key] = functools.partial(train_step, **self._statics)
         with _inside(mesh):
-            self.state, logged = train_step(
-                self.state,
-                batch if mesh is None else sharding.place_batch(batch, mesh, self._share),
-                np.float32(rate),
-                settings=settings.optimizer,
-                microbatches=settings.train.microbatches,
-                loss_chunk=settings.train.loss_chunk,
-            )
+            placed = batch if mesh is None else sharding.place_batch(batch, mesh, self._share)
+            self._held, logged = self._programs[key](self._held, placed, np.float32(rate))
         self.step += 1
         if begin is not None:
             self._clock += time.monotonic() - begin
-            self._compiled.add(shapes)
-        # Log the numbers of the previous step: fetching this step's would wait for it.
-        self._record()
-        self._count(batch)
-        self._unrecorded = (self.step, logged, rate)
-
-    def _count(self, batch: Corrupted) -> None:
-        """Counts the work of a batch; each of several processes has made only its share."""
-        state = self.state
-        sizes = [sum(x.size for x in jax.tree.leaves(m)) for m in (state.params, state.frozen)]
-        work = flops.work_of(batch, self._settings.model, sizes[0] / sum(sizes))
-        self.reporter.meter.count(work, self._share[1])
+            self._steps_compiled += 1
+        # Log the numbers of earlier steps: fetching this step's would wait for it.
+        if self._fetches_each or (self.step - 1) % settings.train.log_every == 0:
+            self._record()
+        self.reporter.meter.count(work, self._share[1])  # each process has made only its share
+        self._unrecorded.append((self.step, logged, rate))
 
     def _what_is_due(self, now: float) -> tuple[bool, bool]:
         """Returns whether it is time to save and to draw, the same in all processes."""
@@ -194,7 +241,7 @@ class _Loop:
         train = self._settings.train
         if self._is_forecast or not train.seconds or self._source.prepared is None:
             return
-        steps = self.step - self._start[0] - len(self._compiled)  # whose seconds do not count
+        steps = self.step - self._start[0] - self._steps_compiled  # whose seconds do not count
         measured = steps, self.seconds - self._start[1]
         warning = lengths.forecast(train, self.step, self.seconds, measured)
         self._is_forecast = warning is not None
@@ -227,28 +274,30 @@ class _Loop:
         (score,) = runtime.agreed_on_first(scores.get("draw", -1.0))
         return None if score < 0 else score
 
-    def _record(self, every: int | None = None) -> None:
-        """Logs the last step if its number is a multiple of `every`, by default `log_every`.
+    def _record(self) -> None:
+        """Logs steps whose number is a multiple of `log_every`, and the last of the run.
 
         Raises:
             DivergedError: more consecutive steps were skipped than the settings allow.
         """
-        if self._unrecorded is None:
-            return
-        (step, logged, rate), self._unrecorded = self._unrecorded, None
-        values = {name: float(value) for name, value in logged.items()}
-        skipped = int(values.pop("skipped"))
-        if skipped > self._settings.train.skip_steps:
-            raise DivergedError(
-                f"the loss is {values['loss']} and its gradient {values['gradient_norm']} long at"
-                f" step {step}; steps {step - skipped + 1} to {step} were left out and nothing of"
-                " them is saved. Start again in another --workdir, with a lower"
-                " optimizer.learning_rate or optimizer.clip_norm."
-            )
-        if skipped:
-            self.reporter.say(f"step {step}: the gradient is not finite, so the step was left out")
-        elif step % (every or self._settings.train.log_every) == 0:
-            self.reporter.log_step(step, self.progress(), values | {"learning_rate": rate})
+        train, fetched = self._settings.train, jax.device_get([x[1] for x in self._unrecorded])
+        for (step, _, rate), numbers in zip(self._unrecorded, fetched, strict=True):
+            values = {name: float(value) for name, value in numbers.items()}
+            skipped = int(values.pop("skipped"))
+            if skipped > train.skip_steps:
+                raise DivergedError(
+                    f"the loss is {values['loss']} and its gradient {values['gradient_norm']} long"
+                    f" at step {step}; steps {step - skipped + 1} to {step} were left out and"
+                    " nothing of them is saved. Start again in another --workdir, with a lower"
+                    " optimizer.learning_rate or optimizer.clip_norm."
+                )
+            is_last = step == self.step and self.progress() >= 1
+            if skipped:
+                left_out = "the gradient is not finite, so the step was left out"
+                self.reporter.say(f"step {step}: {left_out}")
+            elif step % train.log_every == 0 or is_last:
+                self.reporter.log_step(step, self.progress(), values | {"learning_rate": rate})
+        self._unrecorded.clear()
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[None]:
@@ -281,6 +330,7 @@ class _Loop:
         settings, run, source = self._settings, self._run, self._source
         frozen = self.state.frozen is not None
         dtype = optimizer.frozen_dtype(settings.optimizer) if frozen else "float32"
+        dtype = settings.train.model_dtype or dtype
         model_folder.save_model(
             run.model_folder,
             quantize.widened(model, dtype),
@@ -290,6 +340,7 @@ class _Loop:
             words=source.words(),
             readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
             dtype=dtype,
+            most_bytes=settings.train.model_file_mb * BYTES_PER_MB or SHARD_BYTES,
         )
         is_enough = True
         if source.prepared is not None:
@@ -310,6 +361,12 @@ class _Loop:
         pipe, how = self._source.pipe(model), {"step": self.step, "seconds": self.seconds}
         path = report.write(pipe, self._run.folder, **how, data=self._source.prepared)
         print(f"{path}: {'what it can do' if is_enough else 'its samples so far'}")
+
+
+def _key(batch: Corrupted) -> Any:
+    """Returns what batches of one program have in common: their structure and their shapes."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple(leaf.shape for leaf in leaves)
 
 
 def _mesh(settings: config.Config) -> Mesh | None:

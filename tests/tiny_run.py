@@ -148,7 +148,7 @@ def _run(words: list[str], said: str, devices: int, step_seconds: float) -> None
     real = train.train_step
 
     def step(state, *args, **more):
-        os.write(file, f"step {int(state.step)}\n".encode())
+        os.write(file, f"step {int(state.state.step)}\n".encode())
         time.sleep(step_seconds)
         return real(state, *args, **more)
 

@@ -33,7 +33,7 @@ from flax import nnx
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import arrays, contents, hub, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
-from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, Tensor, dtype_name
+from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, SHARD_BYTES, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.data.vocabulary import WORDS
@@ -306,6 +306,7 @@ def save_model(
     words: frozenset[str] | None = None,
     dtype: str = "float32",
     kind: stores.Format = "safetensors",
+    most_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes a model folder, replacing an older one. It is written completely or not at all.
 
@@ -317,6 +318,7 @@ def save_model(
         words: the words of its training texts; None if they are not known.
         dtype: of the parameters on disk: float16, bfloat16 or float32.
         kind: how they are stored.
+        most_bytes: of the tensors in one safetensors file.
 
     Raises:
         CheckpointError: the folder holds something else, or the disk is full.
@@ -329,7 +331,7 @@ def save_model(
         for name, leaf in arrays.by_layer(lora.merged(model)).items()
     ]
     with new_model_folder(folder, settings, sum(one.nbytes for one in wanted)) as new:
-        stores.write_params(new, wanted, kind)
+        stores.write_params(new, wanted, kind, most_bytes)
         files.copy(tokenizer_path, new / "tokenizer.json")
         if vq_folder is not None:
             vq.copy(vq_folder, new / "vq")

@@ -174,8 +174,16 @@ class ParamsReader(abc.ABC):
         return found
 
 
-def write_params(folder: pathlib.Path, wanted: Sequence[Tensor], kind: Format) -> None:
+def write_params(
+    folder: pathlib.Path,
+    wanted: Sequence[Tensor],
+    kind: Format,
+    most_bytes: int = tensors.SHARD_BYTES,
+) -> None:
     """Writes the parameters of a new model folder, a few at a time, and their digests.
+
+    Args:
+        most_bytes: of the tensors in one safetensors file.
 
     Raises:
         OSError: the disk is full.
@@ -194,7 +202,7 @@ def write_params(folder: pathlib.Path, wanted: Sequence[Tensor], kind: Format) -
         _write_orbax(folder, map(noted, wanted))
     else:
         every = [*map(noted, wanted)]
-        tensors.write_sharded(folder, every, tensors.SHARD_BYTES, metadata=METADATA)
+        tensors.write_sharded(folder, every, most_bytes, metadata=METADATA)
     arrays.write_digests(folder, digests)
 
 

@@ -69,6 +69,12 @@ class Batches(abc.ABC):
         ]
         return grain.MapDataset.mix(batches, weights=list(self.shares.values()))
 
+    def samples(self) -> list[Corrupted]:
+        """Returns a batch of each shape of the run; none if shapes are not known beforehand."""
+        if self.settings.data.length_buckets > 1:
+            return []
+        return [self.batch(group, 0) for group in self.shares]
+
     def batch(self, group: str, index: int) -> Corrupted:
         """Returns this process's rows of batch number `index` of a group."""
         share, shape = self.sizes[group] // self.process_count, self.shape_of(group)

@@ -5,19 +5,19 @@ from typing import Any
 
 import grain
 
-from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.data.worker_processes import WorkerProcesses, default_number
 
 
 class Feed:
-    """The batches of a run in order, prefetched by a thread or by worker processes.
+    """The items of a dataset in order, made ahead by a thread or by worker processes.
 
-    The batches do not depend on the number of workers.
+    The items do not depend on the number of workers.
 
     Args:
-        dataset: batch i at index i.
-        step: the first batch.
-        workers: processes that make batches; 0: one thread.
-        saved: `position` before that batch, from an earlier process. A feed with the same number
+        dataset: item i at index i.
+        step: the first item.
+        workers: processes that make items; 0: one thread; -1: as suits the device.
+        saved: `position` before that item, from an earlier process. A feed with the same number
             of workers continues there; with another number it starts at `step`.
     """
 
@@ -28,26 +28,41 @@ class Feed:
         workers: int = 0,
         saved: dict[str, Any] | None = None,
     ):
+        workers = default_number() if workers < 0 else workers
         if saved is not None and saved["workers"] != workers:
             saved = None
-        self._begun = {"workers": workers, "begin": step if saved is None else saved["begin"]}
-        batches = dataset[self._begun["begin"] :].to_iter_dataset(
-            grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        )
-        if workers:
-            batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-        self._iterator = iter(batches)
+        begin = step if saved is None else saved["begin"]
+        self._begun = {"workers": workers, "begin": begin}
+        self._dataset, self._taken = dataset, step - begin
+        self._processes: WorkerProcesses | None = None
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        self._iterator = iter(dataset[begin:].to_iter_dataset(options))
         if saved is not None:
             self._iterator.set_state(saved["iterator"])
 
-    def __next__(self) -> Corrupted:
-        return next(self._iterator)
+    def start(self) -> None:
+        """Starts the worker processes, which otherwise start when the first item is taken."""
+        if self._begun["workers"] and self._processes is None:
+            first = self._begun["begin"] + self._taken
+            self._processes = WorkerProcesses(self._dataset, first, self._begun["workers"])
+
+    def __next__(self) -> Any:
+        self.start()
+        if self._processes is None:
+            return next(self._iterator)
+        item = next(self._processes)
+        self._taken += 1
+        return item
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Ends the thread or the processes."""
         self._iterator.close()
+        if self._processes is not None:
+            self._processes.close()
 
     @property
     def position(self) -> dict[str, Any]:
         """The current position, serializable as JSON."""
+        if self._begun["workers"]:
+            return self._begun | {"iterator": {"next_index": self._taken}}
         return self._begun | {"iterator": self._iterator.get_state()}

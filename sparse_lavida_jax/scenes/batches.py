@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of the small worlds: endless examples of all tasks, mixed by shares from the config."""
 
+import collections
 import dataclasses
+import functools
 import zlib
+from collections.abc import Sequence
 
 import grain
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.batch import Row, make_row
+from sparse_lavida_jax.data.batch import Row, RowShape, TrainingRow, longest_of, make_row
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import digits, tasks
 from sparse_lavida_jax.scenes.prompts import Encoder
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
+# Padded alike, packed rows get more room than the probe says: a batch that does not fit is drawn
+# again, all of it, and the probe of a large batch is a single one.
+ROOM, PACKED_MULTIPLE = 1.05, 16
 GROUPS = {
     group: [name for name, task in tasks.TABLE.items() if task.group == group]
     for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
@@ -43,6 +51,7 @@ class SceneBatches(Batches):
 
     def __init__(self, settings: config.Config, encoder: Encoder, **share: int):
         self.encoder, self.probe = encoder, LENGTH_PROBE
+        self._kinds: list[tuple[SceneBatches, str]] = []  # a group of each shape of the run
         weights = settings.data.tasks
         known = {task for group in GROUPS.values() for task in group}
         if unknown := sorted(set(weights) - known):
@@ -65,6 +74,13 @@ class SceneBatches(Batches):
                 f"Diffusion.text_loss=False leaves the tasks {', '.join(mute)} nothing to learn:"
                 " leave them out of Data.tasks, or train on text too."
             )
+        self._takes_one_shape = (
+            settings.data.length_buckets == 1 and settings.diffusion.corruption == "blocks"
+        )
+        if settings.data.shapes == "run" and not self._takes_one_shape:
+            raise config.ConfigError(
+                'Data.shapes="run" needs data.length_buckets=1 and diffusion.corruption="blocks".'
+            )
         self._shares_up_to = {
             group: _cumulated([weights[task] for task in members])
             for group, members in self.groups.items()
@@ -80,14 +96,28 @@ class SceneBatches(Batches):
     def dataset(self) -> grain.MapDataset:
         """Returns this process's rows of batch i at index i; lessons come first."""
         parts, begin, mixed = [], 0, super().dataset()
-        share = {"process_index": self.process_index, "process_count": self.process_count}
-        for lesson in sorted(self.settings.data.lessons.values(), key=lambda one: one.until):
-            data = dataclasses.replace(self.settings.data, tasks=lesson.tasks, lessons={})
-            settings = dataclasses.replace(self.settings, data=data)
-            batches = SceneBatches(settings, self.encoder, **share)
-            parts.append(batches.dataset()[begin : lesson.until])
-            begin = lesson.until
+        for until, batches in self._lessons:
+            parts.append(super(SceneBatches, batches).dataset()[begin:until])
+            begin = until
         return grain.MapDataset.concatenate([*parts, mixed]) if parts else mixed
+
+    @functools.cached_property
+    def _lessons(self) -> "list[tuple[int, SceneBatches]]":
+        """The batches of each lesson, with its end; all are padded alike if that is asked for."""
+        lessons, data = list[tuple[int, SceneBatches]](), self.settings.data
+        share = {"process_index": self.process_index, "process_count": self.process_count}
+        for lesson in sorted(data.lessons.values(), key=lambda one: one.until):
+            taught = dataclasses.replace(data, tasks=lesson.tasks, lessons={})
+            settings = dataclasses.replace(self.settings, data=taught)
+            lessons.append((lesson.until, SceneBatches(settings, self.encoder, **share)))
+        shapes = data.shapes or ("lesson" if jax.default_backend() == "cpu" else "run")
+        if shapes == "run" and self._takes_one_shape:
+            self._kinds = _pad_alike([*(batches for _, batches in lessons), self])
+        return lessons
+
+    def samples(self) -> list[Corrupted]:
+        """Returns a batch of each shape if shapes are those of the run, else none."""
+        return [batches.batch(group, 0) for batches, group in self._kinds]
 
     def probed(self, group: str) -> list[Row]:
         return [self.made(group, number, 0) for number in range(self.probe)]
@@ -113,6 +143,31 @@ class SceneBatches(Batches):
             with_plan=with_plan,
             keeps=share > 0 and rng.random() < share,
         )
+
+
+def _pad_alike(lessons: "Sequence[SceneBatches]") -> "list[tuple[SceneBatches, str]]":
+    """Pads all batches whose rows have the same streams to one shape: `data.shapes="run"`.
+
+    Which examples fit a group does not change. Every shape is a program, which takes a GPU ten
+    seconds to compile; without this, each group has one in every lesson.
+
+    Returns:
+        A group of each shape, with its batches.
+    """
+    alike = collections.defaultdict(list)
+    for batches in lessons:
+        for group in batches.groups:
+            shape, row = batches.shape_of(group), batches.made(group, 0, 0)
+            assert isinstance(row, TrainingRow)
+            sees = row.example.pixels is not None
+            alike[shape.predicts, shape.views, sees].append((batches, group, shape))
+    for members in alike.values():
+        rows = longest_of([shape.rows[-1] for *_, shape in members], SceneBatches.multiple)
+        if lessons[0].settings.data.packing > 1:
+            rows = longest_of([RowShape(*(int(ROOM * n) for n in rows))], PACKED_MULTIPLE)
+        for batches, group, shape in members:
+            batches.shapes[group] = dataclasses.replace(shape, rows=(rows,))
+    return [members[-1][:2] for members in alike.values()]
 
 
 def _cumulated(weights: list[float]) -> Float[np.ndarray, " n"]:

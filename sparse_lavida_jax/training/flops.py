@@ -83,6 +83,11 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     return Work(sum(tokens.values()), slots, sum(with_loss.values()), float(flops))
 
 
+def with_work(model: config.Model, trained: float, batch: Corrupted) -> tuple[Corrupted, Work]:
+    """Returns a batch and the work in it."""
+    return batch, work_of(batch, model, trained)
+
+
 def count_tokens(weights: AnyArray | None) -> int:
     """Returns how many tokens have a weight; a cell counts once, however many codes it has."""
     if weights is None:

@@ -29,9 +29,10 @@ MAY_CHANGE = frozenset(
     {
         "train.train_steps", "train.seconds", "train.checkpoint_seconds", "train.image_seconds",
         "train.eval_every", "train.log_every", "train.eval_prompts", "train.keep_states",
-        "train.keep_every", "data.folder", "data.workers", "sampling.preset", "sampling.order_seed",
-        "sampling.temperature", "sampling.guidance", "sampling.guidance_edit", "sampling.plan",
-        "sampling.guidance_image", "sampling.text_temperature",
+        "train.keep_every", "train.model_dtype", "train.model_file_mb", "data.folder",
+        "data.workers", "sampling.preset", "sampling.order_seed", "sampling.temperature",
+        "sampling.guidance", "sampling.guidance_edit", "sampling.plan", "sampling.guidance_image",
+        "sampling.text_temperature",
     }
 )  # fmt: skip
 

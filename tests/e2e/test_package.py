@@ -14,6 +14,7 @@ import pytest
 CHECKOUT = pathlib.Path(__file__).parents[2]
 HEAVY = ("torch", "tensorflow", "orbax", "grain", "gradio", "fastapi")
 MOST_SECONDS = 0.3  # beyond what jax takes
+MOST_BYTES = 24_000_000  # of models, tokenizers and art in the wheel
 
 TIMED = """
 import sys, time
@@ -62,6 +63,12 @@ def test_the_wheel_has_types_models_and_no_tests(wheel):
     sources = {path.relative_to(CHECKOUT).as_posix() for path in
                (CHECKOUT / "sparse_lavida_jax").rglob("*.py")}  # fmt: skip
     assert sources <= names
+
+
+def test_what_the_wheel_holds_besides_programs_is_small(wheel):
+    sizes = {one.filename: one.file_size for one in zipfile.ZipFile(wheel).infolist()}
+    held = [size for name, size in sizes.items() if not name.endswith(".py")]
+    assert 4_000_000 < sum(held) <= MOST_BYTES
 
 
 def test_the_command_of_the_wheel_works_outside_the_checkout(wheel, tmp_path):

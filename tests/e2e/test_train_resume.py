@@ -52,7 +52,7 @@ def interfere(monkeypatch):
         real = train.train_step
 
         def wrapped(state, *args, **more):
-            if int(state.step) + 1 == step:
+            if int(state.state.step) + 1 == step:
                 action()
             return real(state, *args, **more)
 

@@ -2,6 +2,7 @@
 """Batches of prepared records: shares, epochs, processes, checkpoints, static shapes."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -17,6 +18,7 @@ import tiny
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.evals import held_out
 from sparse_lavida_jax.mixture import batches as mixture_batches
 from sparse_lavida_jax.mixture.batches import MixtureBatches
@@ -95,6 +97,14 @@ def rows_of(batch, stream="understanding"):
         row[block != PAD_BLOCK].tobytes()
         for row, block in zip(part.tokens, part.layout.block, strict=True)
     ]
+
+
+def test_other_processes_make_the_same_batches(mixed):
+    dataset = mixed.dataset()
+    feed = Feed(dataset, 3, workers=2)
+    with contextlib.closing(feed):
+        for step in range(3, 7):
+            stand_ins.assert_equal(next(feed), dataset[step])
 
 
 def test_groups_have_their_shares_and_batches_their_sizes(mixed):

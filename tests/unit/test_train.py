@@ -5,6 +5,7 @@ The loop runs with a stand-in for the step, which needs no compilation; `tests/e
 one.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -17,16 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import segment_programs
 import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, diffusion, train
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints.tensors import list_tensors
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
+from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 from sparse_lavida_jax.training import metrics, optimizer, runs, start, states
 from sparse_lavida_jax.training import step as training_step
@@ -179,6 +183,23 @@ def test_steps_on_one_batch_lower_its_loss(steps):
     losses = [logged["loss"] for logged in steps[2]]
     assert losses[-1] < 0.7 * losses[0]
     assert all("image_nll" in logged and "text_nll" not in logged for logged in steps[2])
+
+
+def test_a_state_held_as_a_list_takes_the_same_steps(steps):
+    """Bit for bit, with one program."""
+    settings, states, logs = steps
+    batch = stand_ins.batches(settings).batch("draw", 0)
+    held = train.HeldState.of(jax.tree.map(jnp.copy, states[0]))
+    number = train.train_step._cache_size()
+    for expected, values in zip(states[1:4], logs[:3], strict=True):
+        held, logged = train.train_step(held, batch, np.float32(3e-3), settings=settings.optimizer)
+        assert isinstance(held, train.HeldState)
+        assert {name: float(value) for name, value in logged.items()} == values
+        assert jax.tree.structure(held.state) == jax.tree.structure(expected)
+        stand_ins.assert_equal(held.state, expected)
+    assert train.train_step._cache_size() == number + 1
+    again = train.HeldState.of(jax.tree.map(jnp.copy, states[0]))
+    assert jax.tree.structure(again) == jax.tree.structure(held)
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing():
@@ -460,6 +481,7 @@ def loop(monkeypatch, tmp_path):
             save_model(*args, **more)
 
     def step(state, batch, learning_rate, *, settings, microbatches, loss_chunk):
+        state = state.state
         done = int(state.step) + 1
         ours.before_step(done)
         ours.batches.append(batch)
@@ -467,7 +489,7 @@ def loop(monkeypatch, tmp_path):
         value = jnp.float32(ours.losses.get(done, 1.0))
         skipped = jnp.where(jnp.isfinite(value), 0, state.skipped + 1)
         logged = {"loss": value, "gradient_norm": 2 * value, "skipped": skipped}
-        return state.replace(step=jnp.int32(done), skipped=skipped), logged
+        return train.HeldState.of(state.replace(step=jnp.int32(done), skipped=skipped)), logged
 
     def check(pipe, path, prompts):
         ours.images.append(path.name)
@@ -537,6 +559,22 @@ def test_a_finished_run_holds_a_model_that_can_be_loaded(loop):
     loop.run(train_steps=2)  # again: only the report is left to do
     assert len(loop.batches) == 2
     assert loop.written == [2, 2]
+
+
+def test_a_model_is_written_in_the_dtype_and_the_files_that_are_asked_for(loop):
+    loop.leaves_model = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "BYTES_PER_MB", 10_000)
+        loop.run(train_steps=1, model_dtype="bfloat16", model_file_mb=2)
+    files = sorted((loop.folder / "model").glob("model-*.safetensors"))
+    tensors = [one for path in files for one in list_tensors(path).values()]
+    assert len(files) > 2 and {one.dtype for one in tensors} == {"BF16"}
+    held = [sum(one.nbytes for one in list_tensors(path).values()) for path in files]
+    assert max(held) <= max(20_000, max(one.nbytes for one in tensors))
+    loaded = model_folder.load_model(loop.folder).model
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.denoiser(loaded.settings))
+    for one, other in zip(*map(jax.tree.leaves, (loaded, expected)), strict=True):
+        np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
 
 
 @pytest.mark.slow
@@ -655,6 +693,60 @@ def test_a_diverged_run_that_is_stopped_keeps_the_last_good_state_too(loop):
         loop.run(train_steps=9)
     with runs.Run(loop.folder, stand_ins.settings()) as opened:
         assert opened.states.steps == []
+
+
+@pytest.fixture
+def on_an_accelerator():
+    """Numbers are fetched when a line is written."""
+    side_by_side.make_ahead(True)
+    yield
+    side_by_side.make_ahead(None)
+
+
+@pytest.mark.usefixtures("on_an_accelerator")
+def test_numbers_are_fetched_every_so_many_steps_on_an_accelerator(loop, monkeypatch, capsys):
+    fetched = []
+    monkeypatch.setattr(train.jax, "device_get", lambda x: fetched.append(len(x)) or x)
+    loop.losses = {2: np.nan, 3: np.inf, 6: np.nan}
+    loop.run(train_steps=9, log_every=4, skip_steps=2)
+    assert fetched == [0, 4, 4, 1, 0]
+    assert logged_steps(loop) == [4, 8, 9]
+    assert capsys.readouterr().err.count("so the step was left out") == 3
+
+
+@pytest.mark.usefixtures("on_an_accelerator")
+@pytest.mark.parametrize(("seconds", "taken", "kept"), [(1e6, 5, []), (1e-9, 3, [1, 2])])
+def test_a_diverged_step_is_found_before_its_state_is_saved(loop, seconds, taken, kept):
+    """Also if its numbers are not fetched yet; a few more steps may be taken."""
+    loop.losses = {3: np.nan}
+    with pytest.raises(train.DivergedError, match="steps 3 to 3 were left out"):
+        loop.run(train_steps=9, log_every=4, checkpoint_seconds=seconds)
+    assert len(loop.batches) == taken
+    with runs.Run(loop.folder, stand_ins.settings()) as opened:
+        assert opened.states.steps == kept
+
+
+@pytest.mark.usefixtures("on_an_accelerator")
+def test_all_programs_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeypatch):
+    """One for each kind of row, whatever the lesson; the state is that of programs on demand."""
+    lessons = {"one": {"until": 2, "tasks": {"draw": 1.0, "answer": 1.0}}}
+    data = {"tasks": {"draw": 1.0, "answer": 1.0, "locate": 1.0}, "lessons": lessons}
+    monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
+    given = stand_ins.settings(data=data | {"shapes": "run"}, train={"train_steps": 5})
+    ended, made = [], []
+    for ahead in (True, False):
+        side_by_side.make_ahead(ahead)
+        with segment_programs.unchecked(), runs.Run(tmp_path / str(ahead), given) as opened:
+            one = train._Loop(given, opened, None)
+            with contextlib.closing(one.feed):
+                one._get_ready()
+                made.append(len(one._programs))
+                for _ in range(5):
+                    one._take_step()
+        ended.append(one)
+    assert made == [2, 0] and [len(one._programs) for one in ended] == [2, 2]
+    assert [one._steps_compiled for one in ended] == [0, 2]
+    stand_ins.assert_equal(*(one.state for one in ended))
 
 
 @pytest.fixture
