@@ -46,7 +46,9 @@ CHIPS = flags.DEFINE_enum("chips", "", ["", *aot.TRAINING], "TPUs; by default on
 LOSS = flags.DEFINE_boolean("loss", False, "Compile the loss of each head, plain and in tiles.")
 ROWS = flags.DEFINE_integer("rows", 0, "Rows of a batch; 0: those of the config.", lower_bound=0)
 TOKENS = flags.DEFINE_list("tokens", ["1024", "-1"], "Of each stream of a row; -1: as in `--plan`.")
-LAYERS = flags.DEFINE_integer("layers", 0, "Compiled, half of them split; 0: all.", lower_bound=0)
+DEPTH = flags.DEFINE_integer(
+    "depth", 0, "Layers compiled, half of them split; 0: all.", lower_bound=0
+)
 
 
 def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, float]:
@@ -167,7 +169,7 @@ def main(_: list[str]) -> None:
             image = memory.image_tokens(settings) if image < 0 else image
             rows = ROWS.value or settings.train.batch_size
             batch = memory.BatchSize(rows, text, image)
-            layers = LAYERS.value or settings.model.num_layers
+            layers = DEPTH.value or settings.model.num_layers
             if layers != settings.model.num_layers:
                 changes = {"num_layers": layers, "dual_tower_layers": layers // 2}
                 settings = config.changed(settings, {"model": changes})
