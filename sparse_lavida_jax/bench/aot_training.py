@@ -11,6 +11,7 @@ are those of `bench/aot.py`. MFU is of the vendor's peak, and counts what a batc
 (`training/flops.py`), not what is computed twice. Every token of a batch has a loss and sees all.
 """
 
+import collections
 import math
 import pathlib
 import sys
@@ -38,7 +39,7 @@ HEADS = {
     "words": (4096, 127_378, "float32", (1024, 2048, 4096, 8192)),
     "words, frozen": (4096, 127_378, "bfloat16", (512, 1024, 2048, 4096)),
     "codes": (2048, 8192, "float32", (4096, 16_384)),
-    "scenes_gpu": (512, 250, "float32", (76_800,)),
+    "words of scenes_gpu": (512, 518, "float32", (19_200, 76_800)),
 }
 
 CONFIGS = flags.DEFINE_list("configs", [], "Configs whose training steps are compiled.")
@@ -46,28 +47,34 @@ CHIPS = flags.DEFINE_enum("chips", "", ["", *aot.TRAINING], "TPUs; by default on
 LOSS = flags.DEFINE_boolean("loss", False, "Compile the loss of each head, plain and in tiles.")
 ROWS = flags.DEFINE_integer("rows", 0, "Rows of a batch; 0: those of the config.", lower_bound=0)
 TOKENS = flags.DEFINE_list("tokens", ["1024", "-1"], "Of each stream of a row; -1: as in `--plan`.")
+REMAT = flags.DEFINE_enum("remat", "", ["", "none", "attention", "layer"], "As in config.Model.")
 DEPTH = flags.DEFINE_integer(
     "depth", 0, "Layers compiled, half of them split; 0: all.", lower_bound=0
 )
 
 
-def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, float]:
-    """Returns the operations and bytes of a program for a GPU, and the seconds that it must take.
+def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, Any]:
+    """Returns the operations and bytes of a program for a GPU, and its least seconds, by kind.
 
     Args:
         turns: of the loops of the loss, by the number of words in their logits.
     """
-    rates, found = GPU.rates["measured"], dict.fromkeys(("operations", "bytes", "predicted_s"), 0.0)
+    products, copies = (GPU.rates["measured"][of] for of in ("matmul_tflops", "copy_gbps"))
+    operations = moved = 0.0
+    by_kind: dict[str, float] = collections.defaultdict(float)
     for kernel in kernels:
         sizes = {size for shape in kernel.made for size in shape}
         own = (number for words, number in turns.items() if words in sizes)
         runs = next(own, max(turns.values(), default=1)) if kernel.in_step else 1
-        found["operations"] += runs * kernel.runs * kernel.operations
-        found["bytes"] += runs * kernel.runs * kernel.bytes
-        found["predicted_s"] += runs * kernel.seconds(
-            rates["matmul_tflops"] * 1e12, rates["copy_gbps"] * 1e9
-        )
-    return found
+        operations += runs * kernel.runs * kernel.operations
+        moved += runs * kernel.runs * kernel.bytes
+        by_kind[kernel.kind] += runs * kernel.seconds(products * 1e12, copies * 1e9)
+    return {
+        "operations": operations,
+        "bytes_moved": moved,
+        "predicted_s": sum(by_kind.values()),
+        "predicted_by_kind": dict(by_kind),
+    }
 
 
 def loss_rows(head: str, device: DescribedGpu) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -88,7 +95,7 @@ def loss_rows(head: str, device: DescribedGpu) -> Iterable[tuple[str, dict[str, 
                     "head_tokens": tokens,
                     "tile": chunk,
                     "is_taken": bool(taken) == bool(chunk),
-                    "bytes_held": {"temporaries": found.temp_size_in_bytes},
+                    "bytes": {"temporaries": found.temp_size_in_bytes},
                     **costs(hlo.kernels(program.as_text()), {words: -(-tokens // tile)}),
                 },
             )
@@ -127,22 +134,20 @@ def step_row(settings: config.Config, chips: str, batch: memory.BatchSize) -> di
         words = settings.model.vocab_size, settings.model.codebook_size
         tiles = memory.tiles(settings, batch).values()
         turns = {n: -(-t // tile) for n, t, tile in zip(words, lengths, tiles, strict=True) if tile}
-        found = costs(hlo.kernels(step.text), turns)
         row = {
             "status": "compiled",
             "model": settings.name,
             "device": {"kind": GPU.kind, "count": 1, "described": True},
             "compile_s": step.seconds,
             "bytes": step.memory(),
-            "operations": found["operations"],
-            "bytes_moved": found["bytes"],
-            "predicted_s": found["predicted_s"],
+            **costs(hlo.kernels(step.text), turns),
         }
         rate = rates["matmul_tflops"] * 1e12
         floor_bytes = 2 * step.memory()["arguments"] / rates["copy_gbps"] / 1e9
     assert peak is not None
     return row | {
         "task": "train_step",
+        "remat": settings.model.remat,
         "batch": batch.rows,
         "tokens_per_row": [batch.understanding, batch.generation],
         "needed_operations": needed / count,
@@ -170,13 +175,14 @@ def main(_: list[str]) -> None:
             rows = ROWS.value or settings.train.batch_size
             batch = memory.BatchSize(rows, text, image)
             layers = DEPTH.value or settings.model.num_layers
+            changes: dict[str, Any] = {"remat": REMAT.value or settings.model.remat}
             if layers != settings.model.num_layers:
-                changes = {"num_layers": layers, "dual_tower_layers": layers // 2}
-                settings = config.changed(settings, {"model": changes})
+                changes |= {"num_layers": layers, "dual_tower_layers": layers // 2}
+            settings = config.changed(settings, {"model": changes})
             with unchecked():
                 row = step_row(settings, CHIPS.value, batch) | {"layers_compiled": layers}
             chips = CHIPS.value.replace(":", "-") or "h200"
-            bench.write(f"{settings.name}/{chips}", row)
+            bench.write(f"{settings.name}/{settings.model.remat}/{chips}", row)
     except config.ConfigError as error:
         sys.exit(f"bench.aot_training: {error}")
     for suite, rows in ((LOSS_SUITE, losses.rows()), (SUITE, bench.rows())):

@@ -126,6 +126,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "loss_share": lambda row: row["tokens"]["loss"] / row["tokens"]["padded"],
     "loss_spread": lambda row: row["loss"]["std"] / row["loss"]["mean"],
     "tile_told": lambda row: f", {row['tile']} at a time" if row["tile"] else "",
+    "others_s": lambda row: sum(row["predicted_by_kind"][of] for of in ("copies", "others")),
     "taken_told": lambda row: "yes" if row["is_taken"] else "",
     "device_told": lambda row: " ".join(
         str(row["device"][name]) for name in ("count", "kind") if name in row["device"]
