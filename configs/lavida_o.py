@@ -59,8 +59,6 @@ def get_config() -> ml_collections.ConfigDict:
         norm_groups=32,
     )
 
-    c.train = dict(loss_chunk=512)
-
     c.data = dict(source="none", text_block_len=32, max_answer_len=256)
 
     c.sampling = dict(
@@ -114,5 +112,5 @@ def for_training(name: str, assignment: str) -> ml_collections.ConfigDict:
     )
     c.diffusion = dict(plan_steps=(16, 32, 64), plan_text_steps=(8, 16, 32))
     c.diffusion.update(ASSIGNMENTS[assignment])
-    c.train = dict(init_from="models/lavida-o", loss_chunk=512, image_seconds=0.0)
+    c.train = dict(init_from="models/lavida-o", image_seconds=0.0)
     return c

@@ -393,7 +393,7 @@ class Train(Section):
     batch_size: Positive = 16  # examples; as many rows, unless `data.packing` is above 1
     # Parts of a batch, processed in turn; same gradient as the whole. 0: one, on a CPU several.
     microbatches: Count = 0
-    loss_chunk: Count = 0  # tokens per row whose logits exist at a time (saves memory); 0: all
+    loss_chunk: Count = 0  # tokens per row whose logits exist at a time; 0: by size (loss.py)
     # Consecutive steps with a non-finite gradient that may be skipped; one more ends the run.
     skip_steps: Count = 0
     # Mesh sizes of data, fsdp, tensor, sequence; -1: all remaining devices; none given: one device.

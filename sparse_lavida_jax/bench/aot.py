@@ -282,14 +282,14 @@ def expected_bytes(
         activations 14 n (R / d f) (u e + g e') c      along tensor, with remat: 9 gathered before
                                                 matrices (forward, again, and for the gradient),
                                                 5 summed after them
-        heads       (c + 4) V e / t per chunk   gathered, and the gradient summed in float32, for
-                                                every chunk of the loss, for words and for codes
+        heads       (c + 4 k) V e / t           gathered once, and the gradient summed in float32
+                                                in each of k turns of the loss, for words and codes
         embeddings  R u e (c + 4) + R g' e' c   along fsdp, which splits both rows and widths:
                                                 for all rows, with g' codes of images
 
     Nothing is exchanged along an axis with one device.
     """
-    model, chunk = settings.model, settings.train.loss_chunk
+    model = settings.model
     d, f, t = (axes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
     shapes = denoiser_shapes(model)
     sizes = {name: x.size for name, x in parameters.by_name(shapes).items()}
@@ -298,14 +298,17 @@ def expected_bytes(
     r = 4 if model.grad_reduce_dtype == "float32" else c
     text = batch.rows * batch.understanding * model.width
     image = batch.rows * batch.generation * model.generation_width
-    codes = batch.generation * model.codes_per_token
-    chunks = [math.ceil(n / chunk) if chunk else 1 for n in (batch.understanding, codes)]
-    heads = sum(sizes.get(name, 0) * n for name, n in zip(memory.HEADS, chunks, strict=True))
+    lengths = batch.understanding, batch.generation * model.codes_per_token
+    here = dataclasses.replace(batch, rows=math.ceil(batch.rows / (d * f)))
+    heads = sum(
+        sizes.get(name, 0) * (c + 4 * math.ceil(n / tile if tile else 1))
+        for (name, tile), n in zip(memory.tiles(settings, here).items(), lengths, strict=True)
+    )
     found = {
         "weights": (f > 1) * 2 * layers * c / t,
         "gradients": (f > 1) * layers * r / t + (d > 1) * layers * r / (t * f),
         "activations": (t > 1) * 14 * model.num_layers * (text + image) * c / (d * f),
-        "heads": (f > 1) * (c + 4) * heads / t,
+        "heads": (f > 1) * heads / t,
         "embeddings": (f > 1) * (text * (c + 4) + image * model.codes_per_token * c),
     }
     return {name: float(number) for name, number in found.items()}

@@ -109,6 +109,17 @@ def kernel_flops(hlo: str) -> int:
     return _sum(hlo, _KERNEL_FLOPS)
 
 
+def operations(hlo: str) -> float:
+    """Returns the operations of a call for a TPU: of products of matrices, and in kernels."""
+    lines, _ = _computations(hlo)
+    parsed = {name: {x.name: x for x in map(_parsed, own)} for name, own in lines.items()}
+    runs = {line: n for line, n in _instructions(hlo)}
+    products = (
+        runs.get(x.line, 0) * _products(x, own) for own in parsed.values() for x in own.values()
+    )
+    return sum(products) + kernel_flops(hlo)
+
+
 def _sum(
     hlo: str,
     number: re.Pattern,
@@ -187,6 +198,8 @@ _FREE = {
 _OPERAND = re.compile(r"%([\w.-]+)")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)"?([\d,"]*)')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_OF_GRADIENTS = {"step_causal_attention_dq": 3, "step_causal_attention_dkv": 4}  # products
+_KERNEL_OUTPUT = re.compile(r"dim_labels=\w+_(\w+)->")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -314,6 +327,10 @@ def _kernel(
 
 def _products(one: _Instruction, own: dict[str, _Instruction]) -> float:
     """Returns the operations of an instruction if it is a product of matrices."""
+    if one.opcode == "convolution" and (labels := _KERNEL_OUTPUT.search(one.line)):
+        # What compilers for TPUs make of a product: the numbers of the kernel for each output.
+        kernel = own[one.operands[1]].shapes[0]
+        return 2.0 * _numbers(one) * math.prod(kernel) / kernel[labels[1].index("o")]
     is_library = one.opcode == "custom-call" and "__cublas$" in one.line
     if one.opcode != "dot" and not is_library:
         return 0.0
@@ -341,7 +358,8 @@ def _of_attention(one: _Instruction, read: list[_Instruction]) -> tuple[float, i
     layers = shape[0] if len(shape) > len(query.shapes[0]) else 1
     width = _numbers(query) // (batch * query.shapes[0][1])
     slots = math.prod(shape) // (layers * batch * width)
-    operations = 4.0 * _numbers(query) * slots
+    products = next((n for name, n in _OF_GRADIENTS.items() if name in one.line), 2)
+    operations = 2.0 * products * _numbers(query) * slots
     return operations, query.size + others + one.size + (keys.size + values.size) // layers
 
 

@@ -40,7 +40,7 @@ from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.training import optimizer, start, step
+from sparse_lavida_jax.training import loss, optimizer, start, step
 
 GB = 1e9
 HEADS = ("text_head/kernel", "image_head/logits/kernel")
@@ -243,19 +243,30 @@ def kept(settings: config.Config, batch: BatchSize) -> int:
     trained, frozen = jax.eval_shape(lambda: parts(settings))
 
     def way_back(trained, frozen):
-        def loss(part):
+        def loss_of(part):
             model, given = parameters.joined(part, frozen), rows(settings.model, batch)
             return step.loss(model, given, chunk=settings.train.loss_chunk)[0]
 
-        return jax.vjp(loss, trained)[1]
+        return jax.vjp(loss_of, trained)[1]
 
     jaxpr = jax.make_jaxpr(way_back)(trained, frozen).jaxpr
     given = set(jaxpr.invars)
     outputs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     size = _bytes([v.aval for v in outputs - given])
-    names = parameters.by_name(trained) if settings.train.loss_chunk else {}
-    lengths = dict(zip(HEADS, (batch.understanding, batch.generation), strict=True))
-    return size - _bytes([names[head] for head in HEADS if lengths[head] and head in names])
+    names = parameters.by_name(trained)
+    tiled = (head for head, tile in tiles(settings, batch).items() if tile)
+    return size - _bytes([names[head] for head in tiled if head in names])
+
+
+def tiles(settings: config.Config, batch: BatchSize) -> dict[str, int]:
+    """Returns the tokens per row that the loss of each head takes at a time; 0: all, or none."""
+    kernels = parameters.by_name(jax.eval_shape(lambda: parameters.joined(*parts(settings))))
+    chunk, dtype = settings.train.loss_chunk, jnp.dtype(settings.model.compute_dtype)
+    lengths = batch.understanding, batch.generation * settings.model.codes_per_token
+    return {
+        head: tokens and (chunk or loss.tile_of(batch.rows, tokens, kernels[head], dtype))
+        for head, tokens in zip(HEADS, lengths, strict=True)
+    }
 
 
 def rows(model: config.Model, batch: BatchSize) -> Corrupted:
@@ -327,10 +338,13 @@ def _gathered_head(settings: config.Config, trained: Denoiser, frozen: Denoiser 
 
 
 def _of_logits(settings: config.Config, batch: BatchSize) -> int:
-    model, chunk = settings.model, settings.train.loss_chunk
+    model = settings.model
     text, codes = batch.understanding, batch.generation * model.codes_per_token
     heads = (text, model.vocab_size), (codes, model.codebook_size)
-    most = max(min(chunk or tokens, tokens) * classes for tokens, classes in heads)
+    most = max(
+        min(tile or tokens, tokens) * classes
+        for (tokens, classes), tile in zip(heads, tiles(settings, batch).values(), strict=True)
+    )
     return batch.rows * most * (2 * 4 + jnp.dtype(model.compute_dtype).itemsize)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import memory, timing
@@ -148,15 +149,16 @@ def arrays_of(settings: config.Config, params: Denoiser) -> list[Any]:
     return jax.tree.leaves(jax.tree.map(jnp.copy, memory.first_state(settings, params)))
 
 
-def head_memory(
-    width: int, vocabulary: int, tokens: int, chunk: int, dtype: str
-) -> tuple[int, int]:
-    """Returns the memory for temporaries and results of the loss over a vocabulary, with gradients.
-
-    It is compiled for this device from shapes: nothing is allocated.
+def head_program(
+    width: int, words: int, tokens: int, chunk: int, dtype: str, kernel_dtype: str, place: Sharding
+) -> Any:
+    """Returns the loss over a vocabulary with its gradients, compiled from shapes.
 
     Args:
         chunk: tokens whose logits exist at a time; 0: all, with the plain cross-entropy.
+        dtype: of hidden states and products.
+        kernel_dtype: float32, or another for a frozen kernel.
+        place: the device.
     """
 
     def loss(hidden, kernel, target, weight):
@@ -165,15 +167,17 @@ def head_memory(
         logits = hidden @ kernel.astype(hidden.dtype)
         return weighted_cross_entropy(logits, target, weight)[0]
 
-    given = (
-        jax.ShapeDtypeStruct((1, tokens, width), jnp.dtype(dtype)),
-        jax.ShapeDtypeStruct((width, vocabulary), jnp.float32),
-        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
-        jax.ShapeDtypeStruct((1, tokens), jnp.float32),
-    )
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*given).compile()
-    found: Any = program.memory_analysis()
-    return found.temp_size_in_bytes, found.output_size_in_bytes
+    given = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
+        for shape, dtype in (
+            ((1, tokens, width), dtype),
+            ((width, words), kernel_dtype),
+            ((1, tokens), "int32"),
+            ((1, tokens), "float32"),
+        )
+    ]
+    by = (0, 1) if kernel_dtype == "float32" else (0,)
+    return jax.jit(jax.value_and_grad(loss, argnums=by)).lower(*given).compile()
 
 
 def measure(

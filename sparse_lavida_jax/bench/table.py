@@ -73,9 +73,6 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "loss_tokens_a_tflop": lambda row: _per_loss_token(
         row, lambda one: one["flops"].get("computed") or one["flops"]["useful"]
     ),
-    "times_less_memory": lambda row: (
-        row["other"]["bytes"]["temporaries"] / row["bytes"]["temporaries"]
-    ),
     # From whole requests.
     "at_most_s": lambda row: row["median_s"],
     "loop_over_floor": lambda row: row["split_s"]["loop"] / row["floor_s"],
@@ -128,8 +125,12 @@ VALUES: dict[str, Callable[[View], Any]] = {
     # From training.
     "loss_share": lambda row: row["tokens"]["loss"] / row["tokens"]["padded"],
     "loss_spread": lambda row: row["loss"]["std"] / row["loss"]["mean"],
-    "head_tokens": lambda row: row["task"].partition("cross_entropy/")[2],
-    "is_chunked": lambda row: row["method"] != "plain",
+    "tile_told": lambda row: f", {row['tile']} at a time" if row["tile"] else "",
+    "others_s": lambda row: sum(row["predicted_by_kind"][of] for of in ("copies", "others")),
+    "taken_told": lambda row: "yes" if row["is_taken"] else "",
+    "device_told": lambda row: " ".join(
+        str(row["device"][name]) for name in ("count", "kind") if name in row["device"]
+    ),
     "topology": lambda row: row["device"]["topology"],
     "mesh_sizes": lambda row: " ".join(f"{axis}={size}" for axis, size in row["mesh"].items()),
     "exchanged": lambda row: sum(row["exchanged_bytes"].values()),

@@ -11,9 +11,8 @@ r"""Training: the throughput of a step, whether a run fits in memory, and the fu
 Without a mode, three ways to train take turns on this device and on the same examples: step-causal
 training with tiles skipped (by the kernel, or in plain lax if there is none), the same with an
 explicit mask, and masked diffusion with full attention as in LaViDa-O. It compares tokens with a
-loss per second and per TFLOP, and how much the loss of a batch varies; then the memory of the loss
-over a large vocabulary, in chunks and plain. With `--config` the parameters are random, which does
-not affect speed; their loss is meaningless.
+loss per second and per TFLOP, and how much the loss of a batch varies. With `--config` the
+parameters are random, which does not affect speed; their loss is meaningless.
 
 `--plan` prints the memory, in 1e9 bytes, of several ways to train a model of this size on one
 device, and of the config itself in the last row: with its batch, microbatches and mesh
@@ -73,9 +72,6 @@ IMAGE_TOKENS = flags.DEFINE_integer(
 )  # fmt: skip
 
 AOT_ROWS = 128
-HEAD = {"width": 4096, "vocabulary": 127_378, "dtype": "bfloat16"}  # for words, as released
-HEAD_TOKENS = (1024, 4096)  # per row
-HEAD_CHUNK = 512
 
 
 def main(_: list[str]) -> None:
@@ -96,25 +92,13 @@ def main(_: list[str]) -> None:
 
 
 def _compare() -> None:
-    """Times the ways to train on this device; counts the memory of the loss over many words."""
+    """Times the ways to train on this device."""
     bench, subject = Bench("training"), _subject()
     rows = objectives.measure(*subject, runs=RUNS.value, batch=BATCH.value)
     for name, row in rows.items():
         loss = None if CONFIG.value else row["loss"]  # the loss of random parameters is meaningless
         bench.write(f"{row['model']}/{name}/b{BATCH.value}", row | {"loss": loss})
-    for tokens in HEAD_TOKENS:
-        for name, chunk in (("plain", 0), (f"chunk{HEAD_CHUNK}", HEAD_CHUNK)):
-            temporaries, results = objectives.head_memory(tokens=tokens, chunk=chunk, **HEAD)
-            row = {
-                "task": f"cross_entropy/{tokens}",
-                "method": name,
-                "dtype": HEAD["dtype"],
-                "batch": 1,
-                "bytes": {"temporaries": temporaries, "results": results},
-                "note": "of the compiled program; gradients are of its results",
-            }
-            bench.write(f"cross_entropy/{name}/t{tokens}", row)
-    print(f"\n{table('training', bench.rows())}\n\n{table('head', bench.rows())}")
+    print(f"\n{table('training', bench.rows())}")
 
 
 def _subject() -> tuple[config.Config, Denoiser, objectives.MakeExample]:

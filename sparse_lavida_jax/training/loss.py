@@ -7,6 +7,7 @@ the hidden states are needed, and both can be computed from a few tokens at a ti
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.visibility import AnyArray
+
+# Of a tile, at least: enough that its product takes a GPU longer than to read and write the whole
+# gradient of the kernel, and enough logits that a small vocabulary does not make many short tiles.
+TILE_TOKENS, TILE_LOGITS = 1024, 2**23
+FEW_LOGITS = 25_000_000  # 100 MB in float32: many short turns would take more than they save
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
@@ -30,6 +37,29 @@ def weighted_cross_entropy(
     return jnp.sum(nll * weight), jnp.sum(jnp.where(weight > 0, nll, 0.0))
 
 
+def tile_of(rows: int, tokens: int, kernel: Any, dtype: Any) -> int:
+    """Returns the tokens of a row that the cheaper loss takes at a time; 0: the plain loss.
+
+    The plain loss needs 6 bytes of temporary memory per logit. Tiles need about 2 per logit of a
+    tile, and a copy of the kernel if its dtype is not that of the products; they also take less
+    time, as they read and write fewer logits. docs/training.md has both, compiled for an H200.
+
+    Args:
+        rows: of the batch; under a mesh, a device has its share of them.
+        tokens: per row.
+        kernel: of the head, or its type [e v].
+        dtype: of the products.
+    """
+    mesh, (width, words) = jax.sharding.get_abstract_mesh(), kernel.shape
+    share = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+    tokens_here = math.ceil(rows / share) * tokens
+    copied = width if kernel.dtype != dtype else 0
+    if tokens_here * words <= FEW_LOGITS or 3 * tokens_here <= copied + TILE_TOKENS:
+        return 0
+    turns = tokens_here // max(TILE_TOKENS, TILE_LOGITS // words)
+    return math.ceil(tokens / max(1, turns))
+
+
 def linear_cross_entropy(
     hidden: Float[Array, "b s e"],
     kernel: Float[Array, "e v"],
@@ -39,10 +69,10 @@ def linear_cross_entropy(
 ) -> Sums:
     """`weighted_cross_entropy` of `hidden @ kernel`, for `chunk` tokens of every row at a time.
 
-    Tokens with a loss are moved to the front of their row, and chunks without any are skipped.
-    The gradient is computed along with the value, so that no logits are computed twice; it flows
-    to `hidden` and `kernel`, from the first sum only. Memory: `b * chunk * v` numbers, and a
-    gradient of the kernel in float32 if it is needed.
+    Tokens with a loss are moved to the front of their row, and the loop ends after the last of
+    them. The gradient is computed along with the value, so that no logits are computed twice; it
+    flows to `hidden` and `kernel`, from the first sum only. Memory: `b * chunk * v` numbers, the
+    kernel in the dtype of `hidden`, and its gradient in float32 if it is needed.
 
     Raises:
         ValueError: `chunk` is below 1.
@@ -65,36 +95,29 @@ def _forward(hidden, kernel, target, weight, chunk: int):
 def _with_gradients(hidden, kernel, target, weight, chunk: int, with_kernel: bool):
     """Returns the sums, and the gradients of the first by `hidden` and by `kernel` or None."""
     chunks, back = _in_chunks(hidden, target, weight, chunk)
+    narrow = kernel.astype(hidden.dtype)  # once, not in every turn
+    number = jnp.any(chunks[2] > 0, axis=(1, 2)).sum()
 
-    def add(carry, part):
-        (weighted, plain), to_kernel = carry
-        hidden, target, weight = part
+    def add(i, carry):
+        (weighted, plain), to_kernel, to_hidden = carry
+        part, target, weight = (x[i].reshape(-1, *x.shape[3:]) for x in chunks)
+        logits = part @ narrow
+        wide = logits.astype(jnp.float32)
+        total = jax.nn.logsumexp(wide, axis=-1)
+        picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        nll = total - picked.astype(jnp.float32)
+        to_logits = jnp.exp(wide - total[:, None]) - jax.nn.one_hot(target, wide.shape[1])
+        to_logits = (to_logits * weight[:, None]).astype(hidden.dtype)
+        if with_kernel:
+            to_kernel += jnp.matmul(part.T, to_logits, preferred_element_type=jnp.float32)
+        pulled = (to_logits @ narrow.T).reshape(to_hidden.shape[1:])
+        to_hidden = jax.lax.dynamic_update_index_in_dim(to_hidden, pulled, i, axis=0)
+        sums = weighted + jnp.sum(nll * weight), plain + jnp.sum(jnp.where(weight > 0, nll, 0.0))
+        return sums, to_kernel, to_hidden
 
-        def those():
-            logits = hidden @ kernel.astype(hidden.dtype)
-            sums = weighted_cross_entropy(logits, target, weight)
-            to_logits = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-            to_logits -= jax.nn.one_hot(target, kernel.shape[1])
-            to_logits = (to_logits * weight[..., None]).astype(hidden.dtype)
-            more = None
-            if with_kernel:
-                more = jnp.einsum(
-                    "bce,bcv->ev", hidden, to_logits, preferred_element_type=jnp.float32
-                )
-            return sums, to_logits @ kernel.astype(hidden.dtype).T, more
-
-        def none():
-            return _no_sums(), jnp.zeros_like(hidden), no_gradient()
-
-        new, to_hidden, more = jax.lax.cond(jnp.any(weight > 0), those, none)
-        to_kernel = jax.tree.map(jnp.add, to_kernel, more)
-        return ((weighted + new[0], plain + new[1]), to_kernel), to_hidden
-
-    def no_gradient():
-        return jnp.zeros(kernel.shape, jnp.float32) if with_kernel else None
-
-    start = (_no_sums(), no_gradient())
-    (sums, to_kernel), to_hidden = jax.lax.scan(add, start, chunks)
+    to_kernel = jnp.zeros(kernel.shape, jnp.float32) if with_kernel else None
+    start = ((jnp.float32(0), jnp.float32(0)), to_kernel, jnp.zeros_like(chunks[0]))
+    sums, to_kernel, to_hidden = jax.lax.fori_loop(0, number, add, start)
     to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
     to_hidden = jnp.take_along_axis(to_hidden, back[..., None], axis=1)
     return sums, (to_hidden, jax.tree.map(lambda x: x.astype(kernel.dtype), to_kernel))
@@ -132,7 +155,3 @@ def _in_chunks(hidden, target, weight, chunk: int):
 def _nll(logits: Float[Array, "*b v"], target: Int[AnyArray, "*b"]) -> Float[Array, "*b"]:
     log_probability = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return -jnp.take_along_axis(log_probability, target[..., None], axis=-1)[..., 0]
-
-
-def _no_sums() -> Sums:
-    return jnp.float32(0), jnp.float32(0)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -17,7 +18,11 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import optimizer
-from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
+from sparse_lavida_jax.training.loss import (
+    linear_cross_entropy,
+    tile_of,
+    weighted_cross_entropy,
+)
 
 # Of a microbatch on a CPU, ours: their activations fit in the caches of a core, and a step of a
 # small model takes two thirds of the time.
@@ -127,7 +132,7 @@ def loss(
 
     Args:
         over: of the whole batch, if this one is a part; by default this one is whole.
-        chunk: tokens per row whose logits exist at a time; 0: all of them.
+        chunk: tokens per row whose logits exist at a time; 0: by size.
     """
     over = over or denominators(batch)
     features = None if batch.pixels is None else params.see(batch.pixels)
@@ -143,11 +148,12 @@ def loss(
         if weight.ndim < target.ndim:
             weight = jnp.broadcast_to(weight[..., None], target.shape)
         x, is_text = hidden[stream], kind == "text"
-        if chunk:
-            head = params.text_head if is_text else params.image_head.logits
+        kernel = (params.text_head if is_text else params.image_head.logits).kernel[...]
+        rows, tokens = len(target), math.prod(target.shape[1:])
+        if tile := chunk or tile_of(rows, tokens, kernel, x.dtype):
             x = x if is_text else params.image_head.codes(x)
-            target, weight = (part.reshape(part.shape[0], -1) for part in (target, weight))
-            weighted, plain = linear_cross_entropy(x, head.kernel[...], target, weight, chunk)
+            target, weight = (part.reshape(rows, tokens) for part in (target, weight))
+            weighted, plain = linear_cross_entropy(x, kernel, target, weight, tile)
         else:
             logits = params.text_logits(x) if is_text else params.image_logits(x)
             weighted, plain = weighted_cross_entropy(logits, target, weight)

@@ -197,6 +197,26 @@ def run(source, *words, **more):
     return done.stdout, done.stderr
 
 
+HEAD = DEVICE + textwrap.dedent("""
+    from sparse_lavida_jax.bench import objectives
+
+    for chunk in (0, 1024):
+        program = objectives.head_program(
+            4096, 127_378, 2048, chunk, "bfloat16", "float32", sharding
+        )
+        print("bytes:", program.memory_analysis().temp_size_in_bytes)
+    print("compiled")
+""")
+
+
+def test_the_loss_in_tiles_takes_less_memory_and_holds_the_head_once():
+    told, _ = run(HEAD)
+    plain, tiled = map(int, re.findall(r"bytes: (\d+)", told))
+    assert tiled < plain
+    head, logits = 2 * 4096 * 127_378, 2 * 1024 * 127_378
+    assert tiled < head + 1.5 * logits < 2 * head
+
+
 @pytest.mark.parametrize(
     ("head_dim", "kv_heads", "num_tags", "compiled"),
     [(64, 32, 3, 17), (128, 32, 3, 11), (64, 32, 5, 17), (128, 32, 5, 11), (128, 8, 5, 3)],

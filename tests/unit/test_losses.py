@@ -120,6 +120,71 @@ def test_a_frozen_kernel_has_no_gradient():
     )
 
 
+def test_the_kernel_is_narrowed_once_and_not_in_every_turn():
+    hidden, kernel, target, weight = given(jnp.bfloat16)
+
+    def of(hidden, kernel):
+        return loss.linear_cross_entropy(hidden, kernel, target, weight, 2)[0]
+
+    program = jax.make_jaxpr(jax.grad(of, argnums=(0, 1)))(hidden, kernel)
+
+    def narrowed(jaxpr, turns):
+        for equation in jaxpr.eqns:
+            made = equation.outvars[0].aval
+            if equation.primitive.name == "convert_element_type" and made.shape == (E, V):
+                yield turns, made.dtype
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from narrowed(inner, turns or equation.primitive.name == "while")
+
+    assert [*narrowed(program.jaxpr, False)] == [(False, jnp.bfloat16)]
+
+
+# Rows, tokens, width, words, dtype of the kernel; products are in bfloat16.
+@pytest.mark.parametrize(
+    ("size", "tile"),
+    [
+        ((16, 200, 96, 518, "bfloat16"), 0),  # configs/scenes.py
+        ((1, 1024, 4096, 127_378, "float32"), 0),
+        ((1, 2048, 4096, 127_378, "float32"), 1024),
+        ((1, 3378, 4096, 127_378, "float32"), 1126),
+        ((4, 1024, 4096, 127_378, "float32"), 256),
+        ((1, 1024, 4096, 127_378, "bfloat16"), 1024),
+        ((1, 4096, 2048, 8192, "float32"), 1024),
+        ((128, 600, 512, 518, "float32"), 150),  # a small vocabulary: few turns of many tokens
+    ],
+)
+def test_the_cheaper_loss_is_taken(size, tile):
+    rows, tokens, width, words, dtype = size
+    kernel = jax.ShapeDtypeStruct((width, words), jnp.dtype(dtype))
+    assert loss.tile_of(rows, tokens, kernel, jnp.dtype(jnp.bfloat16)) == tile
+
+
+def test_rows_are_those_of_a_device():
+    kernel, dtype = jax.ShapeDtypeStruct((4096, 127_378), jnp.float32), jnp.dtype(jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, 32), ("data", "fsdp"))):
+        tile = loss.tile_of(128, 1024, kernel, dtype)
+    assert tile == loss.tile_of(2, 1024, kernel, dtype) == 512
+
+
+def test_a_step_takes_the_cheaper_loss(monkeypatch):
+    """Both heads in tiles if a few logits are many; the loss is the same."""
+    settings = tiny.model_settings(codes_per_token=4)
+    model, batch = tiny.denoiser(settings), tiny.batch(["image", "text"], settings)
+    value, _ = training_step.loss(model, batch)
+    taken = []
+
+    def tiles(hidden, kernel, target, weight, chunk):
+        taken.append(chunk)
+        return whole(hidden, kernel, target, weight)
+
+    monkeypatch.setattr(training_step, "linear_cross_entropy", tiles)
+    monkeypatch.setattr(loss, "FEW_LOGITS", 0)
+    monkeypatch.setattr(loss, "TILE_TOKENS", 4)
+    monkeypatch.setattr(loss, "TILE_LOGITS", 1)
+    np.testing.assert_allclose(training_step.loss(model, batch)[0], value, rtol=1e-6)
+    assert len(taken) == 2 and all(0 < chunk <= 4 for chunk in taken)
+
+
 def test_the_sum_that_is_read_has_no_gradient():
     hidden, kernel, target, weight = given()
 

@@ -114,17 +114,26 @@ def test_the_memory_of_a_conversion_is_that_of_the_rows():
         assert told in page("docs/convert.md"), layers
 
 
-def test_the_memory_of_a_chunked_loss_is_that_of_the_rows():
-    gb = {
-        (row["task"], row["method"]): f"{row['bytes']['temporaries'] / 1e9:.1f}"
-        for row in record.read_rows("training")
-        if row["task"].startswith("cross_entropy/")
-    }
-    told = on_one_line(page("docs/training.md"))
-    longer, shorter = "cross_entropy/4096", "cross_entropy/1024"
-    assert f"needs {gb[longer, 'chunk512']} GB in addition" in told
-    assert f"instead of {gb[longer, 'plain']}. At 1,024" in told
-    assert f"{gb[shorter, 'chunk512']} instead of {gb[shorter, 'plain']}, because" in told
+def test_the_cheaper_loss_is_taken_as_it_was_compiled():
+    rows = record.read_rows("aot_loss")
+    assert table.table("aot_loss", rows) in page("docs/training.md")
+    pairs = {}
+    for row in rows:
+        pairs.setdefault((row["task"], row["head_tokens"]), {})[row["method"]] = row
+    for (task, tokens), pair in pairs.items():
+        plain, tiled = pair["plain"], pair["tiled"]
+        taken, other = sorted(pair.values(), key=lambda row: not row["is_taken"])
+        assert taken["is_taken"] > other["is_taken"]
+        assert taken["predicted_s"] <= 1.03 * other["predicted_s"], (task, tokens)
+        assert taken["operations"] <= 1.03 * other["operations"]
+        if tokens >= 2048:
+            fewer = tiled["bytes"]["temporaries"] < plain["bytes"]["temporaries"]
+            assert fewer, (task, tokens)
+
+
+def test_what_a_step_costs_is_as_it_was_compiled():
+    rows = record.read_rows("aot_training")
+    assert table.table("aot_training", rows) in page("docs/training.md")
 
 
 def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
