@@ -361,7 +361,6 @@ def encode_images(
     return _in_batches(_encode, model, pixels, batch)
 
 
-@jax_settings.defaults()
 def for_decoding(model: VQModel, dtype: str) -> VQModel:
     """Returns parameters to decode with in a dtype, whatever the dtype they are stored in.
 
@@ -585,6 +584,7 @@ class ImageCodec:
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
         return [_decode.program(taken_apart(self._decoder(dtype)), codes)]
 
+    @jax_settings.defaults()
     def _decoder(self, dtype: str) -> VQModel:
         assert self.vq is not None
         if dtype not in self._decoders:

@@ -70,37 +70,6 @@ def test_programs_of_which_one_file_is_missing_do_not_stop_others_from_being_kep
     assert not (tmp_path / "jit_g-2-atime").exists()
 
 
-def test_a_damaged_program_of_jax_is_compiled_again_and_replaced(tmp_path):
-    """Jax itself warns of it in every process, and keeps it."""
-    command = f"""
-import warnings, sys
-warnings.simplefilter("error")
-import jax
-from sparse_lavida_jax.programs import folder
-folder.keep_programs({str(tmp_path)!r})
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-seen = []
-jax.monitoring.register_event_listener(lambda name, **_: seen.append(name))
-jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
-print(any("cache_hits" in name for name in seen))
-"""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("JAX_")
-    } | {"JAX_PLATFORMS": "cpu"}
-
-    def found() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", command], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert [found(), found()] == ["False", "True"]
-    for path in tmp_path.glob("*-cache"):
-        path.write_bytes(path.read_bytes()[:-9])
-    assert [found(), found()] == ["False", "True"]
-
-
 @pytest.mark.slow
 def test_no_alarm_about_slow_compilation_reaches_users():
     """Folding a constant for more than a second sounds the alarm sooner than a slow program."""
