@@ -29,7 +29,6 @@ from sparse_lavida_jax.convert.settings import (
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models import vq as image_tokenizer
-from sparse_lavida_jax.programs import jax_settings
 
 VQ_FOLDER = "vqvae"
 VQ_FILE = "diffusion_pytorch_model.safetensors"
@@ -66,7 +65,6 @@ class _Model:
         return was_trained or not set(names.REGISTERS).isdisjoint(self.placed)
 
 
-@jax_settings.defaults()
 def export(
     src: pathlib.Path | str,
     dst: pathlib.Path | str,

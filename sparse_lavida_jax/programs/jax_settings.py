@@ -37,20 +37,18 @@ _ALLOW = """
     jax_transfer_guard_device_to_device jax_transfer_guard_device_to_host jax_transfer_guard
     jax_array_garbage_collection_guard
 """
+_NONE = "jax_default_device jax_default_matmul_precision jax_use_hlo_logistic_lowering"
+_CHECKS = ("nan", "divide", "oob")
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(_OFF.split(), False),
     **dict.fromkeys(_ON.split(), True),
     **dict.fromkeys(_ALLOW.split(), "allow"),
+    **dict.fromkeys(_NONE.split()),
+    **dict.fromkeys((f"jax_error_checking_behavior_{check}" for check in _CHECKS), "ignore"),
     "jax_default_prng_impl": "threefry2x32",
     "jax_random_seed_offset": 0,
-    "jax_default_device": None,
-    "jax_default_matmul_precision": None,
-    "jax_use_hlo_logistic_lowering": None,
     "jax_numpy_dtype_promotion": "standard",
     "jax_explicit_x64_dtypes": "warn",
-    "jax_error_checking_behavior_nan": "ignore",
-    "jax_error_checking_behavior_divide": "ignore",
-    "jax_error_checking_behavior_oob": "ignore",
     "jax_embedded_constants_max_bytes": 32,
     "jax_optimization_level": "UNKNOWN",
     "jax_memory_fitting_level": "O2",
