@@ -127,7 +127,7 @@ def step_row(settings: config.Config, chips: str, batch: memory.BatchSize) -> di
         )
         changes = {"attention_implementation": IMPLEMENTATION if takes else "reference"}
         settings = config.changed(settings, {"model": changes})
-        mesh = Mesh(GPU.place().mesh.devices, ("data",))
+        mesh = Mesh(np.array(GPU.place().mesh.devices), ("data",))
         step = aot.step_on(settings, mesh, batch)
         count, peak, rates = 1, flops.peak(GPU.kind), GPU.rates["measured"]
         lengths = batch.understanding, batch.generation * settings.model.codes_per_token
