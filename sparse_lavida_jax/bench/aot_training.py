@@ -11,7 +11,6 @@ are those of `bench/aot.py`. MFU is of the vendor's peak, and counts what a batc
 (`training/flops.py`), not what is computed twice. Every token of a batch has a loss and sees all.
 """
 
-import collections
 import math
 import pathlib
 import sys
@@ -61,7 +60,7 @@ def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, 
     """
     products, copies = (GPU.rates["measured"][of] for of in ("matmul_tflops", "copy_gbps"))
     operations = moved = 0.0
-    by_kind: dict[str, float] = collections.defaultdict(float)
+    by_kind = dict.fromkeys(("products", "attention", "copies", "others"), 0.0)
     for kernel in kernels:
         sizes = {size for shape in kernel.made for size in shape}
         own = (number for words, number in turns.items() if words in sizes)
@@ -73,7 +72,7 @@ def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, 
         "operations": operations,
         "bytes_moved": moved,
         "predicted_s": sum(by_kind.values()),
-        "predicted_by_kind": dict(by_kind),
+        "predicted_by_kind": by_kind,
     }
 
 
