@@ -2,8 +2,8 @@
 r"""Training steps, and the loss over a vocabulary, compiled for devices that are only described.
 
     python -m sparse_lavida_jax.bench.aot_training --loss
-    python -m sparse_lavida_jax.bench.aot_training --configs=configs/lavida_o_lora.py,sft_1024.py
-    python -m sparse_lavida_jax.bench.aot_training --configs=sft_1024.py --chips=v5p:4x4x4
+    python -m sparse_lavida_jax.bench.aot_training --configs=configs/lavida_o_lora.py --rows=4
+    python -m sparse_lavida_jax.bench.aot_training --configs=configs/sft_1024.py --chips=v5p:4x4x4
 
 Needs what `bench/aot.py` needs for TPUs, and `bench/aot_requests.py` for an H200. Nothing is timed.
 On a GPU every kernel takes max(operations / rate of products, bytes / bandwidth); on TPUs seconds
