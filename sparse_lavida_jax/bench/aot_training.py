@@ -2,8 +2,8 @@
 r"""Training steps, and the loss over a vocabulary, compiled for devices that are only described.
 
     python -m sparse_lavida_jax.bench.aot_training --loss
-    python -m sparse_lavida_jax.bench.aot_training --configs=configs/lavida_o_lora.py,sft_1024.py
-    python -m sparse_lavida_jax.bench.aot_training --configs=sft_1024.py --chips=v5p:4x4x4
+    python -m sparse_lavida_jax.bench.aot_training --configs=configs/lavida_o_lora.py --rows=4
+    python -m sparse_lavida_jax.bench.aot_training --configs=configs/sft_1024.py --chips=v5p:4x4x4
 
 Needs what `bench/aot.py` needs for TPUs, and `bench/aot_requests.py` for an H200. Nothing is timed.
 On a GPU every kernel takes max(operations / rate of products, bytes / bandwidth); on TPUs seconds
@@ -11,7 +11,6 @@ are those of `bench/aot.py`. MFU is of the vendor's peak, and counts what a batc
 (`training/flops.py`), not what is computed twice. Every token of a batch has a loss and sees all.
 """
 
-import collections
 import math
 import pathlib
 import sys
@@ -61,7 +60,7 @@ def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, 
     """
     products, copies = (GPU.rates["measured"][of] for of in ("matmul_tflops", "copy_gbps"))
     operations = moved = 0.0
-    by_kind: dict[str, float] = collections.defaultdict(float)
+    by_kind = dict.fromkeys(("products", "attention", "copies", "others"), 0.0)
     for kernel in kernels:
         sizes = {size for shape in kernel.made for size in shape}
         own = (number for words, number in turns.items() if words in sizes)
@@ -73,7 +72,7 @@ def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, 
         "operations": operations,
         "bytes_moved": moved,
         "predicted_s": sum(by_kind.values()),
-        "predicted_by_kind": dict(by_kind),
+        "predicted_by_kind": by_kind,
     }
 
 
@@ -127,7 +126,7 @@ def step_row(settings: config.Config, chips: str, batch: memory.BatchSize) -> di
         )
         changes = {"attention_implementation": IMPLEMENTATION if takes else "reference"}
         settings = config.changed(settings, {"model": changes})
-        mesh = Mesh(GPU.place().mesh.devices, ("data",))
+        mesh = Mesh(np.array(GPU.place().mesh.devices), ("data",))
         step = aot.step_on(settings, mesh, batch)
         count, peak, rates = 1, flops.peak(GPU.kind), GPU.rates["measured"]
         lengths = batch.understanding, batch.generation * settings.model.codes_per_token

@@ -299,7 +299,16 @@ def _kernel(
 ) -> Kernel:
     """Returns the kernel of an instruction, of the computation `own`."""
     callee = _CALLS.search(one.line)
-    within = parsed.get(callee[1], {}) if callee and one.opcode == "fusion" else {}
+    within = parsed.get(callee[1], {}) if callee and "fusion" in one.opcode else {}
+    if inner := next(
+        (
+            x
+            for x in within.values()
+            if "step_causal_attention" in x.line and x.opcode == "custom-call"
+        ),
+        None,
+    ):  # with slices of what it takes
+        return _kernel(inner, within, parsed, runs, in_step)
     target = _TARGET.search(one.line)
     name = target[1] if target else one.name
     operations = _products(one, own) + sum(_products(inner, within) for inner in within.values())
