@@ -60,7 +60,7 @@ def costs(kernels: Iterable[hlo.Kernel], turns: Mapping[int, int]) -> dict[str, 
     """
     products, copies = (GPU.rates["measured"][of] for of in ("matmul_tflops", "copy_gbps"))
     operations = moved = 0.0
-    by_kind = dict.fromkeys(("products", "attention", "copies", "others"), 0.0)
+    by_kind: dict[str, float] = dict.fromkeys(("products", "attention", "copies", "others"), 0.0)
     for kernel in kernels:
         sizes = {size for shape in kernel.made for size in shape}
         own = (number for words, number in turns.items() if words in sizes)
