@@ -158,6 +158,7 @@ def prompt_row(
     drop_source: bool = False,
     drop_kept: bool = False,
     drop_vision: bool | None = None,
+    room_after: int = 0,
 ) -> PromptRow:
     """Lays a prompt out, replacing the parts that guidance or training drops by text masks.
 
@@ -171,28 +172,38 @@ def prompt_row(
         drop_source: drop the source cells.
         drop_kept: drop the text with `keep` too.
         drop_vision: whether to drop vision; overrides `drop_prompt`.
+        room_after: tokens that may follow the parts.
 
     Raises:
         ValueError: there is not exactly one `Response`.
     """
     drop_vision = drop_prompt if drop_vision is None else drop_vision
-    starts = [0, *itertools.accumulate(map(num_tokens, parts))]
-    length, spans = starts[-1], [slice(*ends) for ends in itertools.pairwise(starts)]
+    counts = [num_tokens(part) for part in parts]
+    starts = [*itertools.accumulate(counts, initial=0)]
     responses = [starts[i] for i, part in enumerate(parts) if isinstance(part, Response)]
     if len(responses) != 1:
         got = "a second one" if responses else "none"
         raise ValueError(f"a prompt holds exactly one Response, got {got}.")
-    ids = np.full(length, text_mask_id, np.int32)
-    feature, cell = np.full(length, NO_FEATURE, np.int32), np.full(length, NO_CELL, np.int32)
-    understands, is_answer = np.ones(length, bool), np.zeros(length, bool)
-    codes, features = [np.zeros((0, codes_per_token), np.int32)], 0
-    for part, at in zip(parts, spans, strict=True):
-        match part:
-            case Response():
-                understands[at] = False
-            case Source() if not drop_source:
-                understands[at], cell[at] = False, np.arange(len(part.codes))
+    elsewhere = Response if drop_source else Response | Source
+    length = sum(
+        count for part, count in zip(parts, counts, strict=True) if not isinstance(part, elsewhere)
+    )
+    ids, feature = np.full(length, text_mask_id, np.int32), np.full(length, NO_FEATURE, np.int32)
+    position, is_answer = np.arange(length, dtype=np.int32), np.zeros(length, bool)
+    no_cells, no_codes = np.zeros(0, np.int32), np.zeros((0, codes_per_token), np.int32)
+    codes, cell, source_position = [no_codes], [no_cells], [no_cells]
+    begin = features = 0
+    for part, start, count in zip(parts, starts, counts, strict=False):
+        if isinstance(part, elsewhere):
+            position[begin:] += count
+            if isinstance(part, Source):
                 codes.append(part.codes)
+                cell.append(np.arange(count))
+                source_position.append(start + cell[-1])
+            continue
+        at = slice(begin, begin + count)
+        begin += count
+        match part:
             case Text() if not (drop_kept if part.keep else drop_prompt):
                 ids[at] = part.ids
             case LearnedText():
@@ -203,18 +214,14 @@ def prompt_row(
                 features += part.feature_count
             case Blank() if not drop_prompt:
                 feature[at] = NO_EMBEDDING
-    position, source_position = np.flatnonzero(understands), np.flatnonzero(cell != NO_CELL)
-    return PromptRow(
-        ids[position],
-        feature[position],
-        position.astype(np.int32),
-        is_answer[position],
-        np.concatenate(codes, dtype=np.int32, casting="same_kind"),
-        cell[source_position],
-        source_position.astype(np.int32),
-        responses[0],
-        length,
+    codes, cell, source_position = (
+        np.concatenate(of, dtype=np.int32, casting="same_kind")
+        for of in (codes, cell, source_position)
     )
+    return PromptRow(
+        ids, feature, position, is_answer, codes, cell, source_position, responses[0],
+        starts[-1] + room_after,
+    )  # fmt: skip
 
 
 def cells_from_codes(codes, codes_side: int):

@@ -14,14 +14,22 @@ examples are combined so that all rows have about the same length.
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow, Predicts, Tokens
+from sparse_lavida_jax.diffusion import (
+    Blocks,
+    Corrupted,
+    CorruptedRow,
+    Masked,
+    Predicts,
+    StreamTokens,
+    Tokens,
+)
 from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, sort_by_block, without_blocks
 from sparse_lavida_jax.sequence import (
     Response,
@@ -95,13 +103,16 @@ class TrainingRow(Row):
 
     Attributes:
         example: the clean example.
-        blocks: of the response.
-        tokens: of both streams, masked; some of the prompt may be dropped.
+        masked: its prompt, of which some may be dropped, and the blocks of its response.
     """
 
     example: Example
-    blocks: Blocks
-    tokens: CorruptedRow
+    masked: Masked
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of the response."""
+        return self.masked.blocks
 
     @staticmethod
     def batch(
@@ -115,17 +126,22 @@ class TrainingRow(Row):
         tokens = next((room for room in shape.rows if room.holds(fullest)), None)
         if tokens is None:
             return None
-        corrupted = [row.tokens for row in rows]
+        masked = [row.masked for row in rows]
         if per_row > 1 or shape.views:
-            views = [row.example.shown for row in rows]
-            corrupted, pixels = see_together(corrupted, views, shared, shape.views, model.vision)
+            views, features = ([row.example.shown for row in rows], [m.prompt.feature for m in masked])
+            features, pixels = see_together(features, views, shared, shape.views, model.vision)
+            masked = [
+                one._replace(prompt=dataclasses.replace(one.prompt, feature=feature))
+                for one, feature in zip(masked, features, strict=True)
+            ]
         else:
             pixels = stack_images([row.example.pixels for row in rows])
-        return stack(
-            corrupted,
+        attention = settings.diffusion.attention
+        return stack_streams(
+            diffusion.corrupt_together(masked, model, full_attention=attention == "full"),
             tokens,
             model,
-            full_attention=settings.diffusion.attention != "step_causal",
+            full_attention=attention != "step_causal",
             shared=shared if per_row > 1 else None,
             pixels=pixels,
             predicts=shape.predicts,
@@ -150,16 +166,12 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
         codes_per_token=codes,
         drop_prompt=rng.random() < settings.data.prompt_drop,
         drop_source=rng.random() < settings.data.source_drop,
+        room_after=_room_after(example, settings.data, rng),
     )
-    prompt = dataclasses.replace(
-        prompt, length=prompt.length + _room_after(example, settings.data, rng)
-    )
+    masked = Masked(prompt, example.response, example.kind, blocks)
     is_full = settings.diffusion.attention == "full"
-    tokens = diffusion.corrupt(
-        prompt, example.response, example.kind, blocks, model, full_attention=is_full
-    )
-    length = RowShape(len(tokens.understanding.block), len(tokens.generation.block))
-    return TrainingRow(length, example.views, tokens.predicts, example, blocks, tokens)
+    length = RowShape(*masked.num_tokens(model, full_attention=is_full))
+    return TrainingRow(length, example.views, masked.predicts, example, masked)
 
 
 def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -> int:
@@ -233,36 +245,33 @@ def _pick(rng: np.random.Generator, choices: Sequence[int]) -> int:
 
 
 def see_together(
-    rows: list[CorruptedRow],
+    features: Sequence[Int[np.ndarray, " _u"]],
     views: list[tuple[Views, ...]],
     shared: Shared,
     most: int,
     vision: config.Vision,
-) -> tuple[list[CorruptedRow], SeenBatch | None]:
-    """Returns rows with features numbered for the stacked views, and those views.
+) -> tuple[list[Int[np.ndarray, " _u"]], SeenBatch | None]:
+    """Returns the features of rows, numbered for the stacked views, and those views.
 
     Args:
+        features: of the understanding tokens of each row.
         views: of each row; padded with blank views, to which no token refers.
         shared: which rows share each row of the batch.
         most: pad each row to at least this many views; to more if a row has more.
     """
-    most = max(most, *(sum(map(len, own)) for own in views))
+    most, numbered = max(most, *(sum(map(len, own)) for own in views)), [*features]
     if not most:
-        return rows, None
-    numbered = list(rows)
+        return numbered, None
     for members in shared:
         for place, i in enumerate(members):
-            tokens = rows[i].understanding
-            index = stacked_features(
-                tokens.index,
+            numbered[i] = stacked_features(
+                features[i],
                 tuple(map(len, views[i])),
                 most * len(members),
                 vision.num_tokens,
                 newline=vision.newline,
                 before=most * place,
             )
-            tokens = dataclasses.replace(tokens, index=index)
-            numbered[i] = dataclasses.replace(rows[i], understanding=tokens)
     no_image = np.zeros((1, vision.image_size, vision.image_size, 3), np.uint8)
     blank = np.zeros_like(next((view[:1] for own in views for view in own), no_image))
     seen = [np.concatenate([*own, *[blank] * (most - sum(map(len, own)))]) for own in views]
@@ -274,37 +283,59 @@ def stack(
     shape: RowShape,
     model: config.Model,
     *,
-    full_attention: bool = False,
-    shared: Shared | None = None,
-    pixels: SeenBatch | None = None,
     predicts: Predicts | None = None,
+    **how: Any,
 ) -> Corrupted:
     """Sorts each row by block, pads it to `shape` and stacks the rows.
 
     Args:
+        predicts: the streams that hold responses; by default those of the rows.
+        how: see `stack_streams`.
+
+    Raises:
+        ValueError: a row is longer than `shape`.
+    """
+    streams = []
+    for tokens in ([row.understanding for row in rows], [row.generation for row in rows]):
+        example = np.arange(len(rows)).repeat([len(one.block) for one in tokens])
+        totals = [one.total for one in tokens]
+        streams.append(StreamTokens(Tokens.joined(tokens), example, totals))
+    found: set[Predicts] = {row.predicts for row in rows}
+    predicts = predicts or (found.pop() if len(found) == 1 else "both")
+    return stack_streams((streams[0], streams[1]), shape, model, predicts=predicts, **how)
+
+
+def stack_streams(
+    streams: tuple[StreamTokens, StreamTokens],
+    shape: RowShape,
+    model: config.Model,
+    *,
+    predicts: Predicts,
+    full_attention: bool = False,
+    shared: Shared | None = None,
+    pixels: SeenBatch | None = None,
+) -> Corrupted:
+    """Sorts the tokens of both streams by row and block, and pads each row to `shape`.
+
+    Args:
+        predicts: the streams that hold responses.
         full_attention: put every token into block 0.
-        shared: which of `rows` share each row of the batch, as segments; by default each has
+        shared: which examples share each row of the batch, as segments; by default each has
             its own row.
         pixels: input of the vision tower.
-        predicts: the streams that hold responses; by default those of the rows.
 
     Raises:
         ValueError: a row is longer than `shape`.
     """
     (understanding, text), (generation, image) = (
         _stacked(
-            [[getattr(rows[i], side) for i in members] for members in shared or alone(rows)],
-            length,
-            pad_token,
-            full_attention=full_attention,
-            by_segment=shared is not None,
+            stream, shared or alone(stream.totals), length, pad_token,
+            full_attention=full_attention, by_segment=shared is not None,
         )
-        for side, length, pad_token in (
-            ("understanding", shape.understanding, model.end_of_text_id),
-            ("generation", shape.generation, model.image_mask_id),
+        for stream, length, pad_token in zip(
+            streams, shape, (model.end_of_text_id, model.image_mask_id), strict=True
         )
-    )
-    found: set[Predicts] = {row.predicts for row in rows}
+    )  # fmt: skip
     return Corrupted(
         understanding=understanding,
         generation=generation,
@@ -315,22 +346,24 @@ def stack(
         image_weight=image.get("weight"),
         text_total=text["total"],
         image_total=image["total"],
-        predicts=predicts or (found.pop() if len(found) == 1 else "both"),
+        predicts=predicts,
     )
 
 
 def _stacked(
-    rows: list[list[Tokens]], length: int, pad_token: int, *, full_attention: bool, by_segment: bool
+    stream: StreamTokens,
+    shared: Shared,
+    length: int,
+    pad_token: int,
+    *,
+    full_attention: bool,
+    by_segment: bool,
 ) -> tuple[Stream | None, dict[str, np.ndarray]]:
-    """Returns one stream of a batch, and its stacked fields by name; no stream if length is 0.
-
-    Args:
-        rows: the examples of each row.
-    """
-    total = np.array([sum(one.total for one in members) for members in rows], np.float32)
+    """Returns one stream of a batch, and its stacked fields by name; no stream if length is 0."""
+    total = np.array([sum(stream.totals[i] for i in members) for members in shared], np.float32)
     if not length:
         return None, {"total": total}
-    made = _sorted_and_padded(rows, length, pad_token)
+    made = _sorted_and_padded(stream, shared, length, pad_token)
     segment = made["segment"] if by_segment else None
     layout = make_layout(made["position"], made["block"], made["last_clean"], segment)
     layout = without_blocks(layout) if full_attention else layout
@@ -338,25 +371,24 @@ def _stacked(
 
 
 def _sorted_and_padded(
-    rows: list[list[Tokens]], length: int, pad_token: int
+    stream: StreamTokens, shared: Shared, length: int, pad_token: int
 ) -> dict[str, np.ndarray]:
     """Returns one stream of a batch: fields of `Tokens`, and the segment of each token."""
-    counts = np.array([[len(one.block) for one in members] for members in rows])
-    filled = counts.sum(axis=1)
+    # The place of each example, counted over the segments of all rows.
+    per_row, place = len(shared[0]), np.empty(len(stream.totals), int)
+    place[[i for members in shared for i in members]] = np.arange(len(place))
+    place = place[stream.example]
+    filled = np.bincount(place // per_row, minlength=len(shared))
     if (most := filled.max()) > length:
         raise ValueError(
             f"a row has {most} tokens, and the shape of its batch holds {length}: give a larger"
             " shape, or leave the row out."
         )
-    columns = vars(Tokens.joined([one for members in rows for one in members])).copy()
+    columns = vars(stream.tokens) | {"segment": place % per_row}
     del columns["total"]
-    row, segment = (np.repeat(of.ravel(), counts.ravel()) for of in np.indices(counts.shape))
-    columns["segment"] = segment
-    by_block = sort_by_block(columns["block"], segment, row)
+    by_block = sort_by_block(columns["block"], place)
     is_token = np.arange(length) < filled[:, None]
-    fills = {
-        "tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": counts.shape[1],
-    }  # fmt: skip
+    fills = {"tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": per_row}
 
     def padded(values, fill):
         dtype = np.float32 if values.dtype.kind == "f" else np.int32

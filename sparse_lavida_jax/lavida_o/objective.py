@@ -157,7 +157,11 @@ def batch_sequences(
         for sequence, drawn in zip(sequences, draws, strict=True)
     ]
     views = [sequence.views for sequence in sequences] * len(inverses)
-    rows, pixels = see_together(rows, views, alone(rows), most_views, model.vision)
+    features = [row.understanding.index for row in rows]
+    features, pixels = see_together(features, views, alone(rows), most_views, model.vision)
+    for i, (row, index) in enumerate(zip(rows, features, strict=True)):
+        understanding = dataclasses.replace(row.understanding, index=index)
+        rows[i] = dataclasses.replace(row, understanding=understanding)
     predicts: Predicts = "both" if diffusion.text_loss else "generation"
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
