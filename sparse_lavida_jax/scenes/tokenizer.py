@@ -9,7 +9,11 @@ any other Unicode text becomes smaller pieces, down to bytes.
 """
 
 import argparse
+import functools
+import itertools
+import json
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 
 from sparse_lavida_jax.data.files import write_text
@@ -29,9 +33,13 @@ TRAINED_ON = (
     "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
     "detect", "edit_plan", "draw", "edit", "inpaint", "outpaint",
 )  # fmt: skip
+_CUT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 EXAMPLES = 500  # per task and split
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
+# The words of the language as byte-level BPE cuts a text before it looks at any of them.
+_WORD = re.compile(r"<LOC_(?:1?\d|2[0-4])>| ?[a-z]+| ?[0-9]+| ?[,:?]+")
+_WORDS_KEPT = 4096  # with their ids: far more than the language has
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
 
 
@@ -70,6 +78,35 @@ class Tokenizer(TextTokenizer):
                 " needed. Use a tokenizer that `sparse_lavida_jax.scenes.tokenizer` made."
             )
         self._inner.encode_special_tokens = True
+        made = json.loads(self._inner.to_str())
+        self._cuts_words = (
+            [token["content"] for token in made["added_tokens"]] == [*expected]
+            and made["pre_tokenizer"] == _CUT
+            and not (made["normalizer"] or made["post_processor"])
+        )
+        self._word = functools.lru_cache(_WORDS_KEPT)(self._encoded)
+
+    def encode(self, text: str) -> list[int]:
+        words = self._words(text)
+        return [*itertools.chain(*(self._word(word)[0] for word in words))]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, offsets, begin = [], [], 0
+        for word in self._words(text):
+            inside, spans = self._word(word)
+            ids += inside
+            offsets += [(begin + start, begin + stop) for start, stop in spans]
+            begin += len(word)
+        return ids, offsets
+
+    def _words(self, text: str) -> list[str]:
+        """Cuts a text into words that are encoded one by one; other texts are a single word."""
+        words = _WORD.findall(text) if self._cuts_words else []
+        return words if sum(map(len, words)) == len(text) else [text]
+
+    def _encoded(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        encoding = self._encode(text)
+        return tuple(encoding.ids), tuple(encoding.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""
