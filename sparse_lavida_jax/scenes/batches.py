@@ -13,7 +13,7 @@ from sparse_lavida_jax.data.batch import Row, make_row
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
-from sparse_lavida_jax.scenes import digits, tasks
+from sparse_lavida_jax.scenes import dice, digits, tasks
 from sparse_lavida_jax.scenes.prompts import Encoder
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
 
@@ -93,7 +93,7 @@ class SceneBatches(Batches):
         return [self.made(group, number, 0) for number in range(self.probe)]
 
     def made(self, group: str, number: int, attempt: int) -> Row:
-        rng = _generator(self.settings.seed, group, number, attempt)
+        rng = _generator(self.settings.seed, group, number, attempt, keep=self.released)
         task = self.groups[group][self._shares_up_to[group].searchsorted(rng.random(), "right")]
         example = self._example(task, int(rng.integers(2**40)), rng)
         if self.released:
@@ -121,11 +121,21 @@ def _cumulated(weights: list[float]) -> Float[np.ndarray, " n"]:
     return shares / shares[-1]
 
 
-def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:
+_OF_ROWS = dice.Philox()
+
+
+def _generator(
+    seed: int, group: str, index: int, attempt: int, *, keep: bool = False
+) -> np.random.Generator:
     """Returns an independent counter-based generator for a row.
 
     The low words of the counter advance within a row: with `index` there, a row would get the
     numbers of the one before it.
+
+    Args:
+        keep: the generator is used after the next one of this thread is made.
     """
-    key = (seed << 32) ^ zlib.crc32(group.encode())
-    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, index, attempt]))
+    high, low = divmod((seed << 32) ^ zlib.crc32(group.encode()), 2**64)
+    of_rows = dice.Philox() if keep else _OF_ROWS
+    of_rows.set((low, high), (0, 0, index, attempt))
+    return of_rows.rng

@@ -2,6 +2,7 @@
 """Random choices that are the same on every machine, and random objects of the small world."""
 
 import functools
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import TypeVar
@@ -26,6 +27,34 @@ MOST_OBJECTS = 6  # in an input scene
 T = TypeVar("T")
 
 
+class Philox(threading.local):
+    """A generator of this thread that is set again and again: to make one takes ten times as long.
+
+    Attributes:
+        rng: continues from where it was set last.
+    """
+
+    def __init__(self):
+        self._bits = np.random.Philox(0)
+        self.rng = np.random.Generator(self._bits)
+
+    def set(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Philox:
+        """Sets it to what a new `np.random.Philox` of this key and counter is, and returns it."""
+        self._bits.state = {
+            "bit_generator": "Philox",
+            "state": {"key": key, "counter": counter},
+            "buffer": (0, 0, 0, 0),
+            "buffer_pos": 4,  # nothing is left of it
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._bits
+
+
+_OF_DICE = Philox()
+WORDS, BLOCK_WORDS = 32, 4  # drawn at a time; for each value of the counter
+
+
 class Dice:
     """Random choices from the raw words of Philox, which are the same in all NumPy versions.
 
@@ -36,18 +65,17 @@ class Dice:
     def __init__(self, seed: int, stream: str, index: int, *, held_out: bool = False):
         if seed < 0 or index < 0:
             raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
-        # The low words of the counter advance within an example; the third is its index.
-        self._bits = np.random.Philox(
-            key=np.array([seed, zlib.crc32(stream.encode())], np.uint64),
-            counter=np.array([0, 0, index, 0], np.uint64),
-        )
+        self._key, self._index, self._drawn = (seed, _number(stream)), index, 0
         self._words: list[int] = []
         self.held_out = held_out
 
     def below(self, end: int) -> int:
         """Returns a number in 0..end-1; the bias of the remainder is under 2**-50."""
         if not self._words:
-            self._words = self._bits.random_raw(32).tolist()
+            # The low words of the counter advance within an example; the third is its index.
+            bits = _OF_DICE.set(self._key, (self._drawn // BLOCK_WORDS, 0, self._index, 0))
+            self._words = bits.random_raw(WORDS).tolist()
+            self._drawn += WORDS
         return self._words.pop() % end
 
     def chance(self, percent: int) -> bool:
@@ -89,6 +117,11 @@ class Dice:
         """Puts objects into random cells."""
         cells = self.several(range(NUM_CELLS), len(things))
         return Scene.of(dict(zip(cells, things, strict=True)))
+
+
+@functools.cache
+def _number(stream: str) -> int:
+    return zlib.crc32(stream.encode())
 
 
 @functools.cache

@@ -133,9 +133,11 @@ class Encoder:
         response = np.full((length, 1), self.tokenizer.end_of_text_id, np.int32)
         response[: len(ids), 0] = ids[:length]
         given = np.zeros(length, bool)
-        start, stop = np.array(offsets[:length], int).reshape(-1, 2).T
-        for first, end in given_spans:
-            given[: len(start)] |= (first <= start) & (stop <= end)
+        if given_spans:
+            given_to = [0] * len(answer)  # the end of the longest span at each character
+            for first, end in sorted(given_spans, key=lambda span: span[1]):
+                given_to[first:end] = [end] * (end - first)
+            given[: len(ids)] = [stop <= given_to[start] for start, stop in offsets[:length]]
         parts = (*self._user(prompt, image, None), Response(length))
         return Example(parts, response, given, "text", image, min(reach, length))
 

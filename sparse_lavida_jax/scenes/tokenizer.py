@@ -9,7 +9,6 @@ any other Unicode text becomes smaller pieces, down to bytes.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import pathlib
@@ -84,7 +83,7 @@ class Tokenizer(TextTokenizer):
             and made["pre_tokenizer"] == _CUT
             and not (made["normalizer"] or made["post_processor"])
         )
-        self._word = functools.lru_cache(_WORDS_KEPT)(self._encoded)
+        self._known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
 
     def encode(self, text: str) -> list[int]:
         words = self._words(text)
@@ -104,9 +103,13 @@ class Tokenizer(TextTokenizer):
         words = _WORD.findall(text) if self._cuts_words else []
         return words if sum(map(len, words)) == len(text) else [text]
 
-    def _encoded(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-        encoding = self._encode(text)
-        return tuple(encoding.ids), tuple(encoding.offsets)
+    def _word(self, word: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if (known := self._known.get(word)) is None:
+            encoding = self._encode(word)
+            known = encoding.ids, encoding.offsets
+            if len(self._known) < _WORDS_KEPT:
+                self._known[word] = known
+        return known
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""

@@ -130,7 +130,7 @@ def render(
     """
     grid = scene.grid if isinstance(scene, Scene) else scene
     stamps = stamps_of(_cell_size(size, size))
-    return einops.rearrange(stamps[grid], "y x h w c -> (y h) (x w) c")
+    return stamps[grid].swapaxes(1, 2).reshape(size, size, 3)
 
 
 def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Scene | Unreadable:
