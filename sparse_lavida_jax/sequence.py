@@ -184,26 +184,23 @@ def prompt_row(
     if len(responses) != 1:
         got = "a second one" if responses else "none"
         raise ValueError(f"a prompt holds exactly one Response, got {got}.")
-    elsewhere = Response if drop_source else Response | Source
-    length = sum(
-        count for part, count in zip(parts, counts, strict=True) if not isinstance(part, elsewhere)
-    )
-    ids, feature = np.full(length, text_mask_id, np.int32), np.full(length, NO_FEATURE, np.int32)
+    length = starts[-1]
+    # Those of the tokens in the understanding stream: `end` of them so far.
+    ids, feature = np.empty(length, np.int32), np.empty(length, np.int32)
+    ids[:], feature[:] = text_mask_id, NO_FEATURE
     position, is_answer = np.arange(length, dtype=np.int32), np.zeros(length, bool)
-    no_cells, no_codes = np.zeros(0, np.int32), np.zeros((0, codes_per_token), np.int32)
-    codes, cell, source_position = [no_codes], [no_cells], [no_cells]
-    begin = features = 0
+    sources: list[tuple[np.ndarray, ...]] = []
+    end = features = 0
     for part, start, count in zip(parts, starts, counts, strict=False):
-        if isinstance(part, elsewhere):
-            position[begin:] += count
-            if isinstance(part, Source):
-                codes.append(part.codes)
-                cell.append(np.arange(count))
-                source_position.append(start + cell[-1])
-            continue
-        at = slice(begin, begin + count)
-        begin += count
+        at = slice(end, end + count)
         match part:
+            case Response():
+                position[end:] += count
+                continue
+            case Source() if not drop_source:
+                position[end:] += count
+                sources.append((part.codes, (cell := np.arange(count)), start + cell))
+                continue
             case Text() if not (drop_kept if part.keep else drop_prompt):
                 ids[at] = part.ids
             case LearnedText():
@@ -214,13 +211,17 @@ def prompt_row(
                 features += part.feature_count
             case Blank() if not drop_prompt:
                 feature[at] = NO_EMBEDDING
-    codes, cell, source_position = (
-        np.concatenate(of, dtype=np.int32, casting="same_kind")
-        for of in (codes, cell, source_position)
-    )
+        end += count
+    no_cells = np.zeros(0, np.int32)
+    codes, cell, source_position = np.zeros((0, codes_per_token), np.int32), no_cells, no_cells
+    if sources:
+        codes, cell, source_position = (
+            np.concatenate(each, dtype=np.int32, casting="same_kind")
+            for each in zip(*sources, strict=True)
+        )
     return PromptRow(
-        ids, feature, position, is_answer, codes, cell, source_position, responses[0],
-        starts[-1] + room_after,
+        ids[:end], feature[:end], position[:end], is_answer[:end], codes, cell, source_position,
+        responses[0], length + room_after,
     )  # fmt: skip
 
 

@@ -71,12 +71,14 @@ class Dice:
 
     def below(self, end: int) -> int:
         """Returns a number in 0..end-1; the bias of the remainder is under 2**-50."""
-        if not self._words:
+        try:
+            return self._words.pop() % end
+        except IndexError:
             # The low words of the counter advance within an example; the third is its index.
             bits = _OF_DICE.set(self._key, (self._drawn // BLOCK_WORDS, 0, self._index, 0))
             self._words = bits.random_raw(WORDS).tolist()
             self._drawn += WORDS
-        return self._words.pop() % end
+            return self._words.pop() % end
 
     def chance(self, percent: int) -> bool:
         return self.below(100) < percent

@@ -48,7 +48,9 @@ class Phrase:
         )
 
     def __str__(self) -> str:
-        return " ".join(word for word in (self.size, self.colour, self.shape or "thing") if word)
+        noun = self.shape or "thing"
+        noun = f"{self.colour} {noun}" if self.colour else noun
+        return f"{self.size} {noun}" if self.size else noun
 
     @property
     def plural(self) -> str:
@@ -132,8 +134,7 @@ class Edit:
 
     def __str__(self) -> str:
         said = {name: value for name, value in vars(self).items() if value and name != "kind"}
-        wordings = (words for words in EDITS[self.kind] if {*_BLANK.findall(words)} == {*said})
-        return next(wordings).format(**said)
+        return _WORDINGS[self.kind, frozenset(said)].format(**said)
 
     @staticmethod
     def parse(text: str) -> "Edit":
@@ -158,6 +159,11 @@ EDITS = {
     "move": ("move the {anchor} {direction}", "move the {anchor} to the {corner} corner"),
 }
 _BLANK = re.compile(r"{(\w+)}")
+_WORDINGS = {
+    (kind, frozenset(_BLANK.findall(words))): words
+    for kind, wordings in EDITS.items()
+    for words in wordings
+}
 _SAID = {"relation": RELATIONS, "corner": CORNERS, "direction": DIRECTIONS, "colour": COLOURS}
 
 
@@ -188,6 +194,9 @@ def box_text(box: Box) -> str:
     return "".join(f"<LOC_{edge}>" for edge in box)
 
 
+_CELL_TEXTS = tuple(box_text(cell_box(cell)) for cell in range(GRID**2))
+
+
 def parse_box(text: str) -> Box:
     """Reads four LOC tokens that form a box."""
     match = re.fullmatch(r"<LOC_(\d{1,9})>" * 4, text)
@@ -213,9 +222,7 @@ class Plan:
     entries: tuple[tuple[int, Object | None], ...]
 
     def __str__(self) -> str:
-        return ",".join(
-            f" {thing or 'nothing'}{box_text(cell_box(cell))}" for cell, thing in self.entries
-        )
+        return ",".join([f" {thing or 'nothing'}{_CELL_TEXTS[cell]}" for cell, thing in self.entries])
 
     @property
     def appearances(self) -> dict[int, int]:

@@ -125,7 +125,9 @@ class Encoder:
             length: tokens of the response; by default as many as the answer needs.
             extra_blocks: further text blocks of padding.
         """
-        ids, offsets = self.tokenizer.encode_with_offsets(answer)
+        ids, offsets = self.tokenizer.encode(answer), []
+        if given_spans:
+            ids, offsets = self.tokenizer.encode_with_offsets(answer)
         block = self.data.text_block_len
         reach = (len(ids) // block + 1) * block  # at least one end-of-text
         if length is None:

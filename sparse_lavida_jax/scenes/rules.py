@@ -16,7 +16,7 @@ CORRECT = "is correct"
 
 def count(scene: Scene, phrase: Phrase) -> int:
     """Returns how many objects a phrase describes."""
-    return sum(phrase.matches(thing) for _, thing in scene.objects())
+    return sum([phrase.matches(Object.of(index)) for index in scene.cells if index])
 
 
 def describe(scene: Scene) -> SceneRequest:
@@ -75,7 +75,7 @@ def outcomes(edit: Edit, source: Scene) -> list[dict[int, Phrase | None]]:
         GrammarError: the scene has no object as named in the instruction, or several.
     """
     cell, old = find(source, edit.anchor) if edit.anchor else (0, None)
-    free = [place for place in range(NUM_CELLS) if source[place] is None]
+    free = [place for place, appearance in enumerate(source.cells) if appearance == EMPTY]
     place = CORNERS[edit.corner] if edit.corner else None
     if edit.kind == "add":
         return [

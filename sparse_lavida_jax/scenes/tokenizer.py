@@ -9,7 +9,6 @@ any other Unicode text becomes smaller pieces, down to bytes.
 """
 
 import argparse
-import itertools
 import json
 import pathlib
 import re
@@ -37,9 +36,12 @@ EXAMPLES = 500  # per task and split
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
 # The words of the language as byte-level BPE cuts a text before it looks at any of them.
-_WORD = re.compile(r"<LOC_(?:1?\d|2[0-4])>| ?[a-z]+| ?[0-9]+| ?[,:?]+")
+_WORD = re.compile(r"(?:<LOC_(?:1?\d|2[0-4])>)+| ?[a-z]+| ?[0-9]+| ?[,:?]+")
 _WORDS_KEPT = 4096  # with their ids: far more than the language has
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
+
+
+_Encoded = tuple[list[int], list[tuple[int, int]]]  # ids and offsets
 
 
 class Tokenizer(TextTokenizer):
@@ -83,33 +85,32 @@ class Tokenizer(TextTokenizer):
             and made["pre_tokenizer"] == _CUT
             and not (made["normalizer"] or made["post_processor"])
         )
-        self._known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+        self._known: dict[str, _Encoded] = {}
 
     def encode(self, text: str) -> list[int]:
-        words = self._words(text)
-        return [*itertools.chain(*(self._word(word)[0] for word in words))]
+        return [number for ids, _ in self._words(text) for number in ids]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         ids, offsets, begin = [], [], 0
-        for word in self._words(text):
-            inside, spans = self._word(word)
+        for inside, spans in self._words(text):
             ids += inside
             offsets += [(begin + start, begin + stop) for start, stop in spans]
-            begin += len(word)
+            begin = offsets[-1][1]
         return ids, offsets
 
-    def _words(self, text: str) -> list[str]:
-        """Cuts a text into words that are encoded one by one; other texts are a single word."""
+    def _words(self, text: str) -> list[_Encoded]:
+        """Encodes a text word by word; a text that is not of the language is a single word."""
         words = _WORD.findall(text) if self._cuts_words else []
-        return words if sum(map(len, words)) == len(text) else [text]
+        words = words if len("".join(words)) == len(text) else [text]
+        known = self._known
+        return [known.get(word) or self._new(word) for word in words]
 
-    def _word(self, word: str) -> tuple[list[int], list[tuple[int, int]]]:
-        if (known := self._known.get(word)) is None:
-            encoding = self._encode(word)
-            known = encoding.ids, encoding.offsets
-            if len(self._known) < _WORDS_KEPT:
-                self._known[word] = known
-        return known
+    def _new(self, word: str) -> _Encoded:
+        encoding = self._encode(word)
+        found = encoding.ids, encoding.offsets
+        if len(self._known) < _WORDS_KEPT:
+            self._known[word] = found
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""

@@ -54,7 +54,7 @@ class Object:
     @property
     def index(self) -> int:
         """Its appearance, 1..48: shapes vary slowest, sizes fastest."""
-        return _INDEX[self]
+        return _INDEX[self.shape, self.colour, self.size]
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -72,7 +72,7 @@ class Object:
 OBJECTS = tuple(
     Object(shape, colour, size) for shape in SHAPES for colour in COLOURS for size in SIZES
 )
-_INDEX = {thing: number for number, thing in enumerate(OBJECTS, start=1)}
+_INDEX = {(*thing.pair, thing.size): number for number, thing in enumerate(OBJECTS, start=1)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,9 @@ def make_hole(dice: Dice, *, word: str) -> Sample | None:
         (dice.below(GRID - side + 1), side) for side in (dice.between(2, 4), dice.between(2, 4))
     )
     inside = [y * GRID + x for y in range(top, top + height) for x in range(left, left + width)]
-    known = tuple((cell in inside) == (word == "extend") for cell in range(NUM_CELLS))
+    known = [word == "fill"] * NUM_CELLS
+    for cell in inside:
+        known[cell] = not known[cell]
     drawn = draw.make(dice)
     whole = drawn.target
     assert whole is not None and drawn.plan is not None
@@ -33,7 +35,7 @@ def make_hole(dice: Dice, *, word: str) -> Sample | None:
         whole.changed({cell: EMPTY for cell in range(NUM_CELLS) if not known[cell]}),
         target=whole,
         plan=str(Plan(missing)),
-        known=known,
+        known=tuple(known),
         column=drawn.column,
     )
 
