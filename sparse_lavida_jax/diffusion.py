@@ -206,7 +206,9 @@ def schedule_blocks(
     """
     ends = np.cumsum(sizes)
     step = int(np.searchsorted(ends, rng.random() * len(order), side="right"))
-    block = _decoded_before(order, sizes, step, given)
+    block = np.where(given, np.int32(GIVEN_BLOCK), np.int32(ABSENT))
+    done = np.arange(FIRST_BLOCK, FIRST_BLOCK + step).repeat(sizes[:step])
+    block[order[: len(done)]] = done
     merge = merge_cells if rng.random() < 0.5 else 1
     masked = np.zeros(len(given), bool)
     masked_blocks, start, taken = [], int(ends[step] - sizes[step]), step
@@ -245,49 +247,7 @@ def plan_blocks(
         merge_cells: steps are merged until each decodes at least this many cells, as with
             `Sampling.merge_cells`.
     """
-    plan = _image_plan(tuple(sizes.tolist()), merge_cells)
-    end, copies = len(given), order[: len(plan.of_copies)]
-    block = np.empty(end + len(copies), np.int32)
-    block[:end] = GIVEN_BLOCK  # where the order does not lead
-    block[order], block[end:] = plan.of_order, plan.of_copies
-    masked = block > plan.num_clean
-    return Blocks(
-        block,
-        masked,
-        plan.num_clean,
-        plan.masked_blocks,
-        masked.astype(float),
-        float(len(order)),
-        copies=copies,
-        sees=plan.sees,
-    )
-
-
-class _ImagePlan(NamedTuple):
-    """What the blocks of a whole plan have in common, whatever its order; see `Blocks`.
-
-    Attributes:
-        of_order: block of each token in its own place, in the order of decoding.
-        of_copies: block of each copy.
-    """
-
-    num_clean: int
-    masked_blocks: tuple[int, ...]
-    sees: dict[int, int]
-    of_order: Int[np.ndarray, " r"]
-    of_copies: Int[np.ndarray, " c"]
-
-
-@functools.lru_cache(maxsize=1024)
-def _image_plan(sizes: tuple[int, ...], merge_cells: int) -> _ImagePlan:
-    merged = orders.merged(np.array(sizes), merge_cells)
-    steps, num_clean = np.arange(len(merged)), FIRST_BLOCK + len(merged) - 2
-    masked_blocks = num_clean + 1 + steps
-    of_order = np.repeat(np.append(FIRST_BLOCK + steps[:-1], masked_blocks[-1]), merged)
-    of_copies = np.repeat(masked_blocks[:-1], merged[:-1])
-    numbers = masked_blocks.tolist()
-    sees = dict(zip(numbers, (FIRST_BLOCK + steps - 1).tolist(), strict=True))
-    return _ImagePlan(num_clean, tuple(numbers), sees, of_order, of_copies)
+    return _image_plan(tuple(sizes.tolist()), merge_cells).blocks(order, given)
 
 
 def text_schedule_blocks(
@@ -313,79 +273,114 @@ def text_schedule_blocks(
         length: tokens that the sampler may reach (whole text blocks; it never decodes beyond the
             first end-of-text). Tokens of `given` after that are absent.
     """
-    plan = _text_plan(rng, length, block_len, steps_per_block, given)
-    most = settings.text_masked_blocks
-    if settings.blocks == "plan" and len(plan.end) <= most:
-        steps, times = range(len(plan.end)), [*itertools.chain(*plan.sizes)]
-    else:
-        steps, times = _text_steps(rng, plan.sizes, most)
-    predicted = [plan.order[plan.begin[step] : plan.text_end[step]] for step in steps]
-    last_clean = [FIRST_BLOCK + step - 1 for step in steps]
-    num_clean = last_clean[-1]
-    masked_blocks = tuple(range(num_clean + 1, num_clean + 1 + len(steps)))
-    lengths, in_place = [len(tokens) for tokens in predicted], predicted.pop()
-    copies = np.concatenate([np.zeros(0, np.int64), *predicted])
-    step_of_copy = np.arange(len(predicted)).repeat(lengths[:-1])
-    block = _decoded_before(plan.order, [*itertools.chain(*plan.sizes)], steps[-1], given)
-    block[in_place] = masked_blocks[-1]
-    block = np.concatenate([block, step_of_copy + masked_blocks[0]], dtype=np.int32)
-    masked = block > num_clean
-    weight = masked.astype(float)
-    if settings.weighting == "1/t":
-        total, drawn = float(len(plan.order)), sum(times)
-        share = [total * often / (drawn * n) for often, n in zip(times, lengths, strict=True)]
-        weight[in_place] = share.pop()
-        weight[len(given) :] = np.array(share)[step_of_copy]
-    else:
-        total = float(sum(lengths))
-    sees = dict(zip(masked_blocks, last_clean, strict=True))
-    return Blocks(block, masked, num_clean, masked_blocks, weight, total, copies=copies, sees=sees)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TextPlan:
-    """A sampler's plan over a text response.
-
-    Attributes:
-        order: positions in the order in which they are decoded.
-        sizes: tokens of each step of each text block; the steps are numbered across text blocks.
-        begin, end: where in `order` each step begins and ends.
-        text_end: where in `order` the text block of each step ends.
-    """
-
-    order: Int[np.ndarray, " r"]
-    sizes: list[tuple[int, ...]]
-    begin: list[int]
-    end: list[int]
-    text_end: list[int]
-
-
-def _text_plan(
-    rng: np.random.Generator,
-    length: int,
-    block_len: int,
-    steps_per_block: int,
-    given: Bool[np.ndarray, " l"],
-) -> _TextPlan:
-    """Draws an order inside each text block with tokens to decode, split into even steps."""
     left = ~given
     text_blocks = [
         left[start : start + block_len].nonzero()[0] + start
         for start in range(0, length, block_len)
     ]
     orders = [rng.permutation(inside) for inside in text_blocks if len(inside)]
-    sizes = [even_split(len(inside), steps_per_block) for inside in orders]
-    begin, end, text_end = [], [], []
-    for size in sizes:
-        reached = [*itertools.accumulate(size, initial=end[-1] if end else 0)]
-        begin += reached[:-1]
-        end += reached[1:]
-        text_end += reached[-1:] * len(size)
-    return _TextPlan(np.concatenate(orders), sizes, begin, end, text_end)
+    sizes = tuple([even_split(len(inside), steps_per_block) for inside in orders])
+    most = settings.text_masked_blocks
+    if settings.blocks == "plan" and sum(map(len, sizes)) <= most:
+        steps = _whole_plan(sizes, settings.weighting)
+    else:
+        steps = _steps_of(sizes, *_text_steps(rng, sizes, most), settings.weighting)
+    return steps.blocks(np.concatenate(orders), given)
+
+
+class _Steps(NamedTuple):
+    """Steps of a plan, whatever its order; all fields but those described are as in `Blocks`.
+
+    Attributes:
+        of_order, weight: block and weight of each token in its own place, in the plan's order.
+        copied: where in that order the copied tokens are.
+        of_copies, weight_of_copies: block and weight of each copy.
+    """
+
+    num_clean: int
+    masked_blocks: tuple[int, ...]
+    sees: dict[int, int]
+    total: float
+    of_order: Int[np.ndarray, " r"]
+    weight: Float[np.ndarray, " r"]
+    copied: Int[np.ndarray, " c"]
+    of_copies: Int[np.ndarray, " c"]
+    weight_of_copies: Float[np.ndarray, " c"]
+
+    def blocks(self, order: Int[np.ndarray, " r"], given: Bool[np.ndarray, " l"]) -> Blocks:
+        """Returns the blocks of a response for one order."""
+        end, num = len(given), len(given) + len(self.copied)
+        block, weight = np.empty(num, np.int32), np.zeros(num)
+        block[:end] = ABSENT
+        block[:end][given] = GIVEN_BLOCK
+        block[order], block[end:] = self.of_order, self.of_copies
+        weight[order], weight[end:] = self.weight, self.weight_of_copies
+        return Blocks(
+            block, block > self.num_clean, self.num_clean, self.masked_blocks, weight, self.total,
+            copies=order[self.copied], sees=self.sees,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _image_plan(sizes: tuple[int, ...], merge_cells: int) -> _Steps:
+    merged = orders.merged(np.array(sizes), merge_cells).tolist()
+    return _whole_plan(tuple((size,) for size in merged), "mean")
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole_plan(sizes: tuple[tuple[int, ...], ...], weighting: str) -> _Steps:
+    times = [*itertools.chain(*sizes)]
+    return _steps_of(sizes, range(len(times)), times, weighting)
+
+
+def _steps_of(
+    sizes: tuple[tuple[int, ...], ...],
+    steps: Sequence[int],
+    times: Sequence[int],
+    weighting: str,
+) -> _Steps:
+    """Returns steps of a plan, each of which predicts what is still masked of its text block.
+
+    Args:
+        sizes: tokens of each step of each text block; the steps are numbered across text blocks.
+        steps: rising numbers of steps.
+        times: how often each was drawn.
+    """
+    size = [*itertools.chain(*sizes)]
+    starts, begin = [*itertools.accumulate(size, initial=0)], 0
+    end = []  # of the text block of each step
+    for own in sizes:
+        begin += sum(own)
+        end += [begin] * len(own)
+    lengths = [end[step] - starts[step] for step in steps]
+    num_clean = FIRST_BLOCK + steps[-1] - 1
+    masked_blocks = tuple(range(num_clean + 1, num_clean + 1 + len(steps)))
+    if weighting == "1/t":
+        total, drawn = float(begin), sum(times)
+        share = [total * often / (drawn * n) for often, n in zip(times, lengths, strict=True)]
+    else:
+        total, share = float(sum(lengths)), [1.0] * len(steps)
+    # The last step predicts tokens in their own places, the others predict copies.
+    copied = [np.arange(starts[step], end[step]) for step in steps[:-1]]
+    of_order, weight, last = np.full(begin, ABSENT), np.zeros(begin), starts[steps[-1]]
+    of_order[:last] = np.arange(FIRST_BLOCK, num_clean + 1).repeat(size[: steps[-1]])
+    of_order[last : end[steps[-1]]] = masked_blocks[-1]
+    weight[last : end[steps[-1]]] = share[-1]
+    return _Steps(
+        num_clean=num_clean,
+        masked_blocks=masked_blocks,
+        sees={number: FIRST_BLOCK + step - 1 for number, step in zip(masked_blocks, steps)},
+        total=total,
+        of_order=of_order,
+        weight=weight,
+        copied=np.concatenate([np.zeros(0, int), *copied]),
+        of_copies=np.array(masked_blocks[:-1], int).repeat(lengths[:-1]),
+        weight_of_copies=np.array(share[:-1]).repeat(lengths[:-1]),
+    )
 
 
 def _text_steps(
-    rng: np.random.Generator, sizes: list[tuple[int, ...]], count: int
+    rng: np.random.Generator, sizes: Sequence[tuple[int, ...]], count: int
 ) -> tuple[list[int], list[int]]:
     """Draws `count` stratified steps; returns the distinct ones and how often each was drawn.
 
@@ -415,14 +410,6 @@ def even_split(count: int, steps: int) -> tuple[int, ...]:
     """Splits `count` tokens over at most `steps` steps, the remainder to the first ones (spec 6)."""
     steps = min(steps, count)
     return tuple(count // steps + (step < count % steps) for step in range(steps))
-
-
-def _decoded_before(order, sizes, step, given) -> Int[np.ndarray, " l"]:
-    """Returns the block of every token that the plan decoded before `step`; ABSENT for others."""
-    block = np.where(given, np.int32(GIVEN_BLOCK), np.int32(ABSENT))
-    done = np.arange(FIRST_BLOCK, FIRST_BLOCK + step).repeat(sizes[:step])
-    block[order[: len(done)]] = done
-    return block
 
 
 def partly_known(
@@ -637,7 +624,8 @@ def _answers(
         mask_id, register_id = model.text_mask_id, model.text_register_id
     blocks, numbers = [row.blocks for row in rows], np.arange(len(rows))
     block = np.concatenate([one.block for one in blocks])
-    present = (block != ABSENT).nonzero()[0]
+    present = block != ABSENT
+    present = slice(None) if present.all() else present.nonzero()[0]
     example = numbers.repeat([len(one.block) for one in blocks])[present]
     responses = [row.response[:, 0] if is_text else row.response for row in rows]
     places = [(np.arange(len(r)), one.copies) for r, one in zip(responses, blocks, strict=True)]

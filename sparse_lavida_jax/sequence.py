@@ -241,8 +241,10 @@ def stack_images(
     images: list[UInt8[np.ndarray, "h w 3"] | None],
 ) -> UInt8[np.ndarray, "b h w 3"] | None:
     """Stacks the images of a batch; a row without one gets a blank that no token looks at."""
-    stacked = stack_views([() if image is None else (image[None],) for image in images])
-    return None if stacked is None else np.asarray(stacked[:, 0])
+    blank = next((np.zeros_like(image) for image in images if image is not None), None)
+    if blank is None:
+        return None
+    return np.stack([blank if image is None else image for image in images])
 
 
 def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:

@@ -363,17 +363,16 @@ def _stacked(
     total = np.array([sum(stream.totals[i] for i in members) for members in shared], np.float32)
     if not length:
         return None, {"total": total}
-    made = _sorted_and_padded(stream, shared, length, pad_token)
-    segment = made["segment"] if by_segment else None
-    layout = make_layout(made["position"], made["block"], made["last_clean"], segment)
+    made = _sorted_and_padded(stream, shared, length, pad_token, by_segment=by_segment)
+    layout = make_layout(made["position"], made["block"], made["last_clean"], made.get("segment"))
     layout = without_blocks(layout) if full_attention else layout
     return Stream(made["tokens"], made["index"], layout), made | {"total": total}
 
 
 def _sorted_and_padded(
-    stream: StreamTokens, shared: Shared, length: int, pad_token: int
+    stream: StreamTokens, shared: Shared, length: int, pad_token: int, *, by_segment: bool
 ) -> dict[str, np.ndarray]:
-    """Returns one stream of a batch: fields of `Tokens`, and the segment of each token."""
+    """Returns one stream of a batch: fields of `Tokens`, and perhaps the segment of each token."""
     # The place of each example, counted over the segments of all rows.
     per_row, place = len(shared[0]), np.empty(len(stream.totals), int)
     place[[i for members in shared for i in members]] = np.arange(len(place))
@@ -384,17 +383,18 @@ def _sorted_and_padded(
             f"a row has {most} tokens, and the shape of its batch holds {length}: give a larger"
             " shape, or leave the row out."
         )
-    columns = vars(stream.tokens) | {"segment": place % per_row}
+    columns = vars(stream.tokens) | ({"segment": place % per_row} if by_segment else {})
     del columns["total"]
-    by_block = sort_by_block(columns["block"], place)
+    slots = np.empty(len(place), int)
     is_token = np.arange(length) < filled[:, None]
+    slots[sort_by_block(columns["block"], place)] = is_token.reshape(-1).nonzero()[0]
     fills = {"tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": per_row}
 
     def padded(values, fill):
         dtype = np.float32 if values.dtype.kind == "f" else np.int32
-        result = np.full((*is_token.shape, *values.shape[1:]), fill, dtype)
-        result[is_token] = values[by_block]
-        return result
+        result = np.full((is_token.size, *values.shape[1:]), fill, dtype)
+        result[slots] = values
+        return result.reshape(*is_token.shape, *values.shape[1:])
 
     return {name: padded(values, fills.get(name, 0)) for name, values in columns.items()}
 
@@ -431,8 +431,8 @@ def deal(lengths: list[RowShape], per_row: int) -> Shared:
 
 def longest(lengths: list[RowShape], shared: Shared) -> RowShape:
     """Returns the largest number of tokens of a row in each stream."""
-    of_rows = [np.sum([lengths[i] for i in row], axis=0) for row in shared]
-    return RowShape(*np.max(of_rows, axis=0).tolist())
+    of_rows = ([sum(side) for side in zip(*[lengths[i] for i in row])] for row in shared)
+    return RowShape(*map(max, zip(*of_rows)))
 
 
 def buckets(

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sparse_lavida_jax.scenes.world import COLOURS, NUM_CELLS, SHAPES, SIZES, Object, Scene
+from sparse_lavida_jax.scenes.world import COLOURS, NAMED, NUM_CELLS, SHAPES, SIZES, Object, Scene
 
 Pair = tuple[str, str]  # shape, colour
 Pairs = tuple[Pair, ...]
@@ -108,7 +108,7 @@ class Dice:
         return self.pick(_common(pool, among) or among)
 
     def thing(self, alone: bool = False, among: Pairs = PAIRS) -> Object:
-        return Object(*self.pair(alone, among), self.pick(SIZES))
+        return NAMED[*self.pair(alone, among), self.pick(SIZES)]
 
     def scene(self, low: int = 1, high: int = MOST_OBJECTS) -> Scene:
         """Returns a scene of low..high objects."""

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from typing import Any
 
-from sparse_lavida_jax.scenes.world import COLOURS, EXTENT, GRID, SHAPES, SIZES, Object
+from sparse_lavida_jax.scenes.world import COLOURS, EXTENT, GRID, NAMED, SHAPES, SIZES, Object
 
 NUMBERS = ("a", "two", "three", "four", "five", "six")
 RELATIONS = ("left of", "right of", "above", "below")
@@ -65,7 +65,7 @@ class Phrase:
         size = self.size or size
         if self.shape is None or self.colour is None or size is None:
             raise GrammarError(f"'{self}' lacks a size, colour or shape")
-        return Object(self.shape, self.colour, size)
+        return NAMED[self.shape, self.colour, size]
 
     @staticmethod
     def parse(text: str) -> "Phrase":

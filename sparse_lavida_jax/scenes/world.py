@@ -72,6 +72,7 @@ class Object:
 OBJECTS = tuple(
     Object(shape, colour, size) for shape in SHAPES for colour in COLOURS for size in SIZES
 )
+NAMED = {(*thing.pair, thing.size): thing for thing in OBJECTS}
 _INDEX = {(*thing.pair, thing.size): number for number, thing in enumerate(OBJECTS, start=1)}
 
 
@@ -128,9 +129,19 @@ def render(
     Raises:
         ValueError: `size` is not a multiple of 6 (cells), or too small.
     """
-    grid = scene.grid if isinstance(scene, Scene) else scene
-    stamps = stamps_of(_cell_size(size, size))
-    return stamps[grid].swapaxes(1, 2).reshape(size, size, 3)
+    cell_size = _cell_size(size, size)
+    cells = scene.cells if isinstance(scene, Scene) else scene.reshape(-1).tolist()
+    stamps = stamps_of(cell_size)
+    image = _blank(cell_size).copy()
+    for cell, appearance in enumerate(cells):
+        if appearance != EMPTY:
+            image[cell // GRID, :, cell % GRID] = stamps[appearance]
+    return image.reshape(size, size, 3)
+
+
+@functools.lru_cache(maxsize=8)
+def _blank(cell_size: int) -> UInt8[np.ndarray, "y h x w 3"]:
+    return np.full((GRID, cell_size, GRID, cell_size, 3), BACKGROUND, np.uint8)
 
 
 def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Scene | Unreadable:

@@ -16,10 +16,12 @@ COLUMNS = ("single", "colours", "two", "counting", "position", "binding")
 def make(dice: Dice) -> Sample:
     column = dice.pick(COLUMNS[2:] if dice.held_out else COLUMNS)
     request = make_request(dice, column)
-    cells = _places(dice, request)
+    cells, phrases = _places(dice, request), request.phrases
     entries = tuple(
-        (cell, phrase.thing(phrase.size or dice.pick(SIZES)))
-        for cell, phrase in zip(cells, request.phrases, strict=True)
+        [
+            (cell, phrase.thing(phrase.size or dice.pick(SIZES)))
+            for cell, phrase in zip(cells, phrases, strict=True)
+        ]
     )
     scene, plan = Scene.of(dict(entries)), str(Plan(entries))
     return Sample(str(request), target=scene, plan=plan, column=column)
