@@ -34,7 +34,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.struct
@@ -46,7 +47,6 @@ from sparse_lavida_jax.layout import (
     FIRST_BLOCK,
     GIVEN_BLOCK,
     NO_CELL,
-    NO_FEATURE,
     PROMPT_BLOCK,
     Stream,
 )
@@ -113,8 +113,7 @@ def _normal_quantile(share: float) -> float:
 # Blocks of a response.
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The state of each token of one response in one training pass.
 
     The tokens of the response may be followed by copies of some (`copies`): a token occurs once for
@@ -143,8 +142,8 @@ class Blocks:
     total: float
     known: Bool[np.ndarray, "n g"] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
-    copies: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-    sees: dict[int, int] = dataclasses.field(default_factory=dict)
+    copies: Int[np.ndarray, " c"] = np.zeros(0, np.int64)
+    sees: Mapping[int, int] = types.MappingProxyType({})
 
     @property
     def is_by_code(self) -> bool:
@@ -299,7 +298,7 @@ class _Steps(NamedTuple):
 
     num_clean: int
     masked_blocks: tuple[int, ...]
-    sees: dict[int, int]
+    sees: Mapping[int, int]
     total: float
     of_order: Int[np.ndarray, " r"]
     weight: Float[np.ndarray, " r"]
@@ -434,7 +433,7 @@ def partly_known(
                 known[cells] = rank < rng.integers(1, codes_per_token)
         if settings.weighting == "mean":
             total -= known.sum() / codes_per_token
-    return dataclasses.replace(blocks, known=known, total=total)
+    return blocks._replace(known=known, total=total)
 
 
 # ---------------------------------------------------------------------------------------------

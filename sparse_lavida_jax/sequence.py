@@ -8,13 +8,13 @@ prompts out, for training and for sampling.
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import einops
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
 from sparse_lavida_jax.visibility import AnyArray
 
 Kind = Literal["text", "image"]
@@ -120,8 +120,7 @@ def prompt_tokens(parts: Iterable[Part]) -> tuple[int, int]:
     return sum(count for count, _ in tokens) - image, image
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptRow:
+class PromptRow(NamedTuple):
     """One row of prompt, laid out: the contents of block 0, and where the response goes.
 
     Attributes:

@@ -128,10 +128,13 @@ class TrainingRow(Row):
             return None
         masked = [row.masked for row in rows]
         if per_row > 1 or shape.views:
-            views, features = ([row.example.shown for row in rows], [m.prompt.feature for m in masked])
+            views, features = (
+                [row.example.shown for row in rows],
+                [m.prompt.feature for m in masked],
+            )
             features, pixels = see_together(features, views, shared, shape.views, model.vision)
             masked = [
-                one._replace(prompt=dataclasses.replace(one.prompt, feature=feature))
+                one._replace(prompt=one.prompt._replace(feature=feature))
                 for one, feature in zip(masked, features, strict=True)
             ]
         else:
@@ -159,7 +162,7 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
     if settings.data.edit_area_weight > 1:  # then all rows of a batch have weights by code
         weight = example.code_weight
         weight = np.ones((len(example.response), codes)) if weight is None else weight
-        blocks = dataclasses.replace(blocks, code_weight=weight)
+        blocks = blocks._replace(code_weight=weight)
     prompt = prompt_row(
         example.parts,
         text_mask_id=model.text_mask_id,
@@ -194,7 +197,7 @@ def given_of(
 ) -> Bool[np.ndarray, " l"]:
     """With probability `given`, marks a random rectangle or set of spans as given."""
     given = example.given
-    if given.any() or rng.random() >= settings.data.given:
+    if np.count_nonzero(given) or rng.random() >= settings.data.given:
         return given
     if example.kind == "image":
         side = settings.model.grid_size

@@ -8,7 +8,7 @@ LOC tokens.
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparse_lavida_jax.scenes.world import COLOURS, EXTENT, GRID, NAMED, SHAPES, SIZES, Object
 
@@ -32,8 +32,7 @@ class GrammarError(ValueError):
     """Words without a meaning in the small world."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Phrase:
+class Phrase(NamedTuple):
     """A description of an object; `None` is left unsaid. Without a shape it is a "thing"."""
 
     shape: str | None = None
@@ -222,7 +221,9 @@ class Plan:
     entries: tuple[tuple[int, Object | None], ...]
 
     def __str__(self) -> str:
-        return ",".join([f" {thing or 'nothing'}{_CELL_TEXTS[cell]}" for cell, thing in self.entries])
+        return ",".join(
+            [f" {thing or 'nothing'}{_CELL_TEXTS[cell]}" for cell, thing in self.entries]
+        )
 
     @property
     def appearances(self) -> dict[int, int]:

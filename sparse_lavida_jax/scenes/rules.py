@@ -9,7 +9,7 @@ from sparse_lavida_jax.scenes.grammar import (
     Phrase,
     SceneRequest,
 )
-from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS, Object, Scene
+from sparse_lavida_jax.scenes.world import EMPTY, GRID, Object, Scene
 
 CORRECT = "is correct"
 

@@ -13,7 +13,6 @@ example has an object of a held-out pair, in an image or in a text, that is *not
 conditions exclude each other: `is_held_out` is the line between them.
 """
 
-import dataclasses
 import importlib
 import pkgutil
 import re
@@ -68,16 +67,12 @@ def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
     if others:
         made = make(sample(others[index % len(others)], seed, index, split))
         assert made is not None
-        return _named(made, task, held_out=False)
+        return made._replace(task=task)
     dice = Dice(seed, f"{split}/{task}", index, held_out=split == "held_out")
     while True:
         made = make(dice)
         if made is not None and is_held_out(made) == dice.held_out:
-            return _named(made, task, held_out=dice.held_out)
-
-
-def _named(made: Sample, task: str, *, held_out: bool) -> Sample:
-    return Sample(**(vars(made) | {"task": task, "held_out": held_out}))
+            return made._replace(task=task, held_out=dice.held_out)
 
 
 def is_held_out(sample: Sample) -> bool:
