@@ -368,7 +368,10 @@ def _steps_of(
     return _Steps(
         num_clean=num_clean,
         masked_blocks=masked_blocks,
-        sees={number: FIRST_BLOCK + step - 1 for number, step in zip(masked_blocks, steps)},
+        sees={
+            number: FIRST_BLOCK + step - 1
+            for number, step in zip(masked_blocks, steps, strict=True)
+        },
         total=total,
         of_order=of_order,
         weight=weight,
@@ -406,7 +409,7 @@ def _stratified(rng: np.random.Generator, sizes: Sequence[int], count: int) -> l
 
 @functools.cache
 def even_split(count: int, steps: int) -> tuple[int, ...]:
-    """Splits `count` tokens over at most `steps` steps, the remainder to the first ones (spec 6)."""
+    """Splits `count` tokens over up to `steps` steps, the remainder to the first ones (spec 6)."""
     steps = min(steps, count)
     return tuple(count // steps + (step < count % steps) for step in range(steps))
 

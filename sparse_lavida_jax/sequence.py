@@ -6,7 +6,7 @@ prompts out, for training and for sampling.
 """
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -30,6 +30,10 @@ class Text:
 
     ids: Int[np.ndarray, " n"]
     keep: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,7 @@ class VisionTokens:
                 " of the image."
             )
 
-    @property
+    @functools.cached_property
     def features(self) -> Int[np.ndarray, " n"]:
         return np.arange(self.num_tokens) if self.index is None else self.index
 
@@ -74,12 +78,20 @@ class Source:
 
     codes: Int[np.ndarray, "n g"]
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.codes)
+
 
 @dataclasses.dataclass(frozen=True)
 class LearnedText:
     """Text that training on whole sequences predicts (`lavida_o.objective`); never dropped."""
 
     ids: Int[np.ndarray, " n"]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +116,6 @@ Part = Text | VisionTokens | Source | LearnedText | Blank | Response
 
 def num_tokens(part: Part) -> int:
     """Returns the number of positions that a part takes in the sequence."""
-    match part:
-        case Text() | LearnedText():
-            return len(part.ids)
-        case Source():
-            return len(part.codes)
     return part.num_tokens
 
 
@@ -177,40 +184,42 @@ def prompt_row(
         ValueError: there is not exactly one `Response`.
     """
     drop_vision = drop_prompt if drop_vision is None else drop_vision
-    counts = [num_tokens(part) for part in parts]
-    starts = [*itertools.accumulate(counts, initial=0)]
-    responses = [starts[i] for i, part in enumerate(parts) if isinstance(part, Response)]
-    if len(responses) != 1:
-        got = "a second one" if responses else "none"
-        raise ValueError(f"a prompt holds exactly one Response, got {got}.")
-    length = starts[-1]
-    # Those of the tokens in the understanding stream: `end` of them so far.
+    counts = [part.num_tokens for part in parts]
+    length = sum(counts)
+    # Of the tokens in the understanding stream, `end` so far; there are at most as many as in all.
     ids, feature = np.empty(length, np.int32), np.empty(length, np.int32)
     ids[:], feature[:] = text_mask_id, NO_FEATURE
     position, is_answer = np.arange(length, dtype=np.int32), np.zeros(length, bool)
+    responses: list[int] = []
     sources: list[tuple[np.ndarray, ...]] = []
-    end = features = 0
-    for part, start, count in zip(parts, starts, counts, strict=False):
+    start = end = features = 0
+    for part, count in zip(parts, counts, strict=True):
         at = slice(end, end + count)
+        start += count
         match part:
+            case Text():
+                if not (drop_kept if part.keep else drop_prompt):
+                    ids[at] = part.ids
             case Response():
+                responses.append(start - count)
                 position[end:] += count
                 continue
-            case Source() if not drop_source:
-                position[end:] += count
-                sources.append((part.codes, (cell := np.arange(count)), start + cell))
-                continue
-            case Text() if not (drop_kept if part.keep else drop_prompt):
-                ids[at] = part.ids
-            case LearnedText():
-                ids[at], is_answer[at] = part.ids, True
             case VisionTokens():
                 if not drop_vision:
-                    feature[at] = features + part.features
+                    feature[at] = features + part.features if features else part.features
                 features += part.feature_count
+            case Source() if not drop_source:
+                position[end:] += count
+                sources.append((part.codes, (cell := np.arange(count)), start - count + cell))
+                continue
+            case LearnedText():
+                ids[at], is_answer[at] = part.ids, True
             case Blank() if not drop_prompt:
                 feature[at] = NO_EMBEDDING
         end += count
+    if len(responses) != 1:
+        got = "a second one" if responses else "none"
+        raise ValueError(f"a prompt holds exactly one Response, got {got}.")
     no_cells = np.zeros(0, np.int32)
     codes, cell, source_position = np.zeros((0, codes_per_token), np.int32), no_cells, no_cells
     if sources:

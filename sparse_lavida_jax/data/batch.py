@@ -434,8 +434,10 @@ def deal(lengths: list[RowShape], per_row: int) -> Shared:
 
 def longest(lengths: list[RowShape], shared: Shared) -> RowShape:
     """Returns the largest number of tokens of a row in each stream."""
-    of_rows = ([sum(side) for side in zip(*[lengths[i] for i in row])] for row in shared)
-    return RowShape(*map(max, zip(*of_rows)))
+    of_rows = [
+        [sum(side) for side in zip(*[lengths[i] for i in row], strict=True)] for row in shared
+    ]
+    return RowShape(*map(max, zip(*of_rows, strict=True)))
 
 
 def buckets(

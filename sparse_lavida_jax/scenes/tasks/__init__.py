@@ -79,9 +79,8 @@ def is_held_out(sample: Sample) -> bool:
     """Says whether a held-out pair occurs with company: see the top of this file."""
     scenes = [scene for scene in (sample.image, sample.target) if scene is not None]
     texts = [text for text in (sample.prompt, sample.answer, sample.plan) if text]
-    if all(_HELD_OUT_LOOKS.isdisjoint(scene.cells) for scene in scenes) and not any(
-        name in text for text in texts for name in _HELD_OUT_NAMES
-    ):
+    looks, words = [_HELD_OUT_LOOKS.isdisjoint(scene.cells) for scene in scenes], ". ".join(texts)
+    if all(looks) and not any([name in words for name in _HELD_OUT_NAMES]):
         return False
     found = [[thing.pair for _, thing in scene.objects()] for scene in scenes]
     found += [_named_pairs(text) for text in texts]

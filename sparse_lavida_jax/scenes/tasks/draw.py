@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws an image of what a request names."""
 
-import itertools
-
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import RELATIONS, Phrase, Plan, SceneRequest
@@ -16,14 +14,9 @@ COLUMNS = ("single", "colours", "two", "counting", "position", "binding")
 def make(dice: Dice) -> Sample:
     column = dice.pick(COLUMNS[2:] if dice.held_out else COLUMNS)
     request = make_request(dice, column)
-    cells, phrases = _places(dice, request), request.phrases
-    entries = tuple(
-        [
-            (cell, phrase.thing(phrase.size or dice.pick(SIZES)))
-            for cell, phrase in zip(cells, phrases, strict=True)
-        ]
-    )
-    scene, plan = Scene.of(dict(entries)), str(Plan(entries))
+    placed = zip(_places(dice, request), request.phrases, strict=True)
+    entries = [(cell, phrase.thing(phrase.size or dice.pick(SIZES))) for cell, phrase in placed]
+    scene, plan = Scene.of(dict(entries)), str(Plan(tuple(entries)))
     return Sample(str(request), target=scene, plan=plan, column=column)
 
 
@@ -55,9 +48,11 @@ def _perhaps_size(dice: Dice) -> str | None:
 def _places(dice: Dice, request: SceneRequest) -> list[int]:
     """Chooses a cell for every object of a request; objects of one phrase in raster order."""
     if request.relation is None:
-        cells = iter(dice.several(range(NUM_CELLS), len(request.phrases)))
-        groups = (sorted(itertools.islice(cells, count)) for count, _ in request.items)
-        return [cell for group in groups for cell in group]
+        cells = dice.several(range(NUM_CELLS), sum(count for count, _ in request.items))
+        places: list[int] = []
+        for count, _ in request.items:
+            places += sorted(cells[len(places) : len(places) + count])
+        return places
     low, high = sorted(dice.several(range(GRID), 2))
     if request.relation in ("right of", "below"):
         low, high = high, low
