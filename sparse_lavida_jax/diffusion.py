@@ -291,9 +291,10 @@ class _Steps(NamedTuple):
     """Steps of a plan, whatever its order; all fields but those described are as in `Blocks`.
 
     Attributes:
-        of_order, weight: block and weight of each token in its own place, in the plan's order.
+        of_order: block of each token in its own place, in the plan's order.
         copied: where in that order the copied tokens are.
-        of_copies, weight_of_copies: block and weight of each copy.
+        of_copies: block of each copy.
+        weights: of the tokens of each block, from 0 on; the last one is that of `ABSENT`.
     """
 
     num_clean: int
@@ -301,22 +302,22 @@ class _Steps(NamedTuple):
     sees: Mapping[int, int]
     total: float
     of_order: Int[np.ndarray, " r"]
-    weight: Float[np.ndarray, " r"]
     copied: Int[np.ndarray, " c"]
     of_copies: Int[np.ndarray, " c"]
-    weight_of_copies: Float[np.ndarray, " c"]
+    weights: Float[np.ndarray, " n"]
 
     def blocks(self, order: Int[np.ndarray, " r"], given: Bool[np.ndarray, " l"]) -> Blocks:
         """Returns the blocks of a response for one order."""
-        end, num = len(given), len(given) + len(self.copied)
-        block, weight = np.empty(num, np.int32), np.zeros(num)
-        block[:end] = ABSENT
-        block[:end][given] = GIVEN_BLOCK
+        end = len(given)
+        block = np.empty(end + len(self.copied), np.int32)
+        if len(order) < end:
+            block[:end] = ABSENT
+            block[:end][given] = GIVEN_BLOCK
         block[order], block[end:] = self.of_order, self.of_copies
-        weight[order], weight[end:] = self.weight, self.weight_of_copies
+        masked, weight, copies = block > self.num_clean, self.weights[block], order[self.copied]
         return Blocks(
-            block, block > self.num_clean, self.num_clean, self.masked_blocks, weight, self.total,
-            copies=order[self.copied], sees=self.sees,
+            block, masked, self.num_clean, self.masked_blocks, weight, self.total,
+            copies=copies, sees=self.sees,
         )  # fmt: skip
 
 
@@ -361,10 +362,9 @@ def _steps_of(
         total, share = float(sum(lengths)), [1.0] * len(steps)
     # The last step predicts tokens in their own places, the others predict copies.
     copied = [np.arange(starts[step], end[step]) for step in steps[:-1]]
-    of_order, weight, last = np.full(begin, ABSENT), np.zeros(begin), starts[steps[-1]]
+    of_order, last = np.full(begin, ABSENT), starts[steps[-1]]
     of_order[:last] = np.arange(FIRST_BLOCK, num_clean + 1).repeat(size[: steps[-1]])
     of_order[last : end[steps[-1]]] = masked_blocks[-1]
-    weight[last : end[steps[-1]]] = share[-1]
     return _Steps(
         num_clean=num_clean,
         masked_blocks=masked_blocks,
@@ -374,10 +374,9 @@ def _steps_of(
         },
         total=total,
         of_order=of_order,
-        weight=weight,
         copied=np.concatenate([np.zeros(0, int), *copied]),
         of_copies=np.array(masked_blocks[:-1], int).repeat(lengths[:-1]),
-        weight_of_copies=np.array(share[:-1]).repeat(lengths[:-1]),
+        weights=np.array([*[0.0] * (num_clean + 1), *share, 0.0]),
     )
 
 
@@ -557,7 +556,7 @@ class Masked(NamedTuple):
 
     def num_tokens(self, model: config.Model, *, full_attention: bool = False) -> tuple[int, int]:
         """Returns the number of tokens of each stream that `corrupt` makes."""
-        answer = int(np.count_nonzero(self.blocks.block != ABSENT))
+        answer = len((self.blocks.block != ABSENT).nonzero()[0])
         if not full_attention:
             answer += model.num_registers * len(self.blocks.masked_blocks)
         is_text = self.kind == "text"

@@ -12,12 +12,18 @@ COLUMNS = ("single", "colours", "two", "counting", "position", "binding")
 
 
 def make(dice: Dice) -> Sample:
+    return make_with_request(dice)[0]
+
+
+def make_with_request(dice: Dice) -> tuple[Sample, SceneRequest, Plan]:
+    """Makes an example; returns it with what its words and its layout mean."""
     column = dice.pick(COLUMNS[2:] if dice.held_out else COLUMNS)
     request = make_request(dice, column)
     placed = zip(_places(dice, request), request.phrases, strict=True)
     entries = [(cell, phrase.thing(phrase.size or dice.pick(SIZES))) for cell, phrase in placed]
-    scene, plan = Scene.of(dict(entries)), str(Plan(tuple(entries)))
-    return Sample(str(request), target=scene, plan=plan, column=column)
+    scene, plan = Scene.of(dict(entries)), Plan(tuple(entries))
+    made = Sample(str(request), target=scene, plan=str(plan), column=column)
+    return made, request, plan
 
 
 def make_request(dice: Dice, column: str) -> SceneRequest:

@@ -24,10 +24,10 @@ def make_hole(dice: Dice, *, word: str) -> Sample | None:
     known = [word == "fill"] * NUM_CELLS
     for cell in inside:
         known[cell] = not known[cell]
-    drawn = draw.make(dice)
+    drawn, _, plan = draw.make_with_request(dice)
     whole = drawn.target
-    assert whole is not None and drawn.plan is not None
-    missing = tuple(entry for entry in Plan.parse(drawn.plan).entries if not known[entry[0]])
+    assert whole is not None
+    missing = tuple(entry for entry in plan.entries if not known[entry[0]])
     if not missing:
         return None
     return Sample(
