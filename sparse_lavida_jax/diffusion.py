@@ -591,8 +591,7 @@ def corrupt_together(
     rows: Sequence[Masked], model: config.Model, *, full_attention: bool = False
 ) -> tuple[StreamTokens, StreamTokens]:
     """Lays out rows as `corrupt` does: the same tokens, in much less time for many rows."""
-    by_code = any(row.blocks.is_by_code for row in rows)
-    prompts = [row.prompt for row in rows]
+    by_code, prompts = rows[0].blocks.is_by_code, [row.prompt for row in rows]
     streams, kinds = [], [row.kind for row in rows]
     for kind, in_prompt, weight_by_code in (
         ("text", [(one.ids, one.feature, one.position) for one in prompts], False),
@@ -655,7 +654,7 @@ def _answers(
         index=no_index if is_text else np.concatenate([here, no_index]),
         position=np.concatenate([position, (after[:, None] + np.arange(count)).reshape(-1)]),
         block=block,
-        last_clean=np.concatenate(last_clean)[block + _starts(last_clean)[example]],
+        last_clean=np.array([*itertools.chain(*last_clean)])[block + _starts(last_clean)[example]],
         target=_extended(target, registers, 0),
         weight=_extended(weight, registers, 0),
     )

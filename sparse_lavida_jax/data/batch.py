@@ -390,22 +390,18 @@ def _sorted_and_padded(
     del columns["total"]
     slots = np.empty(len(place), int)
     is_token = np.arange(length) < filled[:, None]
-    block = columns["block"].astype(np.int64)
-    slots[_sorted(place * (block.max(initial=0) + 1) + block)] = is_token.reshape(-1).nonzero()[0]
+    block = columns["block"]
+    by_block = (place * (int(block.max(initial=0)) + 1) + block).argsort(kind="stable")
+    slots[by_block] = is_token.reshape(-1).nonzero()[0]
     fills = {"tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": per_row}
 
     def padded(values, fill):
         dtype = np.float32 if values.dtype.kind == "f" else np.int32
         result = np.full((is_token.size, *values.shape[1:]), fill, dtype)
-        result[slots] = values
+        result[slots] = values.astype(dtype, copy=False)
         return result.reshape(*is_token.shape, *values.shape[1:])
 
     return {name: padded(values, fills.get(name, 0)) for name, values in columns.items()}
-
-
-def _sorted(keys: Int[np.ndarray, " s"]) -> Int[np.ndarray, " s"]:
-    """Returns the stable permutation that sorts keys from 0 on; numbers of 16 bits sort fast."""
-    return keys.astype(np.min_scalar_type(int(keys.max(initial=0)))).argsort(kind="stable")
 
 
 # ---------------------------------------------------------------------------------------------
