@@ -480,7 +480,6 @@ class Tokens:
         position, block: tags.
         last_clean: the last clean block that each token sees, in addition to its own block.
         target, weight: the value to predict, and its weight in the loss.
-        total: what the weighted sum of the losses is divided by.
     """
 
     tokens: Int[np.ndarray, "s *g"]
@@ -490,14 +489,12 @@ class Tokens:
     last_clean: Int[np.ndarray, " s"]
     target: Int[np.ndarray, "s *g"]
     weight: Float[np.ndarray, "s *_g"]
-    total: float = 0.0
 
     @classmethod
     def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
         """Concatenates tokens, in the order of the parts."""
-        names = [name for name in vars(parts[0]) if name != "total"]
-        columns = {name: np.concatenate([vars(one)[name] for one in parts]) for name in names}
-        return cls(**columns, total=sum(one.total for one in parts))
+        columns = zip(*[vars(one).values() for one in parts], strict=True)
+        return cls(*map(np.concatenate, columns))
 
     @classmethod
     def of_prompt(cls, tokens, index, position, *, weight_by_code: bool = False) -> "Tokens":
@@ -507,18 +504,46 @@ class Tokens:
         return cls(tokens, index, position, block, block, np.zeros_like(tokens), weight)
 
 
-@dataclasses.dataclass(frozen=True)
-class CorruptedRow:
-    """One example in one training pass, not sorted or padded.
+class CorruptedRow(NamedTuple):
+    """One example in one training pass: prompt, clean tokens, masked tokens and their registers.
 
     Attributes:
-        understanding, generation: the tokens of both streams.
-        predicts: the streams that contain a response.
+        response: clean ids of a text response (g = 1) or codes of an image response.
+        kind: the stream that contains the response and its registers.
+        full_attention: every token in block 0 and no registers (LaViDa-O).
     """
 
-    understanding: Tokens
-    generation: Tokens
-    predicts: Predicts
+    prompt: PromptRow
+    response: Int[np.ndarray, "l g"]
+    kind: Kind
+    blocks: Blocks
+    model: config.Model
+    full_attention: bool = False
+
+    @property
+    def predicts(self) -> Predicts:
+        """The stream that contains the response."""
+        return "understanding" if self.kind == "text" else "generation"
+
+    @property
+    def understanding(self) -> Tokens:
+        return corrupt_together([self])[0].tokens
+
+    @property
+    def generation(self) -> Tokens:
+        return corrupt_together([self])[1].tokens
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The number of tokens of both streams."""
+        answer, is_text = len((self.blocks.block != ABSENT).nonzero()[0]), self.kind == "text"
+        if not self.full_attention:
+            answer += self.model.num_registers * len(self.blocks.masked_blocks)
+        text, image = len(self.prompt.ids), len(self.prompt.codes)
+        return (text + answer, image) if is_text else (text, image + answer)
+
+
+corrupt = CorruptedRow
 
 
 class StreamTokens(NamedTuple):
@@ -527,70 +552,22 @@ class StreamTokens(NamedTuple):
     Attributes:
         tokens: of all examples; those of one example are in order.
         example: the index of the example that each token belongs to.
-        totals: of each example; see `Tokens.total`.
+        totals: what the weighted sum of the losses of each example is divided by.
     """
 
     tokens: Tokens
     example: Int[np.ndarray, " s"]
     totals: Sequence[float]
 
-
-class Masked(NamedTuple):
-    """One example in one training pass, as drawn.
-
-    Attributes:
-        prompt: laid out; some of it may be dropped.
-        response: clean ids of a text response (g = 1) or codes of an image response.
-        kind: the stream that contains the response and its registers.
-        blocks: of the response.
-    """
-
-    prompt: PromptRow
-    response: Int[np.ndarray, "l g"]
-    kind: Kind
-    blocks: Blocks
-
-    @property
-    def predicts(self) -> Predicts:
-        return "understanding" if self.kind == "text" else "generation"
-
-    def num_tokens(self, model: config.Model, *, full_attention: bool = False) -> tuple[int, int]:
-        """Returns the number of tokens of each stream that `corrupt` makes."""
-        answer = len((self.blocks.block != ABSENT).nonzero()[0])
-        if not full_attention:
-            answer += model.num_registers * len(self.blocks.masked_blocks)
-        is_text = self.kind == "text"
-        prompt = self.prompt
-        return len(prompt.ids) + answer * is_text, len(prompt.codes) + answer * (not is_text)
+    @classmethod
+    def of(cls, parts: Sequence[Tokens], totals: Sequence[float]) -> "StreamTokens":
+        """Joins the tokens of examples."""
+        example = np.arange(len(parts)).repeat([len(one.block) for one in parts])
+        return cls(Tokens.joined(parts), example, totals)
 
 
-def corrupt(
-    prompt: PromptRow,
-    response: Int[np.ndarray, "l g"],
-    kind: Kind,
-    blocks: Blocks,
-    model: config.Model,
-    *,
-    full_attention: bool = False,
-) -> CorruptedRow:
-    """Lays out one row: prompt, clean tokens, masked tokens and their registers.
-
-    Args:
-        response, kind: see `Masked`.
-        full_attention: every token in block 0 and no registers (LaViDa-O).
-    """
-    row = Masked(prompt, response, kind, blocks)
-    understanding, generation = (
-        dataclasses.replace(tokens, total=totals[0])
-        for tokens, _, totals in corrupt_together([row], model, full_attention=full_attention)
-    )
-    return CorruptedRow(understanding, generation, row.predicts)
-
-
-def corrupt_together(
-    rows: Sequence[Masked], model: config.Model, *, full_attention: bool = False
-) -> tuple[StreamTokens, StreamTokens]:
-    """Lays out rows as `corrupt` does: the same tokens, in much less time for many rows."""
+def corrupt_together(rows: Sequence[CorruptedRow]) -> tuple[StreamTokens, StreamTokens]:
+    """Lays out both streams of rows."""
     by_code, prompts = rows[0].blocks.is_by_code, [row.prompt for row in rows]
     streams, kinds = [], [row.kind for row in rows]
     for kind, in_prompt, weight_by_code in (
@@ -602,7 +579,7 @@ def corrupt_together(
         columns = map(np.concatenate, zip(*in_prompt, strict=True))
         laid, totals = Tokens.of_prompt(*columns, weight_by_code=weight_by_code), [0.0] * len(rows)
         if numbers:
-            answers, of_answers = _answers([rows[i] for i in numbers], kind, model, full_attention)
+            answers, of_answers = _answers([rows[i] for i in numbers], kind)
             laid = Tokens.joined([laid, answers])
             example = np.concatenate([example, np.array(numbers)[of_answers]])
             for i in numbers:
@@ -611,14 +588,13 @@ def corrupt_together(
     return streams[0], streams[1]
 
 
-def _answers(
-    rows: Sequence[Masked], kind: Kind, model: config.Model, full_attention: bool
-) -> tuple[Tokens, Int[np.ndarray, " s"]]:
+def _answers(rows: Sequence[CorruptedRow], kind: Kind) -> tuple[Tokens, Int[np.ndarray, " s"]]:
     """Returns the tokens of responses that are not left out, their registers, and whose they are.
 
     A text has tokens [s], an image [s g].
     """
-    is_text, count = kind == "text", 0 if full_attention else model.num_registers
+    is_text, model = kind == "text", rows[0].model
+    count = 0 if rows[0].full_attention else model.num_registers
     mask_id, register_id = model.image_mask_id, model.image_register_id
     if is_text:
         mask_id, register_id = model.text_mask_id, model.text_register_id

@@ -25,10 +25,8 @@ from sparse_lavida_jax.diffusion import (
     Blocks,
     Corrupted,
     CorruptedRow,
-    Masked,
     Predicts,
     StreamTokens,
-    Tokens,
 )
 from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, without_blocks
 from sparse_lavida_jax.sequence import (
@@ -103,16 +101,13 @@ class TrainingRow(Row):
 
     Attributes:
         example: the clean example.
-        masked: its prompt, of which some may be dropped, and the blocks of its response.
+        blocks: of the response.
+        tokens: of both streams, masked; some of the prompt may be dropped.
     """
 
     example: Example
-    masked: Masked
-
-    @property
-    def blocks(self) -> Blocks:
-        """The blocks of the response."""
-        return self.masked.blocks
+    blocks: Blocks
+    tokens: CorruptedRow
 
     @staticmethod
     def batch(
@@ -126,25 +121,21 @@ class TrainingRow(Row):
         tokens = next((room for room in shape.rows if room.holds(fullest)), None)
         if tokens is None:
             return None
-        masked = [row.masked for row in rows]
+        corrupted = [row.tokens for row in rows]
         if per_row > 1 or shape.views:
-            views, features = (
-                [row.example.shown for row in rows],
-                [m.prompt.feature for m in masked],
-            )
+            views = [row.example.shown for row in rows]
+            features = [row.prompt.feature for row in corrupted]
             features, pixels = see_together(features, views, shared, shape.views, model.vision)
-            masked = [
-                one._replace(prompt=one.prompt._replace(feature=feature))
-                for one, feature in zip(masked, features, strict=True)
-            ]
+            for i, feature in enumerate(features):
+                seen = corrupted[i].prompt._replace(feature=feature)
+                corrupted[i] = corrupted[i]._replace(prompt=seen)
         else:
             pixels = stack_images([row.example.pixels for row in rows])
-        attention = settings.diffusion.attention
-        return stack_streams(
-            diffusion.corrupt_together(masked, model, full_attention=attention == "full"),
+        return stack(
+            corrupted,
             tokens,
             model,
-            full_attention=attention != "step_causal",
+            full_attention=settings.diffusion.attention != "step_causal",
             shared=shared if per_row > 1 else None,
             pixels=pixels,
             predicts=shape.predicts,
@@ -171,10 +162,10 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
         drop_source=rng.random() < settings.data.source_drop,
         room_after=_room_after(example, settings.data, rng),
     )
-    masked = Masked(prompt, example.response, example.kind, blocks)
     is_full = settings.diffusion.attention == "full"
-    length = RowShape(*masked.num_tokens(model, full_attention=is_full))
-    return TrainingRow(length, example.views, masked.predicts, example, masked)
+    tokens = CorruptedRow(prompt, example.response, example.kind, blocks, model, is_full)
+    length = RowShape(*tokens.lengths)
+    return TrainingRow(length, example.views, tokens.predicts, example, blocks, tokens)
 
 
 def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -> int:
@@ -298,14 +289,9 @@ def stack(
     Raises:
         ValueError: a row is longer than `shape`.
     """
-    streams = []
-    for tokens in ([row.understanding for row in rows], [row.generation for row in rows]):
-        example = np.arange(len(rows)).repeat([len(one.block) for one in tokens])
-        totals = [one.total for one in tokens]
-        streams.append(StreamTokens(Tokens.joined(tokens), example, totals))
-    found: set[Predicts] = {row.predicts for row in rows}
+    found = {row.predicts for row in rows}
     predicts = predicts or (found.pop() if len(found) == 1 else "both")
-    return stack_streams((streams[0], streams[1]), shape, model, predicts=predicts, **how)
+    return stack_streams(diffusion.corrupt_together(rows), shape, model, predicts=predicts, **how)
 
 
 def stack_streams(
@@ -387,7 +373,6 @@ def _sorted_and_padded(
             " shape, or leave the row out."
         )
     columns = vars(stream.tokens) | ({"segment": place % per_row} if by_segment else {})
-    del columns["total"]
     slots = np.empty(len(place), int)
     is_token = np.arange(length) < filled[:, None]
     block = columns["block"]
