@@ -105,7 +105,7 @@ class Dice:
         pool = PAIRS if alone or self.held_out else TRAINED
         if self.held_out and self.chance(50):
             pool = HELD_OUT
-        return self.pick(_common(pool, among) or among)
+        return self.pick(pool if among is PAIRS else _common(pool, among) or among)
 
     def thing(self, alone: bool = False, among: Pairs = PAIRS) -> Object:
         return NAMED[*self.pair(alone, among), self.pick(SIZES)]

@@ -35,8 +35,8 @@ _CUT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "u
 EXAMPLES = 500  # per task and split
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
-# The words of the language as byte-level BPE cuts a text before it looks at any of them.
-_WORD = re.compile(r"(?:<LOC_(?:1?\d|2[0-4])>)+| ?[a-z]+| ?[0-9]+| ?[,:?]+")
+# Byte-level BPE cuts a text before every such word, whatever it is made of.
+_WORD = re.compile(r" ?[!-~]+|")
 _WORDS_KEPT = 4096  # with their ids: far more than the language has
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
 
@@ -95,22 +95,25 @@ class Tokenizer(TextTokenizer):
         for inside, spans in self._words(text):
             ids += inside
             offsets += [(begin + start, begin + stop) for start, stop in spans]
-            begin = offsets[-1][1]
+            begin = offsets[-1][1] if offsets else 0
         return ids, offsets
 
     def _words(self, text: str) -> list[_Encoded]:
-        """Encodes a text word by word; a text that is not of the language is a single word."""
-        words = _WORD.findall(text) if self._cuts_words else []
-        words = words if len("".join(words)) == len(text) else [text]
+        """Encodes a text word by word, if that is the same, or as a whole."""
         known = self._known
-        return [known.get(word) or self._new(word) for word in words]
+        words = [text] if "\n" in text else text.replace(" ", "\n ").split("\n")
+        try:
+            return [known[word] for word in words]
+        except KeyError:
+            plain = self._cuts_words and all(map(_WORD.fullmatch, words))
+            found = {word: self._new(word) for word in (words if plain else [text])}
+            if plain and len(known) < _WORDS_KEPT:
+                known.update(found)
+            return [found[word] for word in words] if plain else [*found.values()]
 
     def _new(self, word: str) -> _Encoded:
         encoding = self._encode(word)
-        found = encoding.ids, encoding.offsets
-        if len(self._known) < _WORDS_KEPT:
-            self._known[word] = found
-        return found
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""
