@@ -33,7 +33,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -50,63 +49,13 @@ from sparse_lavida_jax.layout import (
     PROMPT_BLOCK,
     Stream,
 )
+from sparse_lavida_jax.orders import time_from_uniform
 from sparse_lavida_jax.sequence import Kind, PromptRow, SeenBatch
 from sparse_lavida_jax.visibility import AnyArray
 
-MIN_TIME = 1e-3  # floor of t, as released (spec 9.2)
 Predicts = Literal["understanding", "generation", "both"]
 
 ABSENT = -1  # block of a masked token that is left out of the sequence
-
-
-# ---------------------------------------------------------------------------------------------
-# Time.
-
-
-def time_from_uniform(policy: str, uniform: float) -> tuple[float, float]:
-    """Returns the time t in [1e-3, 1] for a uniform u, and the density p(t) of the policy.
-
-    uniform: t = u. cosine: t = cos(pi u / 2), p = 2 / (pi sqrt(1 - t^2)). logit_normal:
-    t = sigmoid of a standard normal. mode: SD3's mode sampling with scale 1.29 (arXiv:2403.03206).
-
-    Raises:
-        ValueError: an unknown policy.
-    """
-    time, slope = time_and_slope(policy, uniform)
-    return max(time, MIN_TIME), 1 / max(slope, 1e-9)
-
-
-def time_and_slope(policy: str, uniform: float) -> tuple[float, float]:
-    """Returns t, without its lower bound, and |dt/du|."""
-    u = min(max(uniform, 1e-6), 1 - 1e-6)
-    match policy:
-        case "uniform":
-            return u, 1.0
-        case "cosine":
-            return math.cos(math.pi * u / 2), math.pi / 2 * math.sin(math.pi * u / 2)
-        case "logit_normal":
-            normal = _normal_quantile(u)
-            t = 1 / (1 + math.exp(-normal))
-            return t, t * (1 - t) * math.sqrt(2 * math.pi) * math.exp(normal * normal / 2)
-        case "mode":
-            scale = 1.29
-            t = 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
-            return t, abs(-1 - scale * (1 - math.pi / 2 * math.sin(math.pi * u)))
-    raise ValueError(
-        f"time policy {policy!r} is unknown: use uniform, cosine, logit_normal or mode."
-    )
-
-
-def _normal_quantile(share: float) -> float:
-    """Inverse of the normal distribution function, by bisection on `math.erf` (1e-12)."""
-    low, high = -8.0, 8.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        if (1 + math.erf(middle / math.sqrt(2))) / 2 < share:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 # ---------------------------------------------------------------------------------------------
@@ -527,11 +476,11 @@ class CorruptedRow(NamedTuple):
 
     @property
     def understanding(self) -> Tokens:
-        return corrupt_together([self])[0].tokens
+        return corrupt_together([self]).understanding.tokens
 
     @property
     def generation(self) -> Tokens:
-        return corrupt_together([self])[1].tokens
+        return corrupt_together([self]).generation.tokens
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -566,7 +515,14 @@ class StreamTokens(NamedTuple):
         return cls(Tokens.joined(parts), example, totals)
 
 
-def corrupt_together(rows: Sequence[CorruptedRow]) -> tuple[StreamTokens, StreamTokens]:
+class Streams(NamedTuple):
+    """The tokens of several examples in both streams."""
+
+    understanding: StreamTokens
+    generation: StreamTokens
+
+
+def corrupt_together(rows: Sequence[CorruptedRow]) -> Streams:
     """Lays out both streams of rows."""
     by_code, prompts = rows[0].blocks.is_by_code, [row.prompt for row in rows]
     streams, kinds = [], [row.kind for row in rows]
@@ -585,7 +541,7 @@ def corrupt_together(rows: Sequence[CorruptedRow]) -> tuple[StreamTokens, Stream
             for i in numbers:
                 totals[i] = rows[i].blocks.total
         streams.append(StreamTokens(laid, example, totals))
-    return streams[0], streams[1]
+    return Streams(*streams)
 
 
 def _answers(rows: Sequence[CorruptedRow], kind: Kind) -> tuple[Tokens, Int[np.ndarray, " s"]]:

@@ -14,7 +14,7 @@ examples are combined so that all rows have about the same length.
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -26,6 +26,7 @@ from sparse_lavida_jax.diffusion import (
     Corrupted,
     CorruptedRow,
     Predicts,
+    Streams,
     StreamTokens,
 )
 from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, without_blocks
@@ -273,56 +274,39 @@ def see_together(
 
 
 def stack(
-    rows: Sequence[CorruptedRow],
+    rows: Sequence[CorruptedRow] | Streams,
     shape: RowShape,
     model: config.Model,
     *,
+    full_attention: bool = False,
+    shared: Shared | None = None,
+    pixels: SeenBatch | None = None,
     predicts: Predicts | None = None,
-    **how: Any,
 ) -> Corrupted:
     """Sorts each row by block, pads it to `shape` and stacks the rows.
 
     Args:
-        predicts: the streams that hold responses; by default those of the rows.
-        how: see `stack_streams`.
-
-    Raises:
-        ValueError: a row is longer than `shape`.
-    """
-    found = {row.predicts for row in rows}
-    predicts = predicts or (found.pop() if len(found) == 1 else "both")
-    return stack_streams(diffusion.corrupt_together(rows), shape, model, predicts=predicts, **how)
-
-
-def stack_streams(
-    streams: tuple[StreamTokens, StreamTokens],
-    shape: RowShape,
-    model: config.Model,
-    *,
-    predicts: Predicts,
-    full_attention: bool = False,
-    shared: Shared | None = None,
-    pixels: SeenBatch | None = None,
-) -> Corrupted:
-    """Sorts the tokens of both streams by row and block, and pads each row to `shape`.
-
-    Args:
-        predicts: the streams that hold responses.
+        rows: of examples, or both streams of their tokens.
         full_attention: put every token into block 0.
         shared: which examples share each row of the batch, as segments; by default each has
             its own row.
         pixels: input of the vision tower.
+        predicts: the streams that hold responses; by default those of the rows.
 
     Raises:
         ValueError: a row is longer than `shape`.
     """
+    if not isinstance(rows, Streams):
+        found = {row.predicts for row in rows}
+        predicts = predicts or (found.pop() if len(found) == 1 else "both")
+        rows = diffusion.corrupt_together(rows)
     (understanding, text), (generation, image) = (
         _stacked(
             stream, shared or alone(stream.totals), length, pad_token,
             full_attention=full_attention, by_segment=shared is not None,
         )
         for stream, length, pad_token in zip(
-            streams, shape, (model.end_of_text_id, model.image_mask_id), strict=True
+            rows, shape, (model.end_of_text_id, model.image_mask_id), strict=True
         )
     )  # fmt: skip
     return Corrupted(
@@ -335,7 +319,7 @@ def stack_streams(
         image_weight=image.get("weight"),
         text_total=text["total"],
         image_total=image["total"],
-        predicts=predicts,
+        predicts=predicts or "both",
     )
 
 

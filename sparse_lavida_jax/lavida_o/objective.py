@@ -11,22 +11,15 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.batch import (
-    GroupShape,
-    Row,
-    RowShape,
-    alone,
-    see_together,
-    stack_streams,
-)
+from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, alone, see_together, stack
 from sparse_lavida_jax.diffusion import (
-    MIN_TIME,
     Corrupted,
     Predicts,
+    Streams,
     StreamTokens,
     Tokens,
-    time_and_slope,
 )
+from sparse_lavida_jax.orders import MIN_TIME, time_and_slope
 from sparse_lavida_jax.sequence import (
     LearnedText,
     Part,
@@ -170,13 +163,11 @@ def batch_sequences(
     texts = [
         dataclasses.replace(text, index=index) for text, index in zip(texts, features, strict=True)
     ]
-    streams = StreamTokens.of(texts, text_totals), StreamTokens.of(images, image_totals)
+    streams = Streams(StreamTokens.of(texts, text_totals), StreamTokens.of(images, image_totals))
     predicts: Predicts = "both" if diffusion.text_loss else "generation"
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
-    return stack_streams(
-        streams, shape, model, full_attention=True, pixels=pixels, predicts=predicts
-    )
+    return stack(streams, shape, model, full_attention=True, pixels=pixels, predicts=predicts)
 
 
 def _corrupt(

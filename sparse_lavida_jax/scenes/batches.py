@@ -136,6 +136,5 @@ def _generator(
         keep: the generator is used after the next one of this thread is made.
     """
     high, low = divmod((seed << 32) ^ zlib.crc32(group.encode()), 2**64)
-    of_rows = dice.Philox() if keep else _OF_ROWS
-    of_rows.set((low, high), (0, 0, index, attempt))
-    return of_rows.rng
+    bits = (dice.Philox() if keep else _OF_ROWS).at((low, high), (0, 0, index, attempt))
+    return np.random.Generator(bits)

@@ -28,26 +28,16 @@ T = TypeVar("T")
 
 
 class Philox(threading.local):
-    """A generator of this thread that is set again and again: to make one takes ten times as long.
-
-    Attributes:
-        rng: continues from where it was set last.
-    """
+    """A Philox of each thread that is set again and again: to make one takes ten times as long."""
 
     def __init__(self):
         self._bits = np.random.Philox(0)
-        self.rng = np.random.Generator(self._bits)
 
-    def set(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Philox:
-        """Sets it to what a new `np.random.Philox` of this key and counter is, and returns it."""
-        self._bits.state = {
-            "bit_generator": "Philox",
-            "state": {"key": key, "counter": counter},
-            "buffer": (0, 0, 0, 0),
-            "buffer_pos": 4,  # nothing is left of it
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
+    def at(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Philox:
+        """Returns it, in the state of a new one of this key and counter."""
+        state, buffer = {"key": key, "counter": counter}, {"buffer": (0,) * 4, "buffer_pos": 4}
+        unused = {"has_uint32": 0, "uinteger": 0}
+        self._bits.state = {"bit_generator": "Philox", "state": state, **buffer, **unused}
         return self._bits
 
 
@@ -75,7 +65,7 @@ class Dice:
             return self._words.pop() % end
         except IndexError:
             # The low words of the counter advance within an example; the third is its index.
-            bits = _OF_DICE.set(self._key, (self._drawn // BLOCK_WORDS, 0, self._index, 0))
+            bits = _OF_DICE.at(self._key, (self._drawn // BLOCK_WORDS, 0, self._index, 0))
             self._words = bits.random_raw(WORDS).tolist()
             self._drawn += WORDS
             return self._words.pop() % end

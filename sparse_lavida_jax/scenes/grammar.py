@@ -119,8 +119,7 @@ def _parse_item(text: str) -> tuple[int, Phrase]:
     return count, phrase
 
 
-@dataclasses.dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """An instruction that changes a scene, in one of the wordings of its kind (`EDITS`)."""
 
     kind: str
@@ -132,7 +131,7 @@ class Edit:
     colour: str | None = None  # new colour of the anchor
 
     def __str__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if value and name != "kind"}
+        said = {name: value for name, value in self._asdict().items() if value and name != "kind"}
         return _WORDINGS[self.kind, frozenset(said)].format(**said)
 
     @staticmethod

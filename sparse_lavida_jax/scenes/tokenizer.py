@@ -35,13 +35,10 @@ _CUT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "u
 EXAMPLES = 500  # per task and split
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
-# Byte-level BPE cuts a text before every such word, whatever it is made of.
+# Byte-level BPE cuts a text before every such word, so that words are encoded one by one and kept.
 _WORD = re.compile(r" ?[!-~]+|")
-_WORDS_KEPT = 4096  # with their ids: far more than the language has
+_MOST_KEPT = 4096  # far more than the language has
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
-
-
-_Encoded = tuple[list[int], list[tuple[int, int]]]  # ids and offsets
 
 
 class Tokenizer(TextTokenizer):
@@ -81,39 +78,37 @@ class Tokenizer(TextTokenizer):
         self._inner.encode_special_tokens = True
         made = json.loads(self._inner.to_str())
         self._cuts_words = (
-            [token["content"] for token in made["added_tokens"]] == [*expected]
+            [(token["content"], token["rstrip"]) for token in made["added_tokens"]]
+            == [(token, False) for token in expected]
             and made["pre_tokenizer"] == _CUT
             and not (made["normalizer"] or made["post_processor"])
         )
-        self._known: dict[str, _Encoded] = {}
+        self._known: dict[str, tuple[list[int], list[tuple[int, int]], int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        return [number for ids, _ in self._words(text) for number in ids]
+        return [number for ids, *_ in self._words(text) for number in ids]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         ids, offsets, begin = [], [], 0
-        for inside, spans in self._words(text):
+        for inside, spans, length in self._words(text):
             ids += inside
             offsets += [(begin + start, begin + stop) for start, stop in spans]
-            begin = offsets[-1][1] if offsets else 0
+            begin += length
         return ids, offsets
 
-    def _words(self, text: str) -> list[_Encoded]:
-        """Encodes a text word by word, if that is the same, or as a whole."""
-        known = self._known
+    def _words(self, text: str) -> list[tuple[list[int], list[tuple[int, int]], int]]:
+        """Returns ids, offsets and characters of each word; a text of others is a single word."""
         words = [text] if "\n" in text else text.replace(" ", "\n ").split("\n")
         try:
-            return [known[word] for word in words]
+            return [self._known[word] for word in words]
         except KeyError:
             plain = self._cuts_words and all(map(_WORD.fullmatch, words))
-            found = {word: self._new(word) for word in (words if plain else [text])}
-            if plain and len(known) < _WORDS_KEPT:
-                known.update(found)
-            return [found[word] for word in words] if plain else [*found.values()]
-
-    def _new(self, word: str) -> _Encoded:
-        encoding = self._encode(word)
-        return encoding.ids, encoding.offsets
+            words = words if plain else [text]
+            encoded = {word: self._encode(word) for word in words}
+            found = {word: (one.ids, one.offsets, len(word)) for word, one in encoded.items()}
+            if plain and len(self._known) < _MOST_KEPT:
+                self._known |= found
+            return [found[word] for word in words]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""

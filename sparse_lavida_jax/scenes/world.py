@@ -109,8 +109,8 @@ class Scene:
         return NUM_CELLS - self.cells.count(EMPTY)
 
     @property
-    def grid(self) -> Int[np.ndarray, "y x"]:
-        return np.array(self.cells).reshape(GRID, GRID)
+    def appearances(self) -> UInt8[np.ndarray, " n"]:
+        return np.frombuffer(bytes(self.cells), np.uint8)  # several times as fast as from a tuple
 
 
 EMPTY_SCENE = Scene((EMPTY,) * NUM_CELLS)
