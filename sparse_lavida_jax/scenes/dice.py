@@ -27,21 +27,25 @@ MOST_OBJECTS = 6  # in an input scene
 T = TypeVar("T")
 
 
-class Philox(threading.local):
-    """A Philox of each thread that is set again and again: to make one takes ten times as long."""
+class PhiloxPool(threading.local):
+    """Philox generators of each thread, for use again: to make one takes ten times as long."""
 
     def __init__(self):
-        self._bits = np.random.Philox(0)
+        self._made: list[np.random.Philox] = []
 
-    def at(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Philox:
-        """Returns it, in the state of a new one of this key and counter."""
+    def at(
+        self, place: int, key: tuple[int, int], counter: tuple[int, int, int, int]
+    ) -> np.random.Philox:
+        """Returns the generator at a place, in the state of a new one of this key and counter."""
+        while place >= len(self._made):
+            self._made.append(np.random.Philox(0))
         state, buffer = {"key": key, "counter": counter}, {"buffer": (0,) * 4, "buffer_pos": 4}
         unused = {"has_uint32": 0, "uinteger": 0}
-        self._bits.state = {"bit_generator": "Philox", "state": state, **buffer, **unused}
-        return self._bits
+        self._made[place].state = {"bit_generator": "Philox", "state": state, **buffer, **unused}
+        return self._made[place]
 
 
-_OF_DICE = Philox()
+_POOL = PhiloxPool()
 WORDS, BLOCK_WORDS = 32, 4  # drawn at a time; for each value of the counter
 
 
@@ -65,7 +69,7 @@ class Dice:
             return self._words.pop() % end
         except IndexError:
             # The low words of the counter advance within an example; the third is its index.
-            bits = _OF_DICE.at(self._key, (self._drawn // BLOCK_WORDS, 0, self._index, 0))
+            bits = _POOL.at(0, self._key, (self._drawn // BLOCK_WORDS, 0, self._index, 0))
             self._words = bits.random_raw(WORDS).tolist()
             self._drawn += WORDS
             return self._words.pop() % end
