@@ -35,7 +35,7 @@ import functools
 import itertools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import flax.struct
 import numpy as np
@@ -283,10 +283,7 @@ def _whole_plan(sizes: tuple[tuple[int, ...], ...], weighting: str) -> _Steps:
 
 
 def _steps_of(
-    sizes: tuple[tuple[int, ...], ...],
-    steps: Sequence[int],
-    times: Sequence[int],
-    weighting: str,
+    sizes: Sequence[Sequence[int]], steps: Sequence[int], times: Sequence[int], weighting: str
 ) -> _Steps:
     """Returns steps of a plan, each of which predicts what is still masked of its text block.
 
@@ -314,19 +311,11 @@ def _steps_of(
     of_order, last = np.full(begin, ABSENT), starts[steps[-1]]
     of_order[:last] = np.arange(FIRST_BLOCK, num_clean + 1).repeat(size[: steps[-1]])
     of_order[last : end[steps[-1]]] = masked_blocks[-1]
-    return _Steps(
-        num_clean=num_clean,
-        masked_blocks=masked_blocks,
-        sees={
-            number: FIRST_BLOCK + step - 1
-            for number, step in zip(masked_blocks, steps, strict=True)
-        },
-        total=total,
-        of_order=of_order,
-        copied=np.concatenate([np.zeros(0, int), *copied]),
-        of_copies=np.array(masked_blocks[:-1], int).repeat(lengths[:-1]),
-        weights=np.array([*[0.0] * (num_clean + 1), *share, 0.0]),
-    )
+    copied = np.concatenate([np.zeros(0, int), *copied])
+    of_copies = np.array(masked_blocks[:-1], int).repeat(lengths[:-1])
+    sees = dict(zip(masked_blocks, [FIRST_BLOCK + step - 1 for step in steps], strict=True))
+    weights = np.array([*[0.0] * (num_clean + 1), *share, 0.0])
+    return _Steps(num_clean, masked_blocks, sees, total, of_order, copied, of_copies, weights)
 
 
 def _text_steps(
@@ -525,11 +514,10 @@ class Streams(NamedTuple):
 def corrupt_together(rows: Sequence[CorruptedRow]) -> Streams:
     """Lays out both streams of rows."""
     by_code, prompts = rows[0].blocks.is_by_code, [row.prompt for row in rows]
-    streams, kinds = [], [row.kind for row in rows]
-    for kind, in_prompt, weight_by_code in (
-        ("text", [(one.ids, one.feature, one.position) for one in prompts], False),
-        ("image", [(one.codes, one.cell, one.source_position) for one in prompts], by_code),
-    ):
+    streams, kinds, both = [], [row.kind for row in rows], get_args(Kind)
+    text = [(one.ids, one.feature, one.position) for one in prompts]
+    image = [(one.codes, one.cell, one.source_position) for one in prompts]
+    for kind, in_prompt, weight_by_code in zip(both, (text, image), (False, by_code), strict=True):
         numbers = [i for i, own in enumerate(kinds) if own == kind]
         example = np.arange(len(rows)).repeat([len(tokens) for tokens, *_ in in_prompt])
         columns = map(np.concatenate, zip(*in_prompt, strict=True))

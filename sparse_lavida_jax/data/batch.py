@@ -297,7 +297,7 @@ def stack(
         ValueError: a row is longer than `shape`.
     """
     if not isinstance(rows, Streams):
-        found = {row.predicts for row in rows}
+        found: set[Predicts] = {row.predicts for row in rows}
         predicts = predicts or (found.pop() if len(found) == 1 else "both")
         rows = diffusion.corrupt_together(rows)
     (understanding, text), (generation, image) = (

@@ -107,17 +107,16 @@ class SceneBatches(Batches):
         up_to = self._shares_up_to[group]
         names = [self.groups[group][up_to.searchsorted(rng.random(), "right")] for rng in rngs]
         indices = [int(rng.integers(2**40)) for rng in rngs]
-        samples = [self._sample(*one) for one in zip(names, indices, strict=True)]
+        seed, draws = self.settings.seed, zip(names, indices, strict=True)
+        samples = [
+            digits.sample(seed, index) if task == DIGIT else tasks.sample(task, seed, index)
+            for task, index in draws
+        ]
         examples = [self._example(*one) for one in zip(names, samples, rngs, strict=True)]
         made = zip(examples, rngs, strict=True)
         if self.released:
             return [SequenceRow.of(self.encoder.sequence(example), rng) for example, rng in made]
         return [make_row(example, self.settings, rng) for example, rng in made]
-
-    def _sample(self, task: str, index: int) -> Sample | digits.Digit:
-        if task == DIGIT:
-            return digits.sample(self.settings.seed, index)
-        return tasks.sample(task, self.settings.seed, index)
 
     def _example(
         self, task: str, sample: Sample | digits.Digit, rng: np.random.Generator

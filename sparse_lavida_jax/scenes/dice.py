@@ -5,7 +5,7 @@ import functools
 import threading
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,10 +39,11 @@ class PhiloxPool(threading.local):
         """Returns the generator at a place, in the state of a new one of this key and counter."""
         while place >= len(self._made):
             self._made.append(np.random.Philox(0))
-        state, buffer = {"key": key, "counter": counter}, {"buffer": (0,) * 4, "buffer_pos": 4}
-        unused = {"has_uint32": 0, "uinteger": 0}
-        self._made[place].state = {"bit_generator": "Philox", "state": state, **buffer, **unused}
-        return self._made[place]
+        bits: Any = self._made[place]
+        state, unused = {"key": key, "counter": counter}, {"has_uint32": 0, "uinteger": 0}
+        buffer = {"buffer": (0,) * 4, "buffer_pos": 4}
+        bits.state = {"bit_generator": "Philox", "state": state, **buffer, **unused}
+        return bits
 
 
 _POOL = PhiloxPool()
@@ -59,7 +60,7 @@ class Dice:
     def __init__(self, seed: int, stream: str, index: int, *, held_out: bool = False):
         if seed < 0 or index < 0:
             raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
-        self._key, self._index, self._drawn = (seed, _number(stream)), index, 0
+        self._key, self._index, self._drawn = (seed, zlib.crc32(stream.encode())), index, 0
         self._words: list[int] = []
         self.held_out = held_out
 
@@ -113,11 +114,6 @@ class Dice:
         """Puts objects into random cells."""
         cells = self.several(range(NUM_CELLS), len(things))
         return Scene.of(dict(zip(cells, things, strict=True)))
-
-
-@functools.cache
-def _number(stream: str) -> int:
-    return zlib.crc32(stream.encode())
 
 
 @functools.cache

@@ -132,7 +132,8 @@ class Edit(NamedTuple):
 
     def __str__(self) -> str:
         said = {name: value for name, value in self._asdict().items() if value and name != "kind"}
-        return _WORDINGS[self.kind, frozenset(said)].format(**said)
+        wordings = (words for words in EDITS[self.kind] if {*_BLANK.findall(words)} == {*said})
+        return next(wordings).format(**said)
 
     @staticmethod
     def parse(text: str) -> "Edit":
@@ -157,11 +158,6 @@ EDITS = {
     "move": ("move the {anchor} {direction}", "move the {anchor} to the {corner} corner"),
 }
 _BLANK = re.compile(r"{(\w+)}")
-_WORDINGS = {
-    (kind, frozenset(_BLANK.findall(words))): words
-    for kind, wordings in EDITS.items()
-    for words in wordings
-}
 _SAID = {"relation": RELATIONS, "corner": CORNERS, "direction": DIRECTIONS, "colour": COLOURS}
 
 

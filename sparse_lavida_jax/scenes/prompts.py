@@ -254,18 +254,12 @@ class Encoder:
             plan=sample.plan if with_plan else None,
             image=image,
             source=None if sample.image is None else self.scene_codes(sample.image),
-            given=_unchanged(sample) if keeps else sample.known_grid,
+            given=kept_cells(sample.plan) if keeps and sample.plan else sample.known_grid,
         )
 
     def digit_example(self, sample: digits.Digit) -> Example:
         """Returns the training example of a handwritten digit."""
         return self.image_example(sample.prompt, sample.codes)
-
-
-def _unchanged(sample: tasks.Sample) -> Bool[np.ndarray, " l"]:
-    """Returns the cells that an edit leaves as they are: those that its plan does not name."""
-    assert sample.image is not None and sample.target is not None
-    return np.equal(sample.image.appearances, sample.target.appearances)
 
 
 def _answer(example: Example) -> list[Part]:

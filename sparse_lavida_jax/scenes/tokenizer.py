@@ -86,7 +86,7 @@ class Tokenizer(TextTokenizer):
         self._known: dict[str, tuple[list[int], list[tuple[int, int]], int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        return [number for ids, *_ in self._words(text) for number in ids]
+        return [number for ids, _, _ in self._words(text) for number in ids]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         ids, offsets, begin = [], [], 0

@@ -85,10 +85,7 @@ class Scene:
     @staticmethod
     def of(objects: Mapping[int, Object]) -> "Scene":
         """Makes a scene with these objects at these raster indices."""
-        cells = [EMPTY] * NUM_CELLS
-        for cell, thing in objects.items():
-            cells[cell] = thing.index
-        return Scene(tuple(cells))
+        return EMPTY_SCENE.changed({cell: thing.index for cell, thing in objects.items()})
 
     def changed(self, appearances: Mapping[int, int]) -> "Scene":
         """Returns the scene with other appearances in some cells."""

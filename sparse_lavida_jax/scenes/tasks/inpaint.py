@@ -21,9 +21,7 @@ def make_hole(dice: Dice, *, word: str) -> Sample | None:
         (dice.below(GRID - side + 1), side) for side in (dice.between(2, 4), dice.between(2, 4))
     )
     inside = [y * GRID + x for y in range(top, top + height) for x in range(left, left + width)]
-    known = [word == "fill"] * NUM_CELLS
-    for cell in inside:
-        known[cell] = not known[cell]
+    known = tuple((cell in inside) == (word == "extend") for cell in range(NUM_CELLS))
     drawn, _, plan = draw.make_with_request(dice)
     whole = drawn.target
     assert whole is not None
@@ -35,7 +33,7 @@ def make_hole(dice: Dice, *, word: str) -> Sample | None:
         whole.changed({cell: EMPTY for cell in range(NUM_CELLS) if not known[cell]}),
         target=whole,
         plan=str(Plan(missing)),
-        known=tuple(known),
+        known=known,
         column=drawn.column,
     )
 
