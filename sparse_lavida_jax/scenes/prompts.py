@@ -248,13 +248,16 @@ class Encoder:
                 given_spans=sample.given,
                 extra_blocks=extra_blocks,
             )
+        given = sample.known_grid
+        if keeps and sample.image:  # a plan names the cells that change
+            given = sample.image.appearances == sample.target.appearances
         return self.image_example(
             sample.prompt,
             self.scene_codes(sample.target),
             plan=sample.plan if with_plan else None,
             image=image,
             source=None if sample.image is None else self.scene_codes(sample.image),
-            given=kept_cells(sample.plan) if keeps and sample.plan else sample.known_grid,
+            given=given,
         )
 
     def digit_example(self, sample: digits.Digit) -> Example:
