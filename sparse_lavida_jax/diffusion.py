@@ -28,11 +28,14 @@ LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blo
 `lavida_o/objective.py`.
 """
 
+import bisect
+import collections
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
-from typing import Literal
+import itertools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import flax.struct
 import numpy as np
@@ -43,75 +46,23 @@ from sparse_lavida_jax.layout import (
     FIRST_BLOCK,
     GIVEN_BLOCK,
     NO_CELL,
-    NO_FEATURE,
     PROMPT_BLOCK,
     Stream,
 )
+from sparse_lavida_jax.orders import time_from_uniform
 from sparse_lavida_jax.sequence import Kind, PromptRow, SeenBatch
 from sparse_lavida_jax.visibility import AnyArray
 
-MIN_TIME = 1e-3  # floor of t, as released (spec 9.2)
 Predicts = Literal["understanding", "generation", "both"]
 
 ABSENT = -1  # block of a masked token that is left out of the sequence
 
 
 # ---------------------------------------------------------------------------------------------
-# Time.
-
-
-def time_from_uniform(policy: str, uniform: float) -> tuple[float, float]:
-    """Returns the time t in [1e-3, 1] for a uniform u, and the density p(t) of the policy.
-
-    uniform: t = u. cosine: t = cos(pi u / 2), p = 2 / (pi sqrt(1 - t^2)). logit_normal:
-    t = sigmoid of a standard normal. mode: SD3's mode sampling with scale 1.29 (arXiv:2403.03206).
-
-    Raises:
-        ValueError: an unknown policy.
-    """
-    time, slope = time_and_slope(policy, uniform)
-    return max(time, MIN_TIME), 1 / max(slope, 1e-9)
-
-
-def time_and_slope(policy: str, uniform: float) -> tuple[float, float]:
-    """Returns t, without its lower bound, and |dt/du|."""
-    u = min(max(uniform, 1e-6), 1 - 1e-6)
-    match policy:
-        case "uniform":
-            return u, 1.0
-        case "cosine":
-            return math.cos(math.pi * u / 2), math.pi / 2 * math.sin(math.pi * u / 2)
-        case "logit_normal":
-            normal = _normal_quantile(u)
-            t = 1 / (1 + math.exp(-normal))
-            return t, t * (1 - t) * math.sqrt(2 * math.pi) * math.exp(normal * normal / 2)
-        case "mode":
-            scale = 1.29
-            t = 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
-            return t, abs(-1 - scale * (1 - math.pi / 2 * math.sin(math.pi * u)))
-    raise ValueError(
-        f"time policy {policy!r} is unknown: use uniform, cosine, logit_normal or mode."
-    )
-
-
-def _normal_quantile(share: float) -> float:
-    """Inverse of the normal distribution function, by bisection on `math.erf` (1e-12)."""
-    low, high = -8.0, 8.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        if (1 + math.erf(middle / math.sqrt(2))) / 2 < share:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-# ---------------------------------------------------------------------------------------------
 # Blocks of a response.
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The state of each token of one response in one training pass.
 
     The tokens of the response may be followed by copies of some (`copies`): a token occurs once for
@@ -140,8 +91,21 @@ class Blocks:
     total: float
     known: Bool[np.ndarray, "n g"] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
-    copies: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-    sees: dict[int, int] = dataclasses.field(default_factory=dict)
+    copies: Int[np.ndarray, " c"] = np.zeros(0, np.int64)
+    sees: Mapping[int, int] = types.MappingProxyType({})
+
+    @property
+    def is_by_code(self) -> bool:
+        """Whether the codes of an image have weights of their own."""
+        return self.known is not None or self.code_weight is not None
+
+    @property
+    def last_clean(self) -> list[int]:
+        """The last clean block that each block sees, from block 0 on."""
+        end = max((self.num_clean, *self.masked_blocks))
+        masked = range(self.num_clean + 1, end + 1)
+        clean = [self.num_clean] * (self.num_clean + 1)
+        return clean + [self.sees.get(number, self.num_clean) for number in masked]
 
     @property
     def token(self) -> Int[np.ndarray, " n"]:
@@ -190,7 +154,9 @@ def schedule_blocks(
     """
     ends = np.cumsum(sizes)
     step = int(np.searchsorted(ends, rng.random() * len(order), side="right"))
-    block = _decoded_before(order, ends, step, given)
+    block = np.where(given, np.int32(GIVEN_BLOCK), np.int32(ABSENT))
+    done = np.arange(FIRST_BLOCK, FIRST_BLOCK + step).repeat(sizes[:step])
+    block[order[: len(done)]] = done
     merge = merge_cells if rng.random() < 0.5 else 1
     masked = np.zeros(len(given), bool)
     masked_blocks, start, taken = [], int(ends[step] - sizes[step]), step
@@ -229,26 +195,7 @@ def plan_blocks(
         merge_cells: steps are merged until each decodes at least this many cells, as with
             `Sampling.merge_cells`.
     """
-    sizes = orders.merged(sizes, merge_cells)
-    steps, ends = np.arange(len(sizes)), np.cumsum(sizes)
-    start_of_last = int(ends[-1] - sizes[-1])
-    num_clean = FIRST_BLOCK + len(sizes) - 2
-    masked_blocks = num_clean + 1 + steps
-    block = _decoded_before(order, ends, len(sizes) - 1, given)
-    block[order[start_of_last:]] = masked_blocks[-1]
-    copies = order[:start_of_last].astype(np.int64)
-    block = np.append(block, np.repeat(masked_blocks[:-1], sizes[:-1])).astype(np.int32)
-    masked = block > num_clean
-    return Blocks(
-        block,
-        masked,
-        num_clean,
-        tuple(masked_blocks.tolist()),
-        masked.astype(float),
-        float(len(order)),
-        copies=copies,
-        sees=dict(zip(masked_blocks.tolist(), (FIRST_BLOCK + steps - 1).tolist(), strict=True)),
-    )
+    return _image_plan(tuple(sizes.tolist()), merge_cells).blocks(order, given)
 
 
 def text_schedule_blocks(
@@ -274,110 +221,134 @@ def text_schedule_blocks(
         length: tokens that the sampler may reach (whole text blocks; it never decodes beyond the
             first end-of-text). Tokens of `given` after that are absent.
     """
-    plan = _text_plan(rng, length, block_len, steps_per_block, given)
-    most = settings.text_masked_blocks
-    if settings.blocks == "plan" and len(plan.end) <= most:
-        steps, times = np.arange(len(plan.end)), plan.end - plan.begin
-    else:
-        steps, times = _text_steps(rng, plan.sizes, most)
-    predicted = [plan.order[plan.begin[step] : plan.text_end[step]] for step in steps]
-    block = _decoded_before(plan.order, plan.end, steps[-1], given)
-    last_clean = (FIRST_BLOCK + steps - 1).tolist()
-    num_clean = last_clean[-1]
-    masked_blocks = tuple(range(num_clean + 1, num_clean + 1 + len(steps)))
-    block[predicted[-1]] = masked_blocks[-1]
-    copies = np.concatenate([np.zeros(0, np.int64), *predicted[:-1]])
-    of_copies = np.repeat(masked_blocks[:-1], [len(tokens) for tokens in predicted[:-1]])
-    block = np.append(block, of_copies).astype(np.int32)
-    masked = block > num_clean
-    weight, total = masked.astype(float), float(masked.sum())
-    if settings.weighting == "1/t":
-        total = float(len(plan.order))
-        for number, tokens, often in zip(masked_blocks, predicted, times, strict=True):
-            weight[block == number] = total * often / (times.sum() * len(tokens))
-    sees = dict(zip(masked_blocks, last_clean, strict=True))
-    return Blocks(block, masked, num_clean, masked_blocks, weight, total, copies=copies, sees=sees)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TextPlan:
-    """A sampler's plan over a text response.
-
-    Attributes:
-        order: positions in the order in which they are decoded.
-        sizes: tokens of each step of each text block; the steps are numbered across text blocks.
-        begin, end: where in `order` each step begins and ends.
-        text_end: where in `order` the text block of each step ends.
-    """
-
-    order: Int[np.ndarray, " r"]
-    sizes: list[Int[np.ndarray, " _k"]]
-    begin: Int[np.ndarray, " k"]
-    end: Int[np.ndarray, " k"]
-    text_end: Int[np.ndarray, " k"]
-
-
-def _text_plan(
-    rng: np.random.Generator,
-    length: int,
-    block_len: int,
-    steps_per_block: int,
-    given: Bool[np.ndarray, " l"],
-) -> _TextPlan:
-    """Draws an order inside each text block with tokens to decode, split into even steps."""
+    left = ~given
     text_blocks = [
-        start + np.flatnonzero(~given[start : start + block_len])
+        left[start : start + block_len].nonzero()[0] + start
         for start in range(0, length, block_len)
     ]
     orders = [rng.permutation(inside) for inside in text_blocks if len(inside)]
-    sizes = [even_split(len(inside), steps_per_block) for inside in orders]
-    size, num_steps = np.concatenate(sizes), [len(own) for own in sizes]
-    end, text_end = np.cumsum(size), np.cumsum([len(inside) for inside in orders])
-    return _TextPlan(np.concatenate(orders), sizes, end - size, end, np.repeat(text_end, num_steps))
+    sizes = tuple([even_split(len(inside), steps_per_block) for inside in orders])
+    most = settings.text_masked_blocks
+    if settings.blocks == "plan" and sum(map(len, sizes)) <= most:
+        steps = _whole_plan(sizes, settings.weighting)
+    else:
+        steps = _steps_of(sizes, *_text_steps(rng, sizes, most), settings.weighting)
+    return steps.blocks(np.concatenate(orders), given)
+
+
+class _Steps(NamedTuple):
+    """Steps of a plan, whatever its order; all fields but those described are as in `Blocks`.
+
+    Attributes:
+        of_order: block of each token in its own place, in the plan's order.
+        copied: where in that order the copied tokens are.
+        of_copies: block of each copy.
+        weights: of the tokens of each block, from 0 on; the last one is that of `ABSENT`.
+    """
+
+    num_clean: int
+    masked_blocks: tuple[int, ...]
+    sees: Mapping[int, int]
+    total: float
+    of_order: Int[np.ndarray, " r"]
+    copied: Int[np.ndarray, " c"]
+    of_copies: Int[np.ndarray, " c"]
+    weights: Float[np.ndarray, " n"]
+
+    def blocks(self, order: Int[np.ndarray, " r"], given: Bool[np.ndarray, " l"]) -> Blocks:
+        """Returns the blocks of a response for one order."""
+        end = len(given)
+        block = np.empty(end + len(self.copied), np.int32)
+        if len(order) < end:
+            block[:end] = ABSENT
+            block[:end][given] = GIVEN_BLOCK
+        block[order], block[end:] = self.of_order, self.of_copies
+        masked, weight, copies = block > self.num_clean, self.weights[block], order[self.copied]
+        return Blocks(
+            block, masked, self.num_clean, self.masked_blocks, weight, self.total,
+            copies=copies, sees=self.sees,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _image_plan(sizes: tuple[int, ...], merge_cells: int) -> _Steps:
+    merged = orders.merged(np.array(sizes), merge_cells).tolist()
+    return _whole_plan(tuple((size,) for size in merged), "mean")
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole_plan(sizes: tuple[tuple[int, ...], ...], weighting: str) -> _Steps:
+    times = [*itertools.chain(*sizes)]
+    return _steps_of(sizes, range(len(times)), times, weighting)
+
+
+def _steps_of(
+    sizes: Sequence[Sequence[int]], steps: Sequence[int], times: Sequence[int], weighting: str
+) -> _Steps:
+    """Returns steps of a plan, each of which predicts what is still masked of its text block.
+
+    Args:
+        sizes: tokens of each step of each text block; the steps are numbered across text blocks.
+        steps: rising numbers of steps.
+        times: how often each was drawn.
+    """
+    size = [*itertools.chain(*sizes)]
+    starts, begin = [*itertools.accumulate(size, initial=0)], 0
+    end = []  # of the text block of each step
+    for own in sizes:
+        begin += sum(own)
+        end += [begin] * len(own)
+    lengths = [end[step] - starts[step] for step in steps]
+    num_clean = FIRST_BLOCK + steps[-1] - 1
+    masked_blocks = tuple(range(num_clean + 1, num_clean + 1 + len(steps)))
+    if weighting == "1/t":
+        total, drawn = float(begin), sum(times)
+        share = [total * often / (drawn * n) for often, n in zip(times, lengths, strict=True)]
+    else:
+        total, share = float(sum(lengths)), [1.0] * len(steps)
+    # The last step predicts tokens in their own places, the others predict copies.
+    copied = [np.arange(starts[step], end[step]) for step in steps[:-1]]
+    of_order, last = np.full(begin, ABSENT), starts[steps[-1]]
+    of_order[:last] = np.arange(FIRST_BLOCK, num_clean + 1).repeat(size[: steps[-1]])
+    of_order[last : end[steps[-1]]] = masked_blocks[-1]
+    copied = np.concatenate([np.zeros(0, int), *copied])
+    of_copies = np.array(masked_blocks[:-1], int).repeat(lengths[:-1])
+    sees = dict(zip(masked_blocks, [FIRST_BLOCK + step - 1 for step in steps], strict=True))
+    weights = np.array([*[0.0] * (num_clean + 1), *share, 0.0])
+    return _Steps(num_clean, masked_blocks, sees, total, of_order, copied, of_copies, weights)
 
 
 def _text_steps(
-    rng: np.random.Generator, sizes: list[Int[np.ndarray, " _k"]], count: int
-) -> tuple[Int[np.ndarray, " r"], Int[np.ndarray, " r"]]:
+    rng: np.random.Generator, sizes: Sequence[tuple[int, ...]], count: int
+) -> tuple[list[int], list[int]]:
     """Draws `count` stratified steps; returns the distinct ones and how often each was drawn.
 
     Args:
         sizes: tokens per step of each text block; steps are numbered across text blocks.
     """
-    ends = np.cumsum([size.sum() for size in sizes])
-    text_blocks = np.searchsorted(ends, _stratified(rng, count) * ends[-1], side="right")
-    before, steps = np.cumsum([0, *map(len, sizes)]), []
-    for text_block in np.unique(text_blocks):
-        inner_ends = np.cumsum(sizes[text_block])
-        inside = _stratified(rng, int((text_blocks == text_block).sum())) * inner_ends[-1]
-        steps.append(before[text_block] + np.searchsorted(inner_ends, inside, side="right"))
-    return np.unique(np.concatenate(steps), return_counts=True)
+    text_blocks = _stratified(rng, [sum(size) for size in sizes], count)
+    before, steps = [*itertools.accumulate(map(len, sizes), initial=0)], []
+    for text_block, same in itertools.groupby(text_blocks):
+        inside = _stratified(rng, sizes[text_block], len([*same]))
+        steps += [before[text_block] + step for step in inside]
+    drawn = collections.Counter(steps)
+    return [*drawn], [*drawn.values()]
 
 
-def _stratified(rng: np.random.Generator, count: int) -> Float[np.ndarray, " n"]:
-    """Returns uniform numbers in [0, 1), one in each of `count` equal intervals."""
-    return (np.arange(count) + rng.random(count)) / count
+def _stratified(rng: np.random.Generator, sizes: Sequence[int], count: int) -> list[int]:
+    """Draws in proportion to sizes, once in each of `count` equal intervals: in rising order."""
+    ends = [*itertools.accumulate(sizes)]
+    return [
+        bisect.bisect_right(ends, (number + inside) / count * ends[-1])
+        for number, inside in enumerate(rng.random(count).tolist())
+    ]
 
 
 @functools.cache
-def even_split(count: int, steps: int) -> Int[np.ndarray, " k"]:
-    """Splits `count` tokens over at most `steps` steps, the remainder to the first ones (spec 6).
-
-    The result is read-only, as every caller gets the same array.
-    """
+def even_split(count: int, steps: int) -> tuple[int, ...]:
+    """Splits `count` tokens over up to `steps` steps, the remainder to the first ones (spec 6)."""
     steps = min(steps, count)
-    sizes = np.full(steps, count // steps) + (np.arange(steps) < count % steps)
-    sizes.setflags(write=False)
-    return sizes
-
-
-def _decoded_before(order, ends, step, given) -> Int[np.ndarray, " l"]:
-    """Returns the block of every token that the plan decoded before `step`; ABSENT for others."""
-    block = np.full(len(given), ABSENT, np.int32)
-    block[given] = GIVEN_BLOCK
-    done = order[: ends[step - 1]] if step else order[:0]
-    block[done] = FIRST_BLOCK + np.searchsorted(ends, np.arange(len(done)), side="right")
-    return block
+    return tuple(count // steps + (step < count % steps) for step in range(steps))
 
 
 def partly_known(
@@ -402,7 +373,7 @@ def partly_known(
                 known[cells] = rank < rng.integers(1, codes_per_token)
         if settings.weighting == "mean":
             total -= known.sum() / codes_per_token
-    return dataclasses.replace(blocks, known=known, total=total)
+    return blocks._replace(known=known, total=total)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -447,7 +418,6 @@ class Tokens:
         position, block: tags.
         last_clean: the last clean block that each token sees, in addition to its own block.
         target, weight: the value to predict, and its weight in the loss.
-        total: what the weighted sum of the losses is divided by.
     """
 
     tokens: Int[np.ndarray, "s *g"]
@@ -457,14 +427,12 @@ class Tokens:
     last_clean: Int[np.ndarray, " s"]
     target: Int[np.ndarray, "s *g"]
     weight: Float[np.ndarray, "s *_g"]
-    total: float = 0.0
 
     @classmethod
     def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
         """Concatenates tokens, in the order of the parts."""
-        names = [name for name in vars(parts[0]) if name != "total"]
-        columns = {name: np.concatenate([vars(one)[name] for one in parts]) for name in names}
-        return cls(**columns, total=sum(one.total for one in parts))
+        columns = zip(*[vars(one).values() for one in parts], strict=True)
+        return cls(*map(np.concatenate, columns))
 
     @classmethod
     def of_prompt(cls, tokens, index, position, *, weight_by_code: bool = False) -> "Tokens":
@@ -474,104 +442,153 @@ class Tokens:
         return cls(tokens, index, position, block, block, np.zeros_like(tokens), weight)
 
 
-@dataclasses.dataclass(frozen=True)
-class CorruptedRow:
-    """One example in one training pass, not sorted or padded.
+class CorruptedRow(NamedTuple):
+    """One example in one training pass: prompt, clean tokens, masked tokens and their registers.
 
     Attributes:
-        understanding, generation: the tokens of both streams.
-        predicts: the streams that contain a response.
-    """
-
-    understanding: Tokens
-    generation: Tokens
-    predicts: Predicts
-
-
-def corrupt(
-    prompt: PromptRow,
-    response: Int[np.ndarray, "l g"],
-    kind: Kind,
-    blocks: Blocks,
-    model: config.Model,
-    *,
-    full_attention: bool = False,
-) -> CorruptedRow:
-    """Lays out one row: prompt, clean tokens, masked tokens and their registers.
-
-    Args:
         response: clean ids of a text response (g = 1) or codes of an image response.
         kind: the stream that contains the response and its registers.
         full_attention: every token in block 0 and no registers (LaViDa-O).
     """
-    by_code = blocks.known is not None or blocks.code_weight is not None
-    understanding = Tokens.of_prompt(prompt.ids, prompt.feature, prompt.position)
-    generation = Tokens.of_prompt(
-        prompt.codes, prompt.cell, prompt.source_position, weight_by_code=by_code
-    )
-    is_text = kind == "text"
+
+    prompt: PromptRow
+    response: Int[np.ndarray, "l g"]
+    kind: Kind
+    blocks: Blocks
+    model: config.Model
+    full_attention: bool = False
+
+    @property
+    def predicts(self) -> Predicts:
+        """The stream that contains the response."""
+        return "understanding" if self.kind == "text" else "generation"
+
+    @property
+    def understanding(self) -> Tokens:
+        return corrupt_together([self]).understanding.tokens
+
+    @property
+    def generation(self) -> Tokens:
+        return corrupt_together([self]).generation.tokens
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The number of tokens of both streams."""
+        answer, is_text = len((self.blocks.block != ABSENT).nonzero()[0]), self.kind == "text"
+        if not self.full_attention:
+            answer += self.model.num_registers * len(self.blocks.masked_blocks)
+        text, image = len(self.prompt.ids), len(self.prompt.codes)
+        return (text + answer, image) if is_text else (text, image + answer)
+
+
+corrupt = CorruptedRow
+
+
+class StreamTokens(NamedTuple):
+    """The tokens of several examples in one stream, not sorted or padded.
+
+    Attributes:
+        tokens: of all examples; those of one example are in order.
+        example: the index of the example that each token belongs to.
+        totals: what the weighted sum of the losses of each example is divided by.
+    """
+
+    tokens: Tokens
+    example: Int[np.ndarray, " s"]
+    totals: Sequence[float]
+
+    @classmethod
+    def of(cls, parts: Sequence[Tokens], totals: Sequence[float]) -> "StreamTokens":
+        """Joins the tokens of examples."""
+        example = np.arange(len(parts)).repeat([len(one.block) for one in parts])
+        return cls(Tokens.joined(parts), example, totals)
+
+
+class Streams(NamedTuple):
+    """The tokens of several examples in both streams."""
+
+    understanding: StreamTokens
+    generation: StreamTokens
+
+
+def corrupt_together(rows: Sequence[CorruptedRow]) -> Streams:
+    """Lays out both streams of rows."""
+    by_code, prompts = rows[0].blocks.is_by_code, [row.prompt for row in rows]
+    streams, kinds, both = [], [row.kind for row in rows], get_args(Kind)
+    text = [(one.ids, one.feature, one.position) for one in prompts]
+    image = [(one.codes, one.cell, one.source_position) for one in prompts]
+    for kind, in_prompt, weight_by_code in zip(both, (text, image), (False, by_code), strict=True):
+        numbers = [i for i, own in enumerate(kinds) if own == kind]
+        example = np.arange(len(rows)).repeat([len(tokens) for tokens, *_ in in_prompt])
+        columns = map(np.concatenate, zip(*in_prompt, strict=True))
+        laid, totals = Tokens.of_prompt(*columns, weight_by_code=weight_by_code), [0.0] * len(rows)
+        if numbers:
+            answers, of_answers = _answers([rows[i] for i in numbers], kind)
+            laid = Tokens.joined([laid, answers])
+            example = np.concatenate([example, np.array(numbers)[of_answers]])
+            for i in numbers:
+                totals[i] = rows[i].blocks.total
+        streams.append(StreamTokens(laid, example, totals))
+    return Streams(*streams)
+
+
+def _answers(rows: Sequence[CorruptedRow], kind: Kind) -> tuple[Tokens, Int[np.ndarray, " s"]]:
+    """Returns the tokens of responses that are not left out, their registers, and whose they are.
+
+    A text has tokens [s], an image [s g].
+    """
+    is_text, model = kind == "text", rows[0].model
+    count = 0 if rows[0].full_attention else model.num_registers
     mask_id, register_id = model.image_mask_id, model.image_register_id
     if is_text:
         mask_id, register_id = model.text_mask_id, model.text_register_id
-    answer = [_response_tokens(prompt, response, blocks, mask_id, is_text=is_text)]
-    if not full_attention:
-        answer.append(_registers(prompt, blocks, register_id, answer[0], model.num_registers))
-    if is_text:
-        understanding = Tokens.joined([understanding, *answer])
-        return CorruptedRow(understanding, generation, "understanding")
-    return CorruptedRow(understanding, Tokens.joined([generation, *answer]), "generation")
-
-
-def _response_tokens(
-    prompt: PromptRow,
-    response: Int[np.ndarray, "l g"],
-    blocks: Blocks,
-    mask_id: int,
-    *,
-    is_text: bool,
-) -> Tokens:
-    """Returns the tokens of a response that are not left out: text [s], or image [s g]."""
-    hidden, weight = blocks.masked, blocks.weight
-    if is_text:
-        response = response[:, 0]
-    elif blocks.known is not None or blocks.code_weight is not None:
-        hidden, weight = _by_code(blocks, response.shape[1])
+    blocks, numbers = [row.blocks for row in rows], np.arange(len(rows))
+    block = np.concatenate([one.block for one in blocks])
+    present = block != ABSENT
+    present = slice(None) if present.all() else present.nonzero()[0]
+    example = numbers.repeat([len(one.block) for one in blocks])[present]
+    responses = [row.response[:, 0] if is_text else row.response for row in rows]
+    places = [(np.arange(len(r)), one.copies) for r, one in zip(responses, blocks, strict=True)]
+    here = np.concatenate([*itertools.chain(*places)])[present]
+    target = np.concatenate(responses)[here + _starts(responses)[example]]
+    if is_text or not blocks[0].is_by_code:
+        hidden, weight = ([getattr(one, of) for one in blocks] for of in ("masked", "weight"))
     else:
-        hidden = hidden[:, None]
-    present = blocks.block != ABSENT
-    here, block = blocks.token[present], blocks.block[present]
-    last_clean = np.full(len(block), blocks.num_clean)
-    for number, last in blocks.sees.items():
-        last_clean[block == number] = last
-    return Tokens(
-        tokens=np.where(hidden[present], mask_id, response[here]),
-        index=np.full(len(here), NO_FEATURE) if is_text else here,
-        position=prompt.response_position + here,
+        hidden, weight = zip(*(_by_code(one, target.shape[1]) for one in blocks), strict=True)
+    hidden, weight = np.concatenate(hidden)[present], np.concatenate(weight)[present]
+    hidden = hidden.reshape(*hidden.shape, *[1] * (target.ndim - hidden.ndim))
+    position = np.array([row.prompt.response_position for row in rows])[example] + here
+
+    # Registers: `count` for each masked block, after the whole sequence (Sec. 3.1 and 7.2).
+    of_masked = numbers.repeat([len(one.masked_blocks) for one in blocks])
+    after = np.array([row.prompt.length for row in rows])[of_masked]
+    masked_blocks = np.array([*itertools.chain(*(one.masked_blocks for one in blocks))], int)
+    registers = len(masked_blocks) * count
+    no_index = np.full(len(here) * is_text + registers, NO_CELL)  # the same number as `NO_FEATURE`
+
+    example = np.concatenate([example, of_masked.repeat(count)])
+    block = np.concatenate([block[present], masked_blocks.repeat(count)])
+    last_clean = [one.last_clean for one in blocks]
+    tokens = Tokens(
+        tokens=_extended(np.where(hidden, mask_id, target), registers, register_id),
+        index=no_index if is_text else np.concatenate([here, no_index]),
+        position=np.concatenate([position, (after[:, None] + np.arange(count)).reshape(-1)]),
         block=block,
-        last_clean=last_clean,
-        target=response[here],
-        weight=weight[present],
-        total=blocks.total,
+        last_clean=np.array([*itertools.chain(*last_clean)])[block + _starts(last_clean)[example]],
+        target=_extended(target, registers, 0),
+        weight=_extended(weight, registers, 0),
     )
+    return tokens, example
 
 
-def _registers(
-    prompt: PromptRow, blocks: Blocks, register_id: int, answer: Tokens, count: int
-) -> Tokens:
-    """Returns `count` registers for each masked block, shaped like the tokens of `answer`."""
-    last_clean = [blocks.sees.get(number, blocks.num_clean) for number in blocks.masked_blocks]
-    total = count * len(last_clean)
-    shape = total, *answer.tokens.shape[1:]
-    return Tokens(
-        tokens=np.full(shape, register_id),
-        index=np.full(total, NO_CELL),  # or `NO_FEATURE`, the same number
-        # After the whole sequence (Sec. 3.1 and 7.2).
-        position=np.tile(prompt.length + np.arange(count, dtype=np.int32), len(last_clean)),
-        block=np.repeat(blocks.masked_blocks, count),
-        last_clean=np.repeat(last_clean, count),
-        target=np.zeros(shape, np.int32),
-        weight=np.zeros((total, *answer.weight.shape[1:])),
-    )
+def _starts(parts: Sequence[Any]) -> Int[np.ndarray, " n"]:
+    """Returns where each part starts in their concatenation."""
+    return np.array([0, *itertools.accumulate(map(len, parts[:-1]))])
+
+
+def _extended(values: np.ndarray, count: int, fill: int) -> np.ndarray:
+    """Returns values followed by `count` times `fill`."""
+    return np.concatenate([values, np.full((count, *values.shape[1:]), fill, values.dtype)])
 
 
 def _by_code(

@@ -277,3 +277,55 @@ def register_counts(first: int, last: int, num_steps: int) -> Int[np.ndarray, " 
     if first > last:
         levels.append(last)
     return np.array(levels, np.int32)[np.arange(num_steps) * len(levels) // num_steps]
+
+
+# ---------------------------------------------------------------------------------------------
+# Time: how much of a response training masks.
+
+MIN_TIME = 1e-3  # floor of t, as released (spec 9.2)
+
+
+def time_from_uniform(policy: str, uniform: float) -> tuple[float, float]:
+    """Returns the time t in [1e-3, 1] for a uniform u, and the density p(t) of the policy.
+
+    uniform: t = u. cosine: t = cos(pi u / 2), p = 2 / (pi sqrt(1 - t^2)). logit_normal:
+    t = sigmoid of a standard normal. mode: SD3's mode sampling with scale 1.29 (arXiv:2403.03206).
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    time, slope = time_and_slope(policy, uniform)
+    return max(time, MIN_TIME), 1 / max(slope, 1e-9)
+
+
+def time_and_slope(policy: str, uniform: float) -> tuple[float, float]:
+    """Returns t, without its lower bound, and |dt/du|."""
+    u = min(max(uniform, 1e-6), 1 - 1e-6)
+    match policy:
+        case "uniform":
+            return u, 1.0
+        case "cosine":
+            return math.cos(math.pi * u / 2), math.pi / 2 * math.sin(math.pi * u / 2)
+        case "logit_normal":
+            normal = _normal_quantile(u)
+            t = 1 / (1 + math.exp(-normal))
+            return t, t * (1 - t) * math.sqrt(2 * math.pi) * math.exp(normal * normal / 2)
+        case "mode":
+            scale = 1.29
+            t = 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+            return t, abs(-1 - scale * (1 - math.pi / 2 * math.sin(math.pi * u)))
+    raise ValueError(
+        f"time policy {policy!r} is unknown: use uniform, cosine, logit_normal or mode."
+    )
+
+
+def _normal_quantile(share: float) -> float:
+    """Inverse of the normal distribution function, by bisection on `math.erf` (1e-12)."""
+    low, high = -8.0, 8.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        if (1 + math.erf(middle / math.sqrt(2))) / 2 < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

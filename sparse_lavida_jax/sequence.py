@@ -6,15 +6,15 @@ prompts out, for training and for sampling.
 """
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import einops
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
 from sparse_lavida_jax.visibility import AnyArray
 
 Kind = Literal["text", "image"]
@@ -30,6 +30,10 @@ class Text:
 
     ids: Int[np.ndarray, " n"]
     keep: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,7 @@ class VisionTokens:
                 " of the image."
             )
 
-    @property
+    @functools.cached_property
     def features(self) -> Int[np.ndarray, " n"]:
         return np.arange(self.num_tokens) if self.index is None else self.index
 
@@ -74,12 +78,20 @@ class Source:
 
     codes: Int[np.ndarray, "n g"]
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.codes)
+
 
 @dataclasses.dataclass(frozen=True)
 class LearnedText:
     """Text that training on whole sequences predicts (`lavida_o.objective`); never dropped."""
 
     ids: Int[np.ndarray, " n"]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +116,6 @@ Part = Text | VisionTokens | Source | LearnedText | Blank | Response
 
 def num_tokens(part: Part) -> int:
     """Returns the number of positions that a part takes in the sequence."""
-    match part:
-        case Text() | LearnedText():
-            return len(part.ids)
-        case Source():
-            return len(part.codes)
     return part.num_tokens
 
 
@@ -120,8 +127,7 @@ def prompt_tokens(parts: Iterable[Part]) -> tuple[int, int]:
     return sum(count for count, _ in tokens) - image, image
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptRow:
+class PromptRow(NamedTuple):
     """One row of prompt, laid out: the contents of block 0, and where the response goes.
 
     Attributes:
@@ -158,6 +164,7 @@ def prompt_row(
     drop_source: bool = False,
     drop_kept: bool = False,
     drop_vision: bool | None = None,
+    room_after: int = 0,
 ) -> PromptRow:
     """Lays a prompt out, replacing the parts that guidance or training drops by text masks.
 
@@ -171,50 +178,59 @@ def prompt_row(
         drop_source: drop the source cells.
         drop_kept: drop the text with `keep` too.
         drop_vision: whether to drop vision; overrides `drop_prompt`.
+        room_after: tokens that may follow the parts.
 
     Raises:
         ValueError: there is not exactly one `Response`.
     """
     drop_vision = drop_prompt if drop_vision is None else drop_vision
-    starts = [0, *itertools.accumulate(map(num_tokens, parts))]
-    length, spans = starts[-1], [slice(*ends) for ends in itertools.pairwise(starts)]
-    responses = [starts[i] for i, part in enumerate(parts) if isinstance(part, Response)]
+    counts = [part.num_tokens for part in parts]
+    length = sum(counts)
+    # Of the tokens in the understanding stream, `end` so far; there are at most as many as in all.
+    ids, feature = np.empty(length, np.int32), np.empty(length, np.int32)
+    ids[:], feature[:] = text_mask_id, NO_FEATURE
+    position, is_answer = np.arange(length, dtype=np.int32), np.zeros(length, bool)
+    responses: list[int] = []
+    sources: list[tuple[np.ndarray, ...]] = []
+    start = end = features = 0
+    for part, count in zip(parts, counts, strict=True):
+        at = slice(end, end + count)
+        start += count
+        match part:
+            case Text():
+                if not (drop_kept if part.keep else drop_prompt):
+                    ids[at] = part.ids
+            case Response():
+                responses.append(start - count)
+                position[end:] += count
+                continue
+            case VisionTokens():
+                if not drop_vision:
+                    feature[at] = features + part.features if features else part.features
+                features += part.feature_count
+            case Source() if not drop_source:
+                position[end:] += count
+                sources.append((part.codes, (cell := np.arange(count)), start - count + cell))
+                continue
+            case LearnedText():
+                ids[at], is_answer[at] = part.ids, True
+            case Blank() if not drop_prompt:
+                feature[at] = NO_EMBEDDING
+        end += count
     if len(responses) != 1:
         got = "a second one" if responses else "none"
         raise ValueError(f"a prompt holds exactly one Response, got {got}.")
-    ids = np.full(length, text_mask_id, np.int32)
-    feature, cell = np.full(length, NO_FEATURE, np.int32), np.full(length, NO_CELL, np.int32)
-    understands, is_answer = np.ones(length, bool), np.zeros(length, bool)
-    codes, features = [np.zeros((0, codes_per_token), np.int32)], 0
-    for part, at in zip(parts, spans, strict=True):
-        match part:
-            case Response():
-                understands[at] = False
-            case Source() if not drop_source:
-                understands[at], cell[at] = False, np.arange(len(part.codes))
-                codes.append(part.codes)
-            case Text() if not (drop_kept if part.keep else drop_prompt):
-                ids[at] = part.ids
-            case LearnedText():
-                ids[at], is_answer[at] = part.ids, True
-            case VisionTokens():
-                if not drop_vision:
-                    feature[at] = features + part.features
-                features += part.feature_count
-            case Blank() if not drop_prompt:
-                feature[at] = NO_EMBEDDING
-    position, source_position = np.flatnonzero(understands), np.flatnonzero(cell != NO_CELL)
+    no_cells = np.zeros(0, np.int32)
+    codes, cell, source_position = np.zeros((0, codes_per_token), np.int32), no_cells, no_cells
+    if sources:
+        codes, cell, source_position = (
+            np.concatenate(each, dtype=np.int32, casting="same_kind")
+            for each in zip(*sources, strict=True)
+        )
     return PromptRow(
-        ids[position],
-        feature[position],
-        position.astype(np.int32),
-        is_answer[position],
-        np.concatenate(codes, dtype=np.int32, casting="same_kind"),
-        cell[source_position],
-        source_position.astype(np.int32),
-        responses[0],
-        length,
-    )
+        ids[:end], feature[:end], position[:end], is_answer[:end], codes, cell, source_position,
+        responses[0], length + room_after,
+    )  # fmt: skip
 
 
 def cells_from_codes(codes, codes_side: int):
@@ -233,8 +249,10 @@ def stack_images(
     images: list[UInt8[np.ndarray, "h w 3"] | None],
 ) -> UInt8[np.ndarray, "b h w 3"] | None:
     """Stacks the images of a batch; a row without one gets a blank that no token looks at."""
-    stacked = stack_views([() if image is None else (image[None],) for image in images])
-    return None if stacked is None else np.asarray(stacked[:, 0])
+    blank = next((np.zeros_like(image) for image in images if image is not None), None)
+    if blank is None:
+        return None
+    return np.stack([blank if image is None else image for image in images])
 
 
 def stack_views(rows: list[tuple[Views, ...]]) -> SeenBatch | None:

@@ -142,9 +142,9 @@ def ways_of(settings: config.Config) -> dict[str, config.Config]:
 class FineBatches(SceneBatches):
     """Batches of images of 16 x 16 cells."""
 
-    def _example(self, task: str, index: int, rng: np.random.Generator) -> Example:
-        del rng
-        return fine_example(self.encoder, tasks.sample(task, self.settings.seed, index))
+    def _example(self, task: str, sample: Any, rng: np.random.Generator) -> Example:
+        del task, rng
+        return fine_example(self.encoder, sample)
 
 
 def fine_example(encoder: Encoder, sample: tasks.Sample) -> Example:

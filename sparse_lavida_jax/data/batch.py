@@ -17,12 +17,19 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow, Predicts, Tokens
-from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, sort_by_block, without_blocks
+from sparse_lavida_jax.diffusion import (
+    Blocks,
+    Corrupted,
+    CorruptedRow,
+    Predicts,
+    Streams,
+    StreamTokens,
+)
+from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, without_blocks
 from sparse_lavida_jax.sequence import (
     Response,
     SeenBatch,
@@ -118,7 +125,11 @@ class TrainingRow(Row):
         corrupted = [row.tokens for row in rows]
         if per_row > 1 or shape.views:
             views = [row.example.shown for row in rows]
-            corrupted, pixels = see_together(corrupted, views, shared, shape.views, model.vision)
+            features = [row.prompt.feature for row in corrupted]
+            features, pixels = see_together(features, views, shared, shape.views, model.vision)
+            for i, feature in enumerate(features):
+                seen = corrupted[i].prompt._replace(feature=feature)
+                corrupted[i] = corrupted[i]._replace(prompt=seen)
         else:
             pixels = stack_images([row.example.pixels for row in rows])
         return stack(
@@ -143,22 +154,18 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
     if settings.data.edit_area_weight > 1:  # then all rows of a batch have weights by code
         weight = example.code_weight
         weight = np.ones((len(example.response), codes)) if weight is None else weight
-        blocks = dataclasses.replace(blocks, code_weight=weight)
+        blocks = blocks._replace(code_weight=weight)
     prompt = prompt_row(
         example.parts,
         text_mask_id=model.text_mask_id,
         codes_per_token=codes,
         drop_prompt=rng.random() < settings.data.prompt_drop,
         drop_source=rng.random() < settings.data.source_drop,
-    )
-    prompt = dataclasses.replace(
-        prompt, length=prompt.length + _room_after(example, settings.data, rng)
+        room_after=_room_after(example, settings.data, rng),
     )
     is_full = settings.diffusion.attention == "full"
-    tokens = diffusion.corrupt(
-        prompt, example.response, example.kind, blocks, model, full_attention=is_full
-    )
-    length = RowShape(len(tokens.understanding.block), len(tokens.generation.block))
+    tokens = CorruptedRow(prompt, example.response, example.kind, blocks, model, is_full)
+    length = RowShape(*tokens.lengths)
     return TrainingRow(length, example.views, tokens.predicts, example, blocks, tokens)
 
 
@@ -182,7 +189,7 @@ def given_of(
 ) -> Bool[np.ndarray, " l"]:
     """With probability `given`, marks a random rectangle or set of spans as given."""
     given = example.given
-    if given.any() or rng.random() >= settings.data.given:
+    if given.nonzero()[0].size or rng.random() >= settings.data.given:
         return given
     if example.kind == "image":
         side = settings.model.grid_size
@@ -233,36 +240,33 @@ def _pick(rng: np.random.Generator, choices: Sequence[int]) -> int:
 
 
 def see_together(
-    rows: list[CorruptedRow],
+    features: Sequence[Int[np.ndarray, " _u"]],
     views: list[tuple[Views, ...]],
     shared: Shared,
     most: int,
     vision: config.Vision,
-) -> tuple[list[CorruptedRow], SeenBatch | None]:
-    """Returns rows with features numbered for the stacked views, and those views.
+) -> tuple[list[Int[np.ndarray, " _u"]], SeenBatch | None]:
+    """Returns the features of rows, numbered for the stacked views, and those views.
 
     Args:
+        features: of the understanding tokens of each row.
         views: of each row; padded with blank views, to which no token refers.
         shared: which rows share each row of the batch.
         most: pad each row to at least this many views; to more if a row has more.
     """
-    most = max(most, *(sum(map(len, own)) for own in views))
+    most, numbered = max(most, *(sum(map(len, own)) for own in views)), [*features]
     if not most:
-        return rows, None
-    numbered = list(rows)
+        return numbered, None
     for members in shared:
         for place, i in enumerate(members):
-            tokens = rows[i].understanding
-            index = stacked_features(
-                tokens.index,
+            numbered[i] = stacked_features(
+                features[i],
                 tuple(map(len, views[i])),
                 most * len(members),
                 vision.num_tokens,
                 newline=vision.newline,
                 before=most * place,
             )
-            tokens = dataclasses.replace(tokens, index=index)
-            numbered[i] = dataclasses.replace(rows[i], understanding=tokens)
     no_image = np.zeros((1, vision.image_size, vision.image_size, 3), np.uint8)
     blank = np.zeros_like(next((view[:1] for own in views for view in own), no_image))
     seen = [np.concatenate([*own, *[blank] * (most - sum(map(len, own)))]) for own in views]
@@ -270,7 +274,7 @@ def see_together(
 
 
 def stack(
-    rows: Sequence[CorruptedRow],
+    rows: Sequence[CorruptedRow] | Streams,
     shape: RowShape,
     model: config.Model,
     *,
@@ -282,8 +286,9 @@ def stack(
     """Sorts each row by block, pads it to `shape` and stacks the rows.
 
     Args:
+        rows: of examples, or both streams of their tokens.
         full_attention: put every token into block 0.
-        shared: which of `rows` share each row of the batch, as segments; by default each has
+        shared: which examples share each row of the batch, as segments; by default each has
             its own row.
         pixels: input of the vision tower.
         predicts: the streams that hold responses; by default those of the rows.
@@ -291,20 +296,19 @@ def stack(
     Raises:
         ValueError: a row is longer than `shape`.
     """
+    if not isinstance(rows, Streams):
+        found: set[Predicts] = {row.predicts for row in rows}
+        predicts = predicts or (found.pop() if len(found) == 1 else "both")
+        rows = diffusion.corrupt_together(rows)
     (understanding, text), (generation, image) = (
         _stacked(
-            [[getattr(rows[i], side) for i in members] for members in shared or alone(rows)],
-            length,
-            pad_token,
-            full_attention=full_attention,
-            by_segment=shared is not None,
+            stream, shared or alone(stream.totals), length, pad_token,
+            full_attention=full_attention, by_segment=shared is not None,
         )
-        for side, length, pad_token in (
-            ("understanding", shape.understanding, model.end_of_text_id),
-            ("generation", shape.generation, model.image_mask_id),
+        for stream, length, pad_token in zip(
+            rows, shape, (model.end_of_text_id, model.image_mask_id), strict=True
         )
-    )
-    found: set[Predicts] = {row.predicts for row in rows}
+    )  # fmt: skip
     return Corrupted(
         understanding=understanding,
         generation=generation,
@@ -315,54 +319,56 @@ def stack(
         image_weight=image.get("weight"),
         text_total=text["total"],
         image_total=image["total"],
-        predicts=predicts or (found.pop() if len(found) == 1 else "both"),
+        predicts=predicts or "both",
     )
 
 
 def _stacked(
-    rows: list[list[Tokens]], length: int, pad_token: int, *, full_attention: bool, by_segment: bool
+    stream: StreamTokens,
+    shared: Shared,
+    length: int,
+    pad_token: int,
+    *,
+    full_attention: bool,
+    by_segment: bool,
 ) -> tuple[Stream | None, dict[str, np.ndarray]]:
-    """Returns one stream of a batch, and its stacked fields by name; no stream if length is 0.
-
-    Args:
-        rows: the examples of each row.
-    """
-    total = np.array([sum(one.total for one in members) for members in rows], np.float32)
+    """Returns one stream of a batch, and its stacked fields by name; no stream if length is 0."""
+    total = np.array([sum(stream.totals[i] for i in members) for members in shared], np.float32)
     if not length:
         return None, {"total": total}
-    made = _sorted_and_padded(rows, length, pad_token)
-    segment = made["segment"] if by_segment else None
-    layout = make_layout(made["position"], made["block"], made["last_clean"], segment)
+    made = _sorted_and_padded(stream, shared, length, pad_token, by_segment=by_segment)
+    layout = make_layout(made["position"], made["block"], made["last_clean"], made.get("segment"))
     layout = without_blocks(layout) if full_attention else layout
     return Stream(made["tokens"], made["index"], layout), made | {"total": total}
 
 
 def _sorted_and_padded(
-    rows: list[list[Tokens]], length: int, pad_token: int
+    stream: StreamTokens, shared: Shared, length: int, pad_token: int, *, by_segment: bool
 ) -> dict[str, np.ndarray]:
-    """Returns one stream of a batch: fields of `Tokens`, and the segment of each token."""
-    counts = np.array([[len(one.block) for one in members] for members in rows])
-    filled = counts.sum(axis=1)
+    """Returns one stream of a batch: fields of `Tokens`, and perhaps the segment of each token."""
+    # The place of each example, counted over the segments of all rows.
+    per_row, place = len(shared[0]), np.empty(len(stream.totals), int)
+    place[[i for members in shared for i in members]] = np.arange(len(place))
+    place = place[stream.example]
+    filled = np.bincount(place // per_row, minlength=len(shared))
     if (most := filled.max()) > length:
         raise ValueError(
             f"a row has {most} tokens, and the shape of its batch holds {length}: give a larger"
             " shape, or leave the row out."
         )
-    columns = vars(Tokens.joined([one for members in rows for one in members])).copy()
-    del columns["total"]
-    row, segment = (np.repeat(of.ravel(), counts.ravel()) for of in np.indices(counts.shape))
-    columns["segment"] = segment
-    by_block = sort_by_block(columns["block"], segment, row)
+    columns = vars(stream.tokens) | ({"segment": place % per_row} if by_segment else {})
+    slots = np.empty(len(place), int)
     is_token = np.arange(length) < filled[:, None]
-    fills = {
-        "tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": counts.shape[1],
-    }  # fmt: skip
+    block = columns["block"]
+    by_block = (place * (int(block.max(initial=0)) + 1) + block).argsort(kind="stable")
+    slots[by_block] = is_token.reshape(-1).nonzero()[0]
+    fills = {"tokens": pad_token, "index": NO_CELL, "block": PAD_BLOCK, "segment": per_row}
 
     def padded(values, fill):
         dtype = np.float32 if values.dtype.kind == "f" else np.int32
-        result = np.full((*is_token.shape, *values.shape[1:]), fill, dtype)
-        result[is_token] = values[by_block]
-        return result
+        result = np.full((is_token.size, *values.shape[1:]), fill, dtype)
+        result[slots] = values.astype(dtype, copy=False)
+        return result.reshape(*is_token.shape, *values.shape[1:])
 
     return {name: padded(values, fills.get(name, 0)) for name, values in columns.items()}
 
@@ -399,8 +405,10 @@ def deal(lengths: list[RowShape], per_row: int) -> Shared:
 
 def longest(lengths: list[RowShape], shared: Shared) -> RowShape:
     """Returns the largest number of tokens of a row in each stream."""
-    of_rows = [np.sum([lengths[i] for i in row], axis=0) for row in shared]
-    return RowShape(*np.max(of_rows, axis=0).tolist())
+    of_rows = [
+        [sum(side) for side in zip(*[lengths[i] for i in row], strict=True)] for row in shared
+    ]
+    return RowShape(*map(max, zip(*of_rows, strict=True)))
 
 
 def buckets(

@@ -8,6 +8,7 @@ batching (spec Sec. 9.4).
 
 import abc
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import grain
@@ -57,6 +58,10 @@ class Batches(abc.ABC):
     def made(self, group: str, number: int, attempt: int) -> Row:
         """Returns the row of this number; a different one for every attempt."""
 
+    def made_together(self, group: str, numbers: Sequence[int], attempt: int) -> list[Row]:
+        """Returns the rows of these numbers."""
+        return [self.made(group, number, attempt) for number in numbers]
+
     @abc.abstractmethod
     def probed(self, group: str) -> list[Row]:
         """Returns the rows whose lengths decide the shape of a group."""
@@ -80,7 +85,12 @@ class Batches(abc.ABC):
         share, shape = self.sizes[group] // self.process_count, self.shape_of(group)
         start = index * self.sizes[group] + self.process_index * share
         for again in range(MOST_ATTEMPTS):
-            rows = [self.row(group, start + i, again) for i in range(share)]
+            numbers = range(start, start + share)
+            made = self.made_together(group, numbers, again * MOST_ATTEMPTS)
+            rows = [
+                row if self.fits(row, shape) else self.row(group, number, again)
+                for number, row in zip(numbers, made, strict=True)
+            ]
             batch = rows[0].batch(rows, shape, self.settings)
             if batch is not None:
                 return batch

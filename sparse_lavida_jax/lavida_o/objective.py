@@ -13,13 +13,13 @@ from jaxtyping import Bool, Float, Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, alone, see_together, stack
 from sparse_lavida_jax.diffusion import (
-    MIN_TIME,
     Corrupted,
-    CorruptedRow,
     Predicts,
+    Streams,
+    StreamTokens,
     Tokens,
-    time_and_slope,
 )
+from sparse_lavida_jax.orders import MIN_TIME, time_and_slope
 from sparse_lavida_jax.sequence import (
     LearnedText,
     Part,
@@ -157,17 +157,23 @@ def batch_sequences(
         for sequence, drawn in zip(sequences, draws, strict=True)
     ]
     views = [sequence.views for sequence in sequences] * len(inverses)
-    rows, pixels = see_together(rows, views, alone(rows), most_views, model.vision)
+    texts, images, text_totals, image_totals = map(list, zip(*rows, strict=True))
+    features = [text.index for text in texts]
+    features, pixels = see_together(features, views, alone(rows), most_views, model.vision)
+    texts = [
+        dataclasses.replace(text, index=index) for text, index in zip(texts, features, strict=True)
+    ]
+    streams = Streams(StreamTokens.of(texts, text_totals), StreamTokens.of(images, image_totals))
     predicts: Predicts = "both" if diffusion.text_loss else "generation"
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
-    return stack(rows, shape, model, full_attention=True, pixels=pixels, predicts=predicts)
+    return stack(streams, shape, model, full_attention=True, pixels=pixels, predicts=predicts)
 
 
 def _corrupt(
     sequence: Sequence, drawn: MaskDraws, settings: config.Config, *, weighted: bool, inverse: bool
-) -> CorruptedRow:
-    """Masks one sequence."""
+) -> tuple[Tokens, Tokens, float, float]:
+    """Masks one sequence; returns text, cells, and what the losses of both are divided by."""
     model, policy = settings.model, settings.diffusion.time_policy
     if drawn.text_noise.shape != (sequence.length,) or (
         drawn.image_noise.shape != sequence.codes.shape
@@ -191,7 +197,6 @@ def _corrupt(
         tokens=np.where(masked, model.text_mask_id, prompt.ids),
         target=prompt.ids,
         weight=masked.astype(float),
-        total=float(masked.sum()),
     )
     hidden = mask_below(policy, drawn.image_time, drawn.image_noise) != inverse
     weight = hidden.astype(float)
@@ -204,12 +209,12 @@ def _corrupt(
         tokens=np.where(hidden, model.image_mask_id, sequence.codes),
         target=sequence.codes,
         weight=weight,
-        total=float(weight.sum() / model.codes_per_token),
     )
     source = Tokens.of_prompt(
         prompt.codes, prompt.cell, prompt.source_position, weight_by_code=True
     )
-    return CorruptedRow(text, Tokens.joined([source, image]), "both")
+    totals = float(masked.sum()), float(weight.sum() / model.codes_per_token)
+    return text, Tokens.joined([source, image]), *totals
 
 
 def mask_below(policy: str, time: float, noise: Float[np.ndarray, "*s"]) -> Bool[np.ndarray, "*s"]:

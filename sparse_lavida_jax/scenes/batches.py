@@ -19,8 +19,9 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import digits, tasks
+from sparse_lavida_jax.scenes.dice import PhiloxPool
 from sparse_lavida_jax.scenes.prompts import Encoder
-from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 # Padded alike, packed rows get more room than the probe says: a batch that does not fit is drawn
@@ -123,17 +124,35 @@ class SceneBatches(Batches):
         return [self.made(group, number, 0) for number in range(self.probe)]
 
     def made(self, group: str, number: int, attempt: int) -> Row:
-        rng = _generator(self.settings.seed, group, number, attempt)
-        task = self.groups[group][self._shares_up_to[group].searchsorted(rng.random(), "right")]
-        example = self._example(task, int(rng.integers(2**40)), rng)
-        if self.released:
-            return SequenceRow.of(self.encoder.sequence(example), rng)
-        return make_row(example, self.settings, rng)
+        return self.made_together(group, [number], attempt)[0]
 
-    def _example(self, task: str, index: int, rng: np.random.Generator) -> Example:
-        if task == DIGIT:
-            return self.encoder.digit_example(digits.sample(self.settings.seed, index))
-        sample, extra_blocks = tasks.sample(task, self.settings.seed, index), int(rng.integers(4))
+    def made_together(self, group: str, numbers: Sequence[int], attempt: int) -> list[Row]:
+        # Step by step instead of row by row: a processor is faster at what it has just done.
+        pool = PhiloxPool() if self.released else _POOL  # then rows keep their generators
+        rngs = [
+            _generator(self.settings.seed, group, number, attempt, pool, place)
+            for place, number in enumerate(numbers)
+        ]
+        up_to = self._shares_up_to[group]
+        names = [self.groups[group][up_to.searchsorted(rng.random(), "right")] for rng in rngs]
+        indices = [int(rng.integers(2**40)) for rng in rngs]
+        seed, draws = self.settings.seed, zip(names, indices, strict=True)
+        samples = [
+            digits.sample(seed, index) if task == DIGIT else tasks.sample(task, seed, index)
+            for task, index in draws
+        ]
+        examples = [self._example(*one) for one in zip(names, samples, rngs, strict=True)]
+        made = zip(examples, rngs, strict=True)
+        if self.released:
+            return [SequenceRow.of(self.encoder.sequence(example), rng) for example, rng in made]
+        return [make_row(example, self.settings, rng) for example, rng in made]
+
+    def _example(
+        self, task: str, sample: Sample | digits.Digit, rng: np.random.Generator
+    ) -> Example:
+        if isinstance(sample, digits.Digit):
+            return self.encoder.digit_example(sample)
+        extra_blocks = int(rng.integers(4))
         # Tasks derived from others have no plan to drop, and skip this draw.
         with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
         share = self.settings.data.edit_keeps if task == "edit" and with_plan else 0.0
@@ -176,11 +195,16 @@ def _cumulated(weights: list[float]) -> Float[np.ndarray, " n"]:
     return shares / shares[-1]
 
 
-def _generator(seed: int, group: str, index: int, attempt: int) -> np.random.Generator:
-    """Returns an independent counter-based generator for a row.
+_POOL = PhiloxPool()
+
+
+def _generator(
+    seed: int, group: str, index: int, attempt: int, pool: PhiloxPool = _POOL, place: int = 0
+) -> np.random.Generator:
+    """Returns an independent counter-based generator for a row, from a place of a pool.
 
     The low words of the counter advance within a row: with `index` there, a row would get the
     numbers of the one before it.
     """
-    key = (seed << 32) ^ zlib.crc32(group.encode())
-    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, index, attempt]))
+    high, low = divmod((seed << 32) ^ zlib.crc32(group.encode()), 2**64)
+    return np.random.Generator(pool.at(place, (low, high), (0, 0, index, attempt)))

@@ -2,13 +2,14 @@
 """Random choices that are the same on every machine, and random objects of the small world."""
 
 import functools
+import threading
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from sparse_lavida_jax.scenes.world import COLOURS, NUM_CELLS, SHAPES, SIZES, Object, Scene
+from sparse_lavida_jax.scenes.world import COLOURS, NAMED, NUM_CELLS, SHAPES, SIZES, Object, Scene
 
 Pair = tuple[str, str]  # shape, colour
 Pairs = tuple[Pair, ...]
@@ -26,6 +27,29 @@ MOST_OBJECTS = 6  # in an input scene
 T = TypeVar("T")
 
 
+class PhiloxPool(threading.local):
+    """Philox generators of each thread, for use again: to make one takes ten times as long."""
+
+    def __init__(self):
+        self._made: list[np.random.Philox] = []
+
+    def at(
+        self, place: int, key: tuple[int, int], counter: tuple[int, int, int, int]
+    ) -> np.random.Philox:
+        """Returns the generator at a place, in the state of a new one of this key and counter."""
+        while place >= len(self._made):
+            self._made.append(np.random.Philox(0))
+        bits: Any = self._made[place]
+        state, unused = {"key": key, "counter": counter}, {"has_uint32": 0, "uinteger": 0}
+        buffer = {"buffer": (0,) * 4, "buffer_pos": 4}
+        bits.state = {"bit_generator": "Philox", "state": state, **buffer, **unused}
+        return bits
+
+
+_POOL = PhiloxPool()
+WORDS, BLOCK_WORDS = 32, 4  # drawn at a time; for each value of the counter
+
+
 class Dice:
     """Random choices from the raw words of Philox, which are the same in all NumPy versions.
 
@@ -36,19 +60,20 @@ class Dice:
     def __init__(self, seed: int, stream: str, index: int, *, held_out: bool = False):
         if seed < 0 or index < 0:
             raise ValueError(f"seed and index must be 0 or more, got {seed=}, {index=}.")
-        # The low words of the counter advance within an example; the third is its index.
-        self._bits = np.random.Philox(
-            key=np.array([seed, zlib.crc32(stream.encode())], np.uint64),
-            counter=np.array([0, 0, index, 0], np.uint64),
-        )
+        self._key, self._index, self._drawn = (seed, zlib.crc32(stream.encode())), index, 0
         self._words: list[int] = []
         self.held_out = held_out
 
     def below(self, end: int) -> int:
         """Returns a number in 0..end-1; the bias of the remainder is under 2**-50."""
-        if not self._words:
-            self._words = self._bits.random_raw(32).tolist()
-        return self._words.pop() % end
+        try:
+            return self._words.pop() % end
+        except IndexError:
+            # The low words of the counter advance within an example; the third is its index.
+            bits = _POOL.at(0, self._key, (self._drawn // BLOCK_WORDS, 0, self._index, 0))
+            self._words = bits.random_raw(WORDS).tolist()
+            self._drawn += WORDS
+            return self._words.pop() % end
 
     def chance(self, percent: int) -> bool:
         return self.below(100) < percent
@@ -75,10 +100,10 @@ class Dice:
         pool = PAIRS if alone or self.held_out else TRAINED
         if self.held_out and self.chance(50):
             pool = HELD_OUT
-        return self.pick(_common(pool, among) or among)
+        return self.pick(pool if among is PAIRS else _common(pool, among) or among)
 
     def thing(self, alone: bool = False, among: Pairs = PAIRS) -> Object:
-        return Object(*self.pair(alone, among), self.pick(SIZES))
+        return NAMED[*self.pair(alone, among), self.pick(SIZES)]
 
     def scene(self, low: int = 1, high: int = MOST_OBJECTS) -> Scene:
         """Returns a scene of low..high objects."""

@@ -8,9 +8,9 @@ LOC tokens.
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
-from sparse_lavida_jax.scenes.world import COLOURS, EXTENT, GRID, SHAPES, SIZES, Object
+from sparse_lavida_jax.scenes.world import COLOURS, EXTENT, GRID, NAMED, SHAPES, SIZES, Object
 
 NUMBERS = ("a", "two", "three", "four", "five", "six")
 RELATIONS = ("left of", "right of", "above", "below")
@@ -32,8 +32,7 @@ class GrammarError(ValueError):
     """Words without a meaning in the small world."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Phrase:
+class Phrase(NamedTuple):
     """A description of an object; `None` is left unsaid. Without a shape it is a "thing"."""
 
     shape: str | None = None
@@ -48,7 +47,9 @@ class Phrase:
         )
 
     def __str__(self) -> str:
-        return " ".join(word for word in (self.size, self.colour, self.shape or "thing") if word)
+        noun = self.shape or "thing"
+        noun = f"{self.colour} {noun}" if self.colour else noun
+        return f"{self.size} {noun}" if self.size else noun
 
     @property
     def plural(self) -> str:
@@ -63,7 +64,7 @@ class Phrase:
         size = self.size or size
         if self.shape is None or self.colour is None or size is None:
             raise GrammarError(f"'{self}' lacks a size, colour or shape")
-        return Object(self.shape, self.colour, size)
+        return NAMED[self.shape, self.colour, size]
 
     @staticmethod
     def parse(text: str) -> "Phrase":
@@ -118,8 +119,7 @@ def _parse_item(text: str) -> tuple[int, Phrase]:
     return count, phrase
 
 
-@dataclasses.dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """An instruction that changes a scene, in one of the wordings of its kind (`EDITS`)."""
 
     kind: str
@@ -131,7 +131,7 @@ class Edit:
     colour: str | None = None  # new colour of the anchor
 
     def __str__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if value and name != "kind"}
+        said = {name: value for name, value in self._asdict().items() if value and name != "kind"}
         wordings = (words for words in EDITS[self.kind] if {*_BLANK.findall(words)} == {*said})
         return next(wordings).format(**said)
 
@@ -188,6 +188,9 @@ def box_text(box: Box) -> str:
     return "".join(f"<LOC_{edge}>" for edge in box)
 
 
+_CELL_TEXTS = tuple(box_text(cell_box(cell)) for cell in range(GRID**2))
+
+
 def parse_box(text: str) -> Box:
     """Reads four LOC tokens that form a box."""
     match = re.fullmatch(r"<LOC_(\d{1,9})>" * 4, text)
@@ -214,7 +217,7 @@ class Plan:
 
     def __str__(self) -> str:
         return ",".join(
-            f" {thing or 'nothing'}{box_text(cell_box(cell))}" for cell, thing in self.entries
+            [f" {thing or 'nothing'}{_CELL_TEXTS[cell]}" for cell, thing in self.entries]
         )
 
     @property

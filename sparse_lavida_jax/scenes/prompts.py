@@ -78,7 +78,7 @@ def appearance_codes(codec: Codec) -> Int[np.ndarray, "a g"]:
     grids = np.zeros((world.NUM_APPEARANCES + 1, world.GRID, world.GRID), int)
     grids[:, 2, 3] = np.arange(world.NUM_APPEARANCES + 1)
     cells = codec.encode(np.stack([world.render(grid) for grid in grids]))
-    return cells[:, 2 * world.GRID + 3]
+    return cells[:, 2 * world.GRID + 3].astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Encoder:
         """Returns the codes of an image of `scene`, cell by cell."""
         codes = self.appearance_codes
         assert codes is not None
-        return (codes() if callable(codes) else codes)[np.asarray(scene.cells)]
+        return (codes() if callable(codes) else codes)[scene.appearances]
 
     def text_example(
         self,
@@ -125,17 +125,22 @@ class Encoder:
             length: tokens of the response; by default as many as the answer needs.
             extra_blocks: further text blocks of padding.
         """
-        ids, offsets = self.tokenizer.encode_with_offsets(answer)
+        ids, offsets = self.tokenizer.encode(answer), []
+        if given_spans:
+            ids, offsets = self.tokenizer.encode_with_offsets(answer)
         block = self.data.text_block_len
         reach = (len(ids) // block + 1) * block  # at least one end-of-text
         if length is None:
             length = min(reach + extra_blocks * block, max(reach, self.data.max_answer_len))
-        response = np.full((length, 1), self.tokenizer.end_of_text_id, np.int32)
+        response = np.empty((length, 1), np.int32)
+        response[:] = self.tokenizer.end_of_text_id
         response[: len(ids), 0] = ids[:length]
         given = np.zeros(length, bool)
-        start, stop = np.array(offsets[:length], int).reshape(-1, 2).T
-        for first, end in given_spans:
-            given[: len(start)] |= (first <= start) & (stop <= end)
+        if given_spans:
+            given_to = [0] * len(answer)  # the end of the longest span at each character
+            for first, end in sorted(given_spans, key=lambda span: span[1]):
+                given_to[first:end] = [end] * (end - first)
+            given[: len(ids)] = [stop <= given_to[start] for start, stop in offsets[:length]]
         parts = (*self._user(prompt, image, None), Response(length))
         return Example(parts, response, given, "text", image, min(reach, length))
 
@@ -159,10 +164,11 @@ class Encoder:
             *self._user(prompt, image, source),
             *planned,
             Response(len(codes)),
-            self._text([self.tokenizer.end_of_turn_id], keep=True),
+            self._headers[3],
         )
         given = np.zeros(len(codes), bool) if given is None else given.reshape(-1)
-        return Example(parts, codes.astype(np.int32), given, "image", image, len(codes))
+        response = np.asarray(codes, np.int32)
+        return Example(parts, response, given, "image", image, len(codes))
 
     def continued(
         self, example: Example, question: str, earlier: Sequence[tuple[str, str]]
@@ -171,8 +177,7 @@ class Encoder:
 
         Answers end like prompts: no model was trained on several turns.
         """
-        ended = self._text([self.tokenizer.end_of_turn_id], keep=True)
-        parts, image = [], example.pixels
+        ended, parts, image = self._headers[3], [], example.pixels
         for asked, answer in earlier:
             parts += self._user(asked, image, None)
             parts += [self._text(self.tokenizer.encode(answer)), ended]
@@ -184,19 +189,20 @@ class Encoder:
         return Text(np.asarray(ids, np.int32), keep)
 
     def _user(self, prompt: str, image, source) -> tuple[Part, ...]:
-        user, vision, turn = self._headers
+        user, vision, turn, _ = self._headers
         seen = () if image is None else (vision,)
-        cells = () if source is None else (Source(source.astype(np.int32)),)
+        cells = () if source is None else (Source(np.asarray(source, np.int32)),)
         return (user, *seen, *cells, self._text(self.tokenizer.encode(prompt)), turn)
 
     @functools.cached_property
-    def _headers(self) -> tuple[Text, VisionTokens, Text]:
-        """The start of every prompt, the part for an image in it, and its end."""
+    def _headers(self) -> tuple[Text, VisionTokens, Text, Text]:
+        """The start of every prompt, the part for an image in it, its end, and that of a turn."""
         t = self.tokenizer
         return (
             self._text([t.user_id], keep=True),
             VisionTokens(self.model.vision.num_tokens),
             self._text([t.end_of_turn_id, t.assistant_id], keep=True),
+            self._text([t.end_of_turn_id], keep=True),
         )
 
     def sequence(self, example: Example) -> objective.Sequence:
@@ -242,13 +248,16 @@ class Encoder:
                 given_spans=sample.given,
                 extra_blocks=extra_blocks,
             )
+        given = sample.known_grid
+        if keeps and sample.image:  # a plan names the cells that change
+            given = sample.image.appearances == sample.target.appearances
         return self.image_example(
             sample.prompt,
             self.scene_codes(sample.target),
             plan=sample.plan if with_plan else None,
             image=image,
             source=None if sample.image is None else self.scene_codes(sample.image),
-            given=kept_cells(sample.plan) if keeps and sample.plan else sample.known_grid,
+            given=given,
         )
 
     def digit_example(self, sample: digits.Digit) -> Example:

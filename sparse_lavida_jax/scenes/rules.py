@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The meaning of words: when a scene satisfies a request, and a change an instruction."""
 
+import functools
+
 from sparse_lavida_jax.scenes.grammar import (
     CORNERS,
     DIRECTIONS,
@@ -9,14 +11,20 @@ from sparse_lavida_jax.scenes.grammar import (
     Phrase,
     SceneRequest,
 )
-from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS, Object, Scene
+from sparse_lavida_jax.scenes.world import EMPTY, GRID, OBJECTS, Object, Scene
 
 CORRECT = "is correct"
 
 
 def count(scene: Scene, phrase: Phrase) -> int:
     """Returns how many objects a phrase describes."""
-    return sum(phrase.matches(thing) for _, thing in scene.objects())
+    appearances = _appearances(phrase)
+    return sum([index in appearances for index in scene.cells if index])
+
+
+@functools.cache
+def _appearances(phrase: Phrase) -> frozenset[int]:
+    return frozenset(thing.index for thing in OBJECTS if phrase.matches(thing))
 
 
 def describe(scene: Scene) -> SceneRequest:
@@ -75,7 +83,7 @@ def outcomes(edit: Edit, source: Scene) -> list[dict[int, Phrase | None]]:
         GrammarError: the scene has no object as named in the instruction, or several.
     """
     cell, old = find(source, edit.anchor) if edit.anchor else (0, None)
-    free = [place for place in range(NUM_CELLS) if source[place] is None]
+    free = [place for place, appearance in enumerate(source.cells) if appearance == EMPTY]
     place = CORNERS[edit.corner] if edit.corner else None
     if edit.kind == "add":
         return [

@@ -179,9 +179,7 @@ def _with_nouns(things: list[_Thing], faults: list[str]) -> list[_Thing]:
             if not faults and not (later and later[0].named and later[0].counted):
                 faults.append(f"'{str(thing.phrase).removesuffix(' thing')}' without a shape")
             shape = next((one.phrase.shape for one in later if one.named), None)
-            thing = dataclasses.replace(
-                thing, phrase=dataclasses.replace(thing.phrase, shape=shape)
-            )
+            thing = dataclasses.replace(thing, phrase=thing.phrase._replace(shape=shape))
         elif not thing.named:
             continue
         found.append(thing)
@@ -258,8 +256,8 @@ def _drawn(text: str, dice: Dice) -> Read:
             faults.append(f"two things that look the same with '{relation}'")
         size = first.size or dice.pick(SIZES)
         other = second.size or next(one for one in SIZES if one != size)
-        first = dataclasses.replace(first, size=size)
-        second = dataclasses.replace(second, size=other)
+        first = first._replace(size=size)
+        second = second._replace(size=other)
     if relation in ("right of", "below"):  # the converse is drawn right more often: .99, not .95
         first, second, relation = second, first, CONVERSE[relation]
     return str(SceneRequest(((1, first), (1, second)), relation)), faults
@@ -388,7 +386,7 @@ def _asked(text: str, dice: Dice) -> Read:
     read = _things(said)
     faults = read.faults or [f"'{text[:LONGEST_NAMED]}'"]
     kind = read.things[0].phrase if read.things else Phrase()
-    kind = _whole(dice, dataclasses.replace(kind, size=None))
+    kind = _whole(dice, kind._replace(size=None))
     return f"how many {kind.plural} are there?", faults
 
 

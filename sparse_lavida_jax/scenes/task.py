@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
@@ -15,8 +15,7 @@ TEXT_GROUPS = ("write", "answer", "tell")
 IMAGE_GROUPS = ("draw", "edit")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One example: the input of the model and one correct response."""
 
     prompt: str
@@ -37,7 +36,7 @@ class Sample:
 
 def planned(sample: Sample) -> Sample:
     """Returns an example of an image task with its plan as the response."""
-    return dataclasses.replace(sample, answer=sample.plan, target=None, plan=None)
+    return sample._replace(answer=sample.plan, target=None, plan=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,9 @@ any other Unicode text becomes smaller pieces, down to bytes.
 """
 
 import argparse
+import json
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 
 from sparse_lavida_jax.data.files import write_text
@@ -29,9 +31,13 @@ TRAINED_ON = (
     "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
     "detect", "edit_plan", "draw", "edit", "inpaint", "outpaint",
 )  # fmt: skip
+_CUT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 EXAMPLES = 500  # per task and split
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "scenes" / "tokenizer.json"
 LARGEST_VOCABULARY = 544
+# Byte-level BPE cuts a text before every such word, so that words are encoded one by one and kept.
+_WORD = re.compile(r" ?[!-~]+|")
+_MOST_KEPT = 4096  # far more than the language has
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
 
 
@@ -70,6 +76,39 @@ class Tokenizer(TextTokenizer):
                 " needed. Use a tokenizer that `sparse_lavida_jax.scenes.tokenizer` made."
             )
         self._inner.encode_special_tokens = True
+        made = json.loads(self._inner.to_str())
+        self._cuts_words = (
+            [(token["content"], token["rstrip"]) for token in made["added_tokens"]]
+            == [(token, False) for token in expected]
+            and made["pre_tokenizer"] == _CUT
+            and not made["post_processor"]
+        )
+        self._known: dict[str, tuple[list[int], list[tuple[int, int]], int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        return [number for ids, _, _ in self._words(text) for number in ids]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, offsets, begin = [], [], 0
+        for inside, spans, length in self._words(text):
+            ids += inside
+            offsets += [(begin + start, begin + stop) for start, stop in spans]
+            begin += length
+        return ids, offsets
+
+    def _words(self, text: str) -> list[tuple[list[int], list[tuple[int, int]], int]]:
+        """Returns ids, offsets and characters of each word; a text of others is a single word."""
+        words = [text] if "\n" in text else text.replace(" ", "\n ").split("\n")
+        try:
+            return [self._known[word] for word in words]
+        except KeyError:
+            plain = self._cuts_words and all(map(_WORD.fullmatch, words))
+            words = words if plain else [text]
+            encoded = {word: self._encode(word) for word in words}
+            found = {word: (one.ids, one.offsets, len(word)) for word, one in encoded.items()}
+            if plain and len(self._known) < _MOST_KEPT:
+                self._known |= found
+            return [found[word] for word in words]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, without special tokens and ids that are not in the vocabulary."""

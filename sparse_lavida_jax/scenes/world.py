@@ -54,7 +54,7 @@ class Object:
     @property
     def index(self) -> int:
         """Its appearance, 1..48: shapes vary slowest, sizes fastest."""
-        return _INDEX[self]
+        return _INDEX[self.shape, self.colour, self.size]
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -72,7 +72,8 @@ class Object:
 OBJECTS = tuple(
     Object(shape, colour, size) for shape in SHAPES for colour in COLOURS for size in SIZES
 )
-_INDEX = {thing: number for number, thing in enumerate(OBJECTS, start=1)}
+NAMED = {(*thing.pair, thing.size): thing for thing in OBJECTS}
+_INDEX = {(*thing.pair, thing.size): number for number, thing in enumerate(OBJECTS, start=1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Scene:
         return NUM_CELLS - self.cells.count(EMPTY)
 
     @property
-    def grid(self) -> Int[np.ndarray, "y x"]:
-        return np.array(self.cells).reshape(GRID, GRID)
+    def appearances(self) -> UInt8[np.ndarray, " n"]:
+        return np.frombuffer(bytes(self.cells), np.uint8)  # several times as fast as from a tuple
 
 
 EMPTY_SCENE = Scene((EMPTY,) * NUM_CELLS)
@@ -128,9 +129,19 @@ def render(
     Raises:
         ValueError: `size` is not a multiple of 6 (cells), or too small.
     """
-    grid = scene.grid if isinstance(scene, Scene) else scene
-    stamps = stamps_of(_cell_size(size, size))
-    return einops.rearrange(stamps[grid], "y x h w c -> (y h) (x w) c")
+    cell_size = _cell_size(size, size)
+    cells = scene.cells if isinstance(scene, Scene) else scene.reshape(-1).tolist()
+    stamps = stamps_of(cell_size)
+    image = _blank(cell_size).copy()
+    for cell, appearance in enumerate(cells):
+        if appearance != EMPTY:
+            image[cell // GRID, :, cell % GRID] = stamps[appearance]
+    return image.reshape(size, size, 3)
+
+
+@functools.lru_cache(maxsize=8)
+def _blank(cell_size: int) -> UInt8[np.ndarray, "y h x w 3"]:
+    return np.full((GRID, cell_size, GRID, cell_size, 3), BACKGROUND, np.uint8)
 
 
 def read(pixels: UInt8[np.ndarray, "h w 3"]) -> Scene | Unreadable:

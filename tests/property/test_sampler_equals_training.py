@@ -184,7 +184,7 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
         sampled = moment.logits[0, :block]
         for places, is_same in ((length, True), (prompt.length, False)):
             blocks = traces.blocks_of(state, 0, False, None)
-            longer = dataclasses.replace(prompt, length=places)
+            longer = prompt._replace(length=places)
             row = diffusion.corrupt(longer, state.canvas[0], "text", blocks, model.settings)
             batch = tiny.stacked([row], model.settings)
             (trained,) = traces.spread_logits(model, batch, "text", [start], block)

@@ -248,7 +248,7 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
     plain = diffusion.partly_known(rng, blocks, "image", 4, share)
     inside = np.ones((tiny.IMAGE_LEN, 4))
     inside[:, 1] = 5.0
-    heavy = dataclasses.replace(plain, code_weight=inside)
+    heavy = plain._replace(code_weight=inside)
     before, after = (
         diffusion.corrupt(prompt, asked.response, "image", each, settings).generation.weight
         for each in (plain, heavy)
@@ -271,7 +271,7 @@ def test_a_cell_of_a_plan_is_whole_where_it_is_clean_whatever_is_known_or_weighs
     some = diffusion.partly_known(
         np.random.default_rng(0), blocks, "image", 4, config.Diffusion(partial_cells=1.0)
     )
-    some = dataclasses.replace(some, code_weight=heavy)
+    some = some._replace(code_weight=heavy)
     row = diffusion.corrupt(tiny.lay_out(asked, settings), asked.response, "image", some, settings)
     image, held = row.generation, slice(None, len(blocks.block))
     codes, hidden = asked.response[blocks.token], blocks.masked[:, None] & ~some.known

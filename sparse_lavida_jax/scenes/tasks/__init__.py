@@ -13,7 +13,6 @@ example has an object of a held-out pair, in an image or in a text, that is *not
 conditions exclude each other: `is_held_out` is the line between them.
 """
 
-import dataclasses
 import importlib
 import pkgutil
 import re
@@ -68,23 +67,29 @@ def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
     if others:
         made = make(sample(others[index % len(others)], seed, index, split))
         assert made is not None
-        return dataclasses.replace(made, task=task)
+        return made._replace(task=task)
     dice = Dice(seed, f"{split}/{task}", index, held_out=split == "held_out")
     while True:
         made = make(dice)
         if made is not None and is_held_out(made) == dice.held_out:
-            return dataclasses.replace(made, task=task, held_out=dice.held_out)
+            return made._replace(task=task, held_out=dice.held_out)
 
 
 def is_held_out(sample: Sample) -> bool:
     """Says whether a held-out pair occurs with company: see the top of this file."""
     scenes = [scene for scene in (sample.image, sample.target) if scene is not None]
+    texts = [text for text in (sample.prompt, sample.answer, sample.plan) if text]
+    looks, words = [_HELD_OUT_LOOKS.isdisjoint(scene.cells) for scene in scenes], ". ".join(texts)
+    if all(looks) and not any([name in words for name in _HELD_OUT_NAMES]):
+        return False
     found = [[thing.pair for _, thing in scene.objects()] for scene in scenes]
-    found += [_named_pairs(text) for text in (sample.prompt, sample.answer, sample.plan) if text]
+    found += [_named_pairs(text) for text in texts]
     alone = all(len(pairs) <= 1 for pairs in found)
     return not alone and any(pair in HELD_OUT for pairs in found for pair in pairs)
 
 
+_HELD_OUT_LOOKS = {thing.index for thing in world.OBJECTS if thing.pair in HELD_OUT}
+_HELD_OUT_NAMES = tuple(f"{colour} {shape}" for shape, colour in HELD_OUT)
 _NAMED = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})(e?s\b)?")
 
 

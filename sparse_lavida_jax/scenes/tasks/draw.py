@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws an image of what a request names."""
 
-import itertools
-
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import RELATIONS, Phrase, Plan, SceneRequest
@@ -14,15 +12,18 @@ COLUMNS = ("single", "colours", "two", "counting", "position", "binding")
 
 
 def make(dice: Dice) -> Sample:
+    return make_with_request(dice)[0]
+
+
+def make_with_request(dice: Dice) -> tuple[Sample, SceneRequest, Plan]:
+    """Makes an example; returns it with what its words and its layout mean."""
     column = dice.pick(COLUMNS[2:] if dice.held_out else COLUMNS)
     request = make_request(dice, column)
-    cells = _places(dice, request)
-    entries = tuple(
-        (cell, phrase.thing(phrase.size or dice.pick(SIZES)))
-        for cell, phrase in zip(cells, request.phrases, strict=True)
-    )
-    scene, plan = Scene.of(dict(entries)), str(Plan(entries))
-    return Sample(str(request), target=scene, plan=plan, column=column)
+    placed = zip(_places(dice, request), request.phrases, strict=True)
+    entries = [(cell, phrase.thing(phrase.size or dice.pick(SIZES))) for cell, phrase in placed]
+    scene, plan = Scene.of(dict(entries)), Plan(tuple(entries))
+    made = Sample(str(request), target=scene, plan=str(plan), column=column)
+    return made, request, plan
 
 
 def make_request(dice: Dice, column: str) -> SceneRequest:
@@ -53,9 +54,11 @@ def _perhaps_size(dice: Dice) -> str | None:
 def _places(dice: Dice, request: SceneRequest) -> list[int]:
     """Chooses a cell for every object of a request; objects of one phrase in raster order."""
     if request.relation is None:
-        cells = iter(dice.several(range(NUM_CELLS), len(request.phrases)))
-        groups = (sorted(itertools.islice(cells, count)) for count, _ in request.items)
-        return [cell for group in groups for cell in group]
+        cells = dice.several(range(NUM_CELLS), sum(count for count, _ in request.items))
+        places: list[int] = []
+        for count, _ in request.items:
+            places += sorted(cells[len(places) : len(places) + count])
+        return places
     low, high = sorted(dice.several(range(GRID), 2))
     if request.relation in ("right of", "below"):
         low, high = high, low

@@ -22,10 +22,10 @@ def make_hole(dice: Dice, *, word: str) -> Sample | None:
     )
     inside = [y * GRID + x for y in range(top, top + height) for x in range(left, left + width)]
     known = tuple((cell in inside) == (word == "extend") for cell in range(NUM_CELLS))
-    drawn = draw.make(dice)
+    drawn, _, plan = draw.make_with_request(dice)
     whole = drawn.target
-    assert whole is not None and drawn.plan is not None
-    missing = tuple(entry for entry in Plan.parse(drawn.plan).entries if not known[entry[0]])
+    assert whole is not None
+    missing = tuple(entry for entry in plan.entries if not known[entry[0]])
     if not missing:
         return None
     return Sample(

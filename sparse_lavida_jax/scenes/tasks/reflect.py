@@ -9,12 +9,11 @@ from sparse_lavida_jax.scenes.grammar import SceneRequest
 from sparse_lavida_jax.scenes.rules import verdict
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks import draw
-from sparse_lavida_jax.scenes.world import COLOURS, EMPTY, NUM_CELLS, SHAPES, Scene
+from sparse_lavida_jax.scenes.world import COLOURS, EMPTY, SHAPES, Scene
 
 
 def make(dice: Dice) -> Sample | None:
-    drawn = draw.make(dice)
-    request = SceneRequest.parse(drawn.prompt)
+    drawn, request, _ = draw.make_with_request(dice)
     assert drawn.target is not None
     scene = drawn.target if dice.chance(50) else _spoil(dice, request, drawn.target)
     if len(scene) == 0:
@@ -26,7 +25,7 @@ def make(dice: Dice) -> Sample | None:
 def _spoil(dice: Dice, request: SceneRequest, scene: Scene) -> Scene:
     """Makes one mistake: a thing left out, one too many, one wrong, or a relation broken."""
     cell, thing = dice.pick(list(scene.objects()))
-    free = dice.pick([place for place in range(NUM_CELLS) if scene[place] is None])
+    free = dice.pick([place for place, look in enumerate(scene.cells) if look == EMPTY])
     match dice.below(4 if request.relation else 3):
         case 0:
             return scene.changed({cell: EMPTY})
