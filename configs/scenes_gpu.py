@@ -20,8 +20,8 @@ LONG_STEPS = 44_000  # of `configs/scenes_long.py`
 
 
 def get_config(size: str = "large") -> ml_collections.ConfigDict:
-    if size not in ("large", "tiny"):
-        raise ValueError(f"there is no {size!r}. There are: large, tiny.")
+    if size not in ("large", "twin", "tiny"):
+        raise ValueError(f"there is no {size!r}. There are: large, twin, tiny.")
     c = scenes_long.get_config()
     c.name = "scenes_gpu"
 
@@ -73,6 +73,15 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
         c.train.update(
             train_steps=40, batch_size=16, seconds=0.0, log_every=5, eval_tasks=(), eval_prompts=0
         )
+    if size == "twin":
+        c.name = "scenes_gpu_twin"
+        c.data.update(packing=1, shapes="lesson")
+        c.model.update(
+            width=96, mlp_hidden=256, num_layers=4, dual_tower_layers=2, head_dim=16,
+            generation_width=64, generation_mlp_hidden=192, compute_dtype="float32",
+        )  # fmt: skip
+        c.model.vision.update(width=96, num_layers=1, num_heads=3, mlp_hidden=192)
+        c.train.update(train_steps=800, batch_size=32, seconds=0.0, log_every=50)
     for lesson in c.data.lessons.values():
         lesson.until = max(1, round(lesson.until * c.train.train_steps / LONG_STEPS))
     return c

@@ -481,9 +481,6 @@ class CorruptedRow(NamedTuple):
         return (text + answer, image) if is_text else (text, image + answer)
 
 
-corrupt = CorruptedRow
-
-
 class StreamTokens(NamedTuple):
     """The tokens of several examples in one stream, not sorted or padded.
 

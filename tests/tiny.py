@@ -233,7 +233,7 @@ def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corru
     rng = np.random.default_rng(0)
     blocks = [diffusion.uniform_blocks(rng, one.given, mean) for one in asked]
     rows = [
-        diffusion.corrupt(lay_out(one, settings), one.response, kind, cut, settings)
+        diffusion.CorruptedRow(lay_out(one, settings), one.response, kind, cut, settings)
         for one, kind, cut in zip(asked, kinds, blocks, strict=True)
     ]
     return stacked(rows, settings)

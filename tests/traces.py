@@ -2,7 +2,7 @@
 """The sampler step by step, and what training computes for each of its states.
 
 `moments` runs the complete sampler (prefill, cache, truncation) and records its states.
-`training_logits` lays out the same states with `diffusion.corrupt` and `data.batch.stack`, as in
+`training_logits` lays out the same states with `diffusion.CorruptedRow` and `data.batch.stack`, as in
 training, and runs the model once without a cache.
 """
 
@@ -205,7 +205,7 @@ def training_logits(
                 )
                 mask_id = model.settings.image_mask_id if settings.kind == "image" else None
                 rows.append(
-                    diffusion.corrupt(
+                    diffusion.CorruptedRow(
                         prompt,
                         moment.canvas[r],
                         settings.kind,

@@ -197,7 +197,7 @@ class Likelihood:
         )
 
         def corrupted(blocks: Blocks, *, full_attention: bool) -> CorruptedRow:
-            return diffusion.corrupt(
+            return diffusion.CorruptedRow(
                 prompt, example.response, "image", blocks, model, full_attention=full_attention
             )
 

@@ -45,7 +45,7 @@ def batch_of(model, requests, blocks, kind, shape=None):
     """Returns a training batch, its shape, and the start of each response."""
     prompts = [tiny.lay_out(asked, model.settings) for asked in requests]
     rows = [
-        diffusion.corrupt(prompt, asked.response, kind, cut, model.settings)
+        diffusion.CorruptedRow(prompt, asked.response, kind, cut, model.settings)
         for prompt, asked, cut in zip(prompts, requests, blocks, strict=True)
     ]
     shape = shape or tiny.shape_of(rows)

@@ -33,7 +33,7 @@ def full_attention_batch(model) -> diffusion.Corrupted:
         blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion(attention="full"))
         prompt = tiny.lay_out(asked, settings)
         rows.append(
-            diffusion.corrupt(
+            diffusion.CorruptedRow(
                 prompt, asked.response, "image", blocks, settings, full_attention=True
             )
         )
@@ -69,7 +69,7 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     rng = np.random.default_rng(1)
     asked = tiny.request("image", settings, 0, words=4, source=True)
     blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion())
-    row = diffusion.corrupt(
+    row = diffusion.CorruptedRow(
         tiny.lay_out(asked, settings), asked.response, "image", blocks, settings
     )
     text_len, image_len = len(row.understanding.block), len(row.generation.block)
@@ -130,7 +130,7 @@ def test_one_step_is_the_training_pass_with_one_masked_block(kind):
     for asked in requests:
         cut = whole_response(asked, kind, model.settings)
         prompt = tiny.lay_out(asked, model.settings)
-        rows.append(diffusion.corrupt(prompt, asked.response, kind, cut, model.settings))
+        rows.append(diffusion.CorruptedRow(prompt, asked.response, kind, cut, model.settings))
         starts.append(prompt.response_position)
     batch = tiny.stacked(rows, model.settings)
     logits = traces.spread_logits(model, batch, kind, starts, len(requests[0].given))
@@ -238,7 +238,7 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
     model, kind = tiny.denoiser(tiny.model_settings()), asked.kind
     rows = [together, *(alone(together, number) for number in together.masked_blocks)]
     prompt = tiny.lay_out(asked, model.settings)
-    laid = [diffusion.corrupt(prompt, asked.response, kind, one, model.settings) for one in rows]
+    laid = [diffusion.CorruptedRow(prompt, asked.response, kind, one, model.settings) for one in rows]
     batch = tiny.stacked(laid, model.settings)
     is_text = kind == "text"
     logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))[0 if is_text else 1]

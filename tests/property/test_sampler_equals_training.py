@@ -120,7 +120,7 @@ def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
         sizes = orders.counts("shift", 4, len(cells), 3.0)
         plan.append(diffusion.plan_blocks(cells, sizes, asked.given, 1))
         prompt = tiny.lay_out(asked, model.settings)
-        rows.append(diffusion.corrupt(prompt, drawn, "image", plan[-1], model.settings))
+        rows.append(diffusion.CorruptedRow(prompt, drawn, "image", plan[-1], model.settings))
     batch = tiny.stacked(rows, model.settings)
     _, logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))
     predicted = np.zeros(canvas.shape[:2], int)
@@ -185,7 +185,7 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
         for places, is_same in ((length, True), (prompt.length, False)):
             blocks = traces.blocks_of(state, 0, False, None)
             longer = prompt._replace(length=places)
-            row = diffusion.corrupt(longer, state.canvas[0], "text", blocks, model.settings)
+            row = diffusion.CorruptedRow(longer, state.canvas[0], "text", blocks, model.settings)
             batch = tiny.stacked([row], model.settings)
             (trained,) = traces.spread_logits(model, batch, "text", [start], block)
             error = np.abs(trained - sampled)[state.masked[0]].max()
