@@ -81,7 +81,8 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
             generation_width=64, generation_mlp_hidden=192, compute_dtype="float32",
         )  # fmt: skip
         c.model.vision.update(width=96, num_layers=1, num_heads=3, mlp_hidden=192)
-        c.train.update(train_steps=400, batch_size=32, seconds=0.0, log_every=50)
+        c.train.update(train_steps=200, batch_size=32, seconds=0.0, log_every=10)
+        c.optimizer.warmup_steps = 20
     for lesson in c.data.lessons.values():
         lesson.until = max(1, round(lesson.until * c.train.train_steps / LONG_STEPS))
     return c
