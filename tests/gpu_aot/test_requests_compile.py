@@ -52,8 +52,8 @@ aot_requests.main([])
 print("compiled")
 """
 NARROW = """
+import json
 import pathlib
-import re
 import sys
 
 from sparse_lavida_jax import config
@@ -72,10 +72,13 @@ program, arguments = max(
 text = program.lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
 found = hlo.kernels(text)
 shapes = aot_requests.large_shapes(arguments)
-print("library:", text.count('custom_call_target="__cublas$lt$matmul$f8"'))
-print("narrow:", sum(one.runs for one in found if one.in_step and one.is_narrow))
-print("turned:", sum(bool(shapes & {*one.made}) for one in found if not one.in_step))
-print("copies:", len(aot_requests.copies(found, shapes)))
+told = {
+    "library": text.count('custom_call_target="__cublas$lt$matmul$f8"'),
+    "narrow": sum(one.runs for one in found if one.in_step and one.is_narrow),
+    "turned": sum(bool(shapes & {*one.made}) for one in found if not one.in_step),
+    "copies": len(aot_requests.copies(found, shapes)),
+}
+print("program:", json.dumps(told))
 print("compiled")
 """
 
@@ -121,5 +124,7 @@ def test_the_command_predicts_an_image_whose_steps_copy_nothing():
 def test_products_of_fp8_take_their_matrices_as_they_are():
     """Four products a layer in float8 by the library; no matrix is turned before or in a step."""
     told, _ = run(NARROW, "image_fp8", CONFIG)
-    found = dict(line.split(": ") for line in told.splitlines() if ": " in line)
-    assert found == {"library": "16", "narrow": "16", "turned": "0", "copies": "0"}
+    line = next(line for line in told.splitlines() if line.startswith("program:"))
+    assert json.loads(line.partition(" ")[2]) == {
+        "library": 16, "narrow": 16, "turned": 0, "copies": 0,
+    }  # fmt: skip
