@@ -44,7 +44,7 @@ from sparse_lavida_jax.bench import hlo, suites, table, work
 from sparse_lavida_jax.bench.described import DEVICES, DescribedGpu
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.suites import RequestCase
-from sparse_lavida_jax.models import fuse, vq
+from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.kept import Call, finish
 
@@ -61,6 +61,8 @@ DENSE_REQUESTS = {
     "image_dense": ("headline", "t2i1024/dense_lean/b1"),
     "edit_dense": ("edit", "edit1024/dense_lean/b1"),
 }
+# The same with matrices in 8 bits; compiled only if they are asked for.
+NARROW_REQUESTS = {f"image_{way}": ("quant", f"t2i1024/{way}/b1") for way in config.QUANTIZED}
 TOKENIZER = "tokenizer"
 IMPLEMENTATION = "pallas_gpu"
 LEAST_MATRIX = 1024  # rows and columns of a matrix of weights
@@ -124,16 +126,23 @@ def case_of(name: str, settings: config.Config) -> RequestCase:
     Raises:
         ConfigError: there is no such request, for a model of this size.
     """
-    suite, row_id = (REQUESTS | DENSE_REQUESTS).get(name, ("headline", ""))
+    known_requests = REQUESTS | DENSE_REQUESTS | NARROW_REQUESTS
+    suite, row_id = known_requests.get(name, ("headline", ""))
     found = [case for case in suites.cases(suite, settings) if case.id == row_id]
     if not found:
-        known = ", ".join(REQUESTS | DENSE_REQUESTS)
+        known = ", ".join(known_requests)
         raise config.ConfigError(f"--requests={name}: it takes {known}, at full size.")
     return found[0]
 
 
-def model_types(settings: config.Model, task: fuse.Task, place: NamedSharding) -> Denoiser:
-    """Returns the types of the parameters as a GPU holds them, in the dtype of products."""
+def model_types(
+    settings: config.Model, task: fuse.Task, place: NamedSharding, method: str = ""
+) -> Denoiser:
+    """Returns the types of the parameters as a GPU holds them, in the dtype of products.
+
+    Args:
+        method: of `quantize.as_asked`.
+    """
 
     def make() -> Denoiser:
         model = Denoiser(settings, rngs=nnx.Rngs(0))
@@ -143,7 +152,13 @@ def model_types(settings: config.Model, task: fuse.Task, place: NamedSharding) -
         dtype = jnp.dtype(settings.compute_dtype) if x.dtype == jnp.float32 else x.dtype
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
 
-    return jax.tree.map(leaf, jax.eval_shape(make))
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    wide = jax.tree.map(leaf, jax.eval_shape(make))
+    with unchecked():
+        narrow = jax.eval_shape(lambda model: quantize.as_asked(model, method), wide)
+    return jax.tree.map(placed, narrow)
 
 
 def programs(
@@ -286,7 +301,7 @@ def row_of(
     task: fuse.Task = "image" if case.example.kind == "image" else "both"
 
     def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
-        return programs(case, model_types(settings.model, task, place), place)
+        return programs(case, model_types(settings.model, task, place, case.sampling.quantize), place)
 
     rates, whole = device.rates["measured"], lowered(settings)
     depths = [layers, layers - 2] if layers and layers < depth else []
@@ -368,7 +383,7 @@ def memory_of(
     task: fuse.Task = "image" if case.example.kind == "image" else "both"
 
     def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
-        return programs(case, model_types(settings.model, task, place), place)
+        return programs(case, model_types(settings.model, task, place, case.sampling.quantize), place)
 
     held = [(one.name, _bytes(args[1:])) for one, (args, _) in lowered(settings)]
     parts = sum(number for name, number in held if name == "gather")  # next to what is made of them

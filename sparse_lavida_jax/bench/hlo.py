@@ -15,7 +15,7 @@ COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
     "ragged-all-to-all", "collective-broadcast",
 )  # fmt: skip
-_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+))\[([\d,]*)\]")  # groups: bits per number, the shape
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)(?:e\w+)?)\[([\d,]*)\]")  # groups: bits per number, the shape
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _CALLS = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
@@ -215,6 +215,7 @@ class Kernel:
         made: shapes of the results, but not of those written in place.
         runs: how often it runs in a call of the program; in a loop of steps, how often a step.
         in_step: whether it is inside the loop of steps.
+        is_narrow: whether it multiplies matrices in 8 bits, at twice the rate (the vendor's ratio).
     """
 
     name: str
@@ -224,10 +225,12 @@ class Kernel:
     made: tuple[tuple[int, ...], ...]
     runs: int
     in_step: bool
+    is_narrow: bool = False
 
     def seconds(self, operations_a_second: float, bytes_a_second: float) -> float:
-        """Returns the least time of all runs at these rates."""
-        once = max(self.operations / operations_a_second, self.bytes / bytes_a_second)
+        """Returns the least time of all runs at these rates, of products in 16 bits and copies."""
+        operations = self.operations / (2 if self.is_narrow else 1)
+        once = max(operations / operations_a_second, self.bytes / bytes_a_second)
         return self.runs * once
 
 
@@ -331,7 +334,8 @@ def _kernel(
         size += written
     is_copy = one.opcode == "copy" or (within and _only_moves(within))
     kind = "products" if operations else "copies" if is_copy else "others"
-    return Kernel(name, kind, operations, size, made, runs, in_step)
+    narrow = any(_is_narrow(*pair) for pair in ((one, own), *((x, within) for x in within.values())))
+    return Kernel(name, kind, operations, size, made, runs, in_step, narrow)
 
 
 def _products(one: _Instruction, own: dict[str, _Instruction]) -> float:
@@ -349,6 +353,12 @@ def _products(one: _Instruction, own: dict[str, _Instruction]) -> float:
     axes = [int(n) for n in contracted[1].replace('"', "").split(",") if n]
     result = max(math.prod(shape) for shape in one.shapes[:1])
     return 2.0 * result * math.prod(given.shapes[0][axis] for axis in axes)
+
+
+def _is_narrow(one: _Instruction, own: dict[str, _Instruction]) -> bool:
+    """Whether an instruction multiplies two matrices in 8 bits."""
+    given = [own[name] for name in one.operands[:2] if name in own]
+    return bool(_products(one, own)) and all(x.size == _numbers(x) for x in given)
 
 
 def _of_attention(one: _Instruction, read: list[_Instruction]) -> tuple[float, int]:

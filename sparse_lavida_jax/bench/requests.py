@@ -247,9 +247,24 @@ class Timed:
             "largest_difference": float(difference.max()),
             "mean_difference": float(difference.mean()),
             "argmax_agreement": float((moved.argmax(-1) == plain.argmax(-1)).mean()),
+            "equal_tokens": self.equal_tokens(),
         }
 
+    def equal_tokens(self) -> float:
+        """Returns the share of codes, or words, that 8 bits leave equal in whole responses.
 
+        Seeds are equal too. A token that differs changes what the later steps see.
+        """
+        case, whole, seeds = self.case, self.subject.model, range(RESPONSES)
+        settings, plan = case.settings(whole.settings), case.plan(whole.settings, list(seeds))
+        made = [
+            sample.sample(model, case.requests(seeds), plan, settings=settings, stop_early=False)
+            for model in (whole, self.model)
+        ]
+        return float((made[0] == made[1])[:, ~case.example.given].mean())
+
+
+RESPONSES = 8  # compared token by token
 _step_logits = functools.partial(jax.jit, static_argnums=4)(sample.step_logits)
 
 

@@ -113,7 +113,14 @@ def _trained_subject() -> tuple[requests.Subject, list[RequestCase]]:
     if not model.understanding_only:
         blank = np.zeros((model.num_cells, model.codes_per_token), np.int32)
         examples = {"draw": prompts.draw(words, blank), **examples}
-    return subject, _cases(settings, examples, prompts.text_block_len)
+    found = _cases(settings, examples, prompts.text_block_len)
+    if SUITE.value == "quant":  # what it predicts from arbitrary words says little
+        asked = {example.kind: example for example in examples.values()}
+        found = [
+            dataclasses.replace(case, example=asked[case.example.kind], varies=False)
+            for case in found
+        ]
+    return subject, found
 
 
 def _cases(settings: config.Config, examples: dict, text_block_len: int) -> list[RequestCase]:

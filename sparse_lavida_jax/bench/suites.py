@@ -214,7 +214,7 @@ def _example(parts: tuple, kind: Kind, length: int, width: int, views: tuple = (
 
 
 def _ids(model: config.Model, number: int) -> np.ndarray:
-    return np.arange(number, dtype=np.int32) % min(model.text_mask_id, model.end_of_text_id)
+    return np.arange(number, dtype=np.int32) % (min(model.text_mask_id, model.end_of_text_id) or 1)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -72,20 +72,32 @@ class FusedBranch(Branch):
         attn_out: the output projection shared by the layer's branches.
         dtype: of the parameters.
         devices: that its columns are split over.
+        by_layer: whether its matrices will be arrays of their own; in 8 bits they are then [out, in].
     """
 
-    def __init__(self, branch: Branch, attn_out: Linear, dtype: jnp.dtype, devices: int = 1):
+    def __init__(
+        self,
+        branch: Branch,
+        attn_out: Linear,
+        dtype: jnp.dtype,
+        devices: int = 1,
+        *,
+        by_layer: bool = False,
+    ):
         def matrix(*linears: Linear, width: int | None = None) -> Linear:
-            def joined(arrays: Iterable[Array], dtype: jnp.dtype | None = None) -> Array:
+            def joined(
+                arrays: Iterable[Array], dtype: jnp.dtype | None = None, *, turned: bool = False
+            ) -> Array:
                 given = [*arrays]
                 same_type = dtype in (None, given[0].dtype)
-                if len(given) == 1 and same_type and width in (None, given[0].shape[-1]):
+                is_whole = same_type and width in (None, given[0].shape[-1])
+                if len(given) == 1 and is_whole and not turned:
                     return given[0]
-                return _joined(given, width=width, dtype=dtype, devices=devices)
+                return _joined(given, width=width, dtype=dtype, devices=devices, turned=turned)
 
             narrow = [one for one in linears if isinstance(one, QuantizedLinear)]
             if narrow:
-                made = side_by_side(narrow, joined)
+                made = side_by_side(narrow, joined, turned=by_layer)
             else:
                 made = Matrix(joined(map(_kernel, linears), dtype))
             # Otherwise all copies may be made before the first original is freed.
@@ -124,12 +136,19 @@ class FusedLayer(Layer):
     """A layer of fused branches; a branch that is not needed is absent (`FusedBranch`)."""
 
     def __init__(
-        self, layer: Layer, dtype: jnp.dtype, devices: int = 1, *, without: tuple[str, ...] = ()
+        self,
+        layer: Layer,
+        dtype: jnp.dtype,
+        devices: int = 1,
+        *,
+        without: tuple[str, ...] = (),
+        by_layer: bool = False,
     ):
         for name in STREAMS:
             branch = getattr(layer, name, None)
             if branch is not None and name not in without:
-                setattr(self, name, FusedBranch(branch, layer.attn_out, dtype, devices))
+                made = FusedBranch(branch, layer.attn_out, dtype, devices, by_layer=by_layer)
+                setattr(self, name, made)
 
     def finish(
         self, branch: Branch, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"]
@@ -219,7 +238,7 @@ def for_inference(
         if consume:
             delattr(model, name)
         without = tuple(part for part in STREAMS if f"{name}/{part}" in UNREAD[task])
-        whole = FusedLayer(stack, dtype, devices, without=without)
+        whole = FusedLayer(stack, dtype, devices, without=without, by_layer=by_layer)
         if not by_layer:
             return whole
         leaves, structure = jax.tree.flatten(whole)
@@ -280,18 +299,23 @@ def _tiles(kernel: Float[Array, "e v"], *, tile: int) -> list[Float[Array, "e _c
     return [kernel[:, start : start + tile] for start in range(0, kernel.shape[-1], tile)]
 
 
-@kept(static=("width", "dtype", "devices"))
+@kept(static=("width", "dtype", "devices", "turned"))
 def _joined(
     arrays: list[Array],
     *,
     width: int | None = None,
     dtype: jnp.dtype | None = None,
     devices: int = 1,
+    turned: bool = False,
 ) -> Array:
-    """Concatenates columns, of each device separately; all at once if they cannot be split."""
+    """Concatenates columns, of each device separately; all at once if they cannot be split.
+
+    Args:
+        turned: whether the result has them as rows.
+    """
     own = [one[..., :width].astype(dtype or one.dtype) for one in arrays]
     if len(own) == 1:
-        return own[0]
+        return own[0].mT if turned else own[0]
     # As integers: XLA for CPUs converts bfloat16 to float32 first, and holds all of that.
     found, bits = own[0].dtype, f"uint{8 * own[0].dtype.itemsize}"
     shape = *own[0].shape[:-1], sum(one.shape[-1] for one in own)
@@ -300,7 +324,8 @@ def _joined(
     if devices > 1:  # a stack may have no layers, so that no axis can be -1
         own = [one.reshape(*one.shape[:-1], devices, one.shape[-1] // devices) for one in own]
     joined = jnp.concatenate(own, axis=-1).reshape(shape)
-    return jax.lax.bitcast_convert_type(joined, found)
+    joined = jax.lax.bitcast_convert_type(joined, found)
+    return joined.mT if turned else joined
 
 
 def _parted(x: Float[Array, "b s _w"], number: int, devices: int) -> list[Float[Array, "b s _n"]]:

@@ -10,6 +10,9 @@ adapters (`Optimizer.frozen_dtype`). Model folders store int8 or float8 as such 
 | w8a8 | int8, one scale per column | int8, one scale per token | (Qx Q) sx s, summed in int32 |
 | fp8 | float8 (4 bits of exponent), one scale per column | the same, per token | in float32 |
 
+Products of GPUs read both operands along the inputs. So a matrix of its own (`fuse.for_inference` with
+`by_layer`) is held as [out, in]: a compiler would turn an [in, out] at the start of every program.
+
 Values are rounded to nearest; the largest magnitude of a column or a token becomes the largest
 number of the type. Embeddings, heads, norms and the vision tower are unchanged.
 
@@ -28,6 +31,7 @@ from jaxtyping import Array, Float
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models.layers import Linear, linears, with_linears
+from sparse_lavida_jax.programs.kept import kept
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -38,34 +42,56 @@ DTYPES = {"int8": "int8", "float8": "fp8"}
 
 
 class QuantizedLinear(Linear):
-    """A `Linear` in 8 bits.
+    """A `Linear` in 8 bits: a stack as `kernel` [n, in, out], a single matrix `turned` [out, in].
 
     Args:
         linear: the matrix, or a stack of them.
         method: see above.
     """
 
+    turned: nnx.Param
+
     def __init__(self, linear: Linear, method: str):
         self.method = method
         self.wide_gradient = linear.wide_gradient  # for its adapters
         kernel, scale = rounded(linear.kernel[...], _dtype(method), axis=-2)
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
+        if kernel.ndim == 2:
+            self.turn(_turned(kernel))
+
+    def turn(self, turned: Array) -> None:
+        """Holds [out, in] instead of the kernel."""
+        del self.kernel
+        self.turned = nnx.Param(turned)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of its numbers in 8 bits."""
+        return (self.turned if self.is_turned else self.kernel).dtype
+
+    @property
+    def is_turned(self) -> bool:
+        return hasattr(self, "turned")
 
     def __call__(
         self, x: Float[Array, "*b i"], out_width: int | None = None
     ) -> Float[Array, "*b o"]:
-        kernel, scale = self.kernel[:, :out_width], self.scale[:, :out_width]
+        scale = self.scale[:, :out_width]
+        kernel = self.turned[:out_width] if self.is_turned else self.kernel[:, :out_width]
+        inputs = (((x.ndim - 1,), (int(self.is_turned),)), ((), ()))
         if self.method == "int8":
-            product = (x @ kernel.astype(x.dtype)).astype(jnp.float32)
+            product = jax.lax.dot_general(x, kernel.astype(x.dtype), inputs).astype(jnp.float32)
         else:
             x8, token_scale = rounded(x, kernel.dtype, axis=-1)
-            whole = jnp.int32 if self.method == "w8a8" else jnp.float32
-            product = jax.lax.dot_general(
-                x8, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=whole
-            )
+            whole = jnp.int32 if self.method == "w8a8" else self._sum_dtype(x)
+            product = jax.lax.dot_general(x8, kernel, inputs, preferred_element_type=whole)
             product = product.astype(jnp.float32) * token_scale
         y = (product * scale.reshape(*[1] * (x.ndim - 1), -1)).astype(x.dtype)
         return self._adapted(x, y)
+
+    def _sum_dtype(self, x: Float[Array, "*b i"]) -> jnp.dtype:
+        """Returns what a sum of fp8 is written as: on GPUs half of the bytes, rounded once more."""
+        return x.dtype if self.is_turned else jnp.dtype(jnp.float32)
 
 
 def quantized(model: M, method: str) -> M:
@@ -113,7 +139,7 @@ def as_asked(model: M, method: str) -> M:
             if linear.kernel.dtype != _dtype(method):
                 raise config.ConfigError(
                     f"Sampling.quantize={method!r} does not go with a model whose matrices are"
-                    f" {linear.kernel.dtype.name}: leave it out, or load the model in full."
+                    f" {linear.dtype.name}: leave it out, or load the model in full."
                 )
             linear.method = method
         return linear
@@ -128,16 +154,22 @@ def method_of(model: nnx.Module) -> str:
 
 
 def side_by_side(
-    parts: Sequence[QuantizedLinear], joined: Callable[[Iterable[Array]], Array]
+    parts: Sequence[QuantizedLinear], joined: Callable[..., Array], *, turned: bool
 ) -> QuantizedLinear:
     """Concatenates matrices of the same inputs.
 
     Args:
-        joined: concatenates columns: those of the matrices, and their scales.
+        joined: concatenates columns, those of the matrices and their scales; with `turned=True` it
+            returns them as rows.
+        turned: whether the matrices of the result are [out, in].
     """
     whole = jax.tree.map(lambda leaf: leaf, parts[0])
-    for name in ("kernel", "scale"):
-        setattr(whole, name, nnx.Param(joined(getattr(part, name)[...] for part in parts)))
+    kernel = joined((part.kernel[...] for part in parts), turned=turned)
+    if turned:
+        whole.turn(kernel)
+    else:
+        whole.kernel = nnx.Param(kernel)
+    whole.scale = nnx.Param(joined(part.scale[...] for part in parts))
     return whole
 
 
@@ -170,6 +202,11 @@ def rounded(
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), scale
+
+
+@kept()
+def _turned(matrix: Array) -> Array:
+    return matrix.T
 
 
 def _dtype(method: str) -> jnp.dtype:

@@ -51,6 +51,36 @@ aot_requests.write = lambda name, row: None
 aot_requests.main([])
 print("compiled")
 """
+NARROW = """
+import json
+import pathlib
+import sys
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import aot_requests, hlo
+
+place = aot_requests.DEVICES["h200"].place()
+settings = config.read(pathlib.Path(sys.argv[2]))
+implementation = {"attention_implementation": aot_requests.IMPLEMENTATION}
+settings = config.changed(settings, {"model": implementation})
+settings = aot_requests.with_layers(settings, 4)
+case = aot_requests.case_of(sys.argv[1], settings)
+model = aot_requests.model_types(settings.model, "image", place, case.sampling.quantize)
+program, arguments = max(
+    aot_requests.programs(case, model, place), key=lambda pair: pair[0].width
+)
+text = program.lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+found = hlo.kernels(text)
+shapes = aot_requests.large_shapes(arguments)
+told = {
+    "library": text.count('custom_call_target="__cublas$lt$matmul$f8"'),
+    "narrow": sum(one.runs for one in found if one.in_step and one.is_narrow),
+    "turned": sum(bool(shapes & {*one.made}) for one in found if not one.in_step),
+    "copies": len(aot_requests.copies(found, shapes)),
+}
+print("program:", json.dumps(told))
+print("compiled")
+"""
 
 
 @pytest.mark.parametrize(
@@ -89,3 +119,12 @@ def test_the_command_predicts_an_image_whose_steps_copy_nothing():
         assert one["copies"] == [], one
     assert 5 < line["kernels_per_layer"] < 40
     assert 0 < line["floor_s"] < line["predicted_s"] < 4 * line["floor_s"]
+
+
+def test_products_of_fp8_take_their_matrices_as_they_are():
+    """Four products a layer in float8 by the library; no matrix is turned before or in a step."""
+    told, _ = run(NARROW, "image_fp8", CONFIG)
+    line = next(line for line in told.splitlines() if line.startswith("program:"))
+    assert json.loads(line.partition(" ")[2]) == {
+        "library": 16, "narrow": 16, "turned": 0, "copies": 0,
+    }  # fmt: skip

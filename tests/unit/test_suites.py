@@ -241,13 +241,13 @@ def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
 def test_how_far_8_bits_move_logits_is_told_by_row():
     moved = {
         "largest": 4.0, "largest_difference": 0.4, "mean_difference": 0.01,
-        "argmax_agreement": 0.98,
+        "argmax_agreement": 0.98, "equal_tokens": 0.7,
     }  # fmt: skip
     row = {"model": "tiny", "id": "t2i64/int8/b1", "logits": moved}
     *_, line = table.table("quantized", [row, {"model": "tiny", "id": "t2i64/sparse/b1"}]).split(
         "\n"
     )
-    assert line == "| tiny | t2i64/int8/b1 | 10.0 % | 0.25 % | 98.0 % |"
+    assert line == "| tiny | t2i64/int8/b1 | 10.0 % | 0.25 % | 98.0 % | 70.0 % |"
 
 
 def test_throwing_work_away_costs_the_text_tower_and_its_head_over_all_tokens():
