@@ -3,6 +3,7 @@ r"""Requests at full size, lowered and compiled for a GPU that is only described
 
     python -m sparse_lavida_jax.bench.aot --device=h200
     python -m sparse_lavida_jax.bench.aot --device=h200 --requests=image --layers=0
+    python -m sparse_lavida_jax.bench.aot --device=h200 --requests=tokenizer
     python -m sparse_lavida_jax.bench.aot --memory --requests=image,image_dense,tokenizer
 
 Needs `pip install -e '.[aot-cuda]'` and `ptxas`, no GPU, and makes no arrays. The programs are
@@ -10,12 +11,13 @@ those of the sampler, with the parameters fused as on a GPU; all of their layers
 Only `--layers` of them are compiled, half of them split, as well as two fewer: what one pair of
 layers adds is then counted for each pair. Nothing is timed but tracing and lowering: seconds are
 predictions, in which every kernel takes max(operations / rate of products, bytes / bandwidth).
-Operations of attention are those of all slots; the image tokenizer is left out.
+Operations of attention are those of all slots. Requests leave the image tokenizer out: the name
+`tokenizer` is its encoder in float32 and its decoder in bfloat16, for one image of the largest
+size. Convolutions of the encoder count at the same rate, so its time is too short on any GPU.
 
 `--memory` writes what a request needs besides the parameters: its state, mostly the cache, from the
 types of all layers, and the temporaries of the program that has most of them: one of the prompt, or
-the widest step. These do not grow with the layers, so only `--layers` of them are compiled. The
-name `tokenizer` is the image tokenizer.
+the widest step. These do not grow with the layers, so only `--layers` of them are compiled.
 """
 
 import collections
@@ -48,7 +50,7 @@ from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.kept import Call, finish
 
-SUITE, MEMORY_SUITE = "aot_requests", "aot_memory"
+SUITE, MEMORY_SUITE, TOKENIZER_SUITE = "aot_requests", "aot_memory", "aot_tokenizer"
 # A name, and the suite and id of the request.
 REQUESTS = {
     "image": ("headline", "t2i1024/sparse/b1"),
@@ -405,29 +407,78 @@ def memory_of(
 
 def _tokenizer_bytes(settings: config.VQ, place: NamedSharding) -> dict[str, int]:
     """Returns the parameters, and the temporaries to encode and to decode the largest image."""
+    found = {"parameters": _bytes(vq.shapes(settings))}
+    for program in tokenizer_programs(settings, place, "float32"):
+        found[program.name] = _temporaries(program.lowered)
+    return found
+
+
+def tokenizer_programs(
+    settings: config.VQ, place: NamedSharding, dtype: str
+) -> Iterator[LoweredProgram]:
+    """Traces and lowers the programs that encode and decode an image of the largest size.
+
+    Args:
+        dtype: of the decoder.
+    """
 
     def typed(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    model, side = jax.tree.map(typed, vq.shapes(settings)), settings.image_size
+    encoder, side = vq.shapes(settings), settings.image_size
+    decoder = jax.eval_shape(lambda model: vq.for_decoding(model, dtype), encoder)
     codes = side // settings.factor
-    calls = {
-        "encode": (
+    for name, call, model, x in (
+        (
+            "encode",
             lambda model, x: model.encode(vq.to_float(x)),
+            encoder,
             jax.ShapeDtypeStruct((1, side, side, 3), np.uint8),
         ),
-        "decode": (
+        (
+            "decode",
             lambda model, x: vq.to_uint8(model.decode(x)),
+            decoder,
             jax.ShapeDtypeStruct((1, codes, codes), np.int32),
         ),
-    }
-    with unchecked():
-        return {"parameters": _bytes(model)} | {
-            name: _temporaries(
-                jax.jit(call).trace(model, typed(x)).lower(lowering_platforms=("cuda",))
-            )
-            for name, (call, x) in calls.items()
-        }
+    ):
+        begin = time.perf_counter()
+        with unchecked():
+            traced = jax.jit(call).trace(jax.tree.map(typed, model), typed(x))
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        yield LoweredProgram(name, 0, lowered, time.perf_counter() - begin, runs=1, steps=0)
+
+
+def tokenizer_rows(
+    settings: config.Config, device: DescribedGpu, place: NamedSharding
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields an id and the values of a row for each program of the image tokenizer."""
+    for program in tokenizer_programs(settings.vq, place, "bfloat16"):
+        compiled = program.lowered.compile()
+        kernels = hlo.kernels(compiled.as_text() or "")
+        found = costs(program, kernels, device.rates["measured"])
+        memory: Any = compiled.memory_analysis()
+        yield (
+            program.name,
+            {
+                "task": program.name,
+                "model": settings.name,
+                "dtype": "bfloat16" if program.name == "decode" else "float32",
+                "batch": 1,
+                "image_size": settings.vq.image_size,
+                "device": {"kind": device.kind, "count": 1, "described": True},
+                "kernels": sum(kernel.runs for kernel in kernels),
+                "operations": found["operations"],
+                "bytes_moved": found["bytes"],
+                "bytes": {"temporaries": memory.temp_size_in_bytes},
+                "predicted_s": found["predicted_s"],
+                "predicted_by_kind": {
+                    kind: found[f"{kind}_s"] for kind in ("products", "copies", "others")
+                },
+                "rates": device.rates,
+                "note": "predicted, not measured: each kernel at the measured rates",
+            },
+        )
 
 
 def _temporaries(lowered: jax.stages.Lowered) -> int:
@@ -471,6 +522,12 @@ def main(_: list[str]) -> None:
                 device_row = {"device": {"kind": device.kind, "count": 1, "described": True}}
                 Bench(MEMORY_SUITE).write(name, row | device_row)
                 print(f"{name}: {row['bytes']}", flush=True)
+                continue
+            if name == TOKENIZER:
+                rows = Bench(TOKENIZER_SUITE)
+                for row_id, row in tokenizer_rows(settings, device, place):
+                    rows.write(row_id, row)
+                print(f"\n{table.table(TOKENIZER_SUITE, rows.rows())}", flush=True)
                 continue
             row = row_of(name, settings, device, place, layers=LAYERS.value, tell=_tell)
             bench.write(name, row)

@@ -340,8 +340,9 @@ def _kernel(
 
 def _products(one: _Instruction, own: dict[str, _Instruction]) -> float:
     """Returns the operations of an instruction if it is a product of matrices."""
-    if one.opcode == "convolution" and (labels := _KERNEL_OUTPUT.search(one.line)):
-        # What compilers for TPUs make of a product: the numbers of the kernel for each output.
+    is_convolution = one.opcode == "convolution" or "__cudnn$conv" in one.line
+    if is_convolution and (labels := _KERNEL_OUTPUT.search(one.line)):
+        # Also what compilers for TPUs make of a product: the numbers of the kernel per output.
         kernel = own[one.operands[1]].shapes[0]
         return 2.0 * _numbers(one) * math.prod(kernel) / kernel[labels[1].index("o")]
     is_library = one.opcode == "custom-call" and "__cublas$" in one.line

@@ -81,6 +81,20 @@ told = {
 print("program:", json.dumps(told))
 print("compiled")
 """
+TOKENIZER = """
+import json
+import pathlib
+import sys
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.bench import aot_requests
+
+device = aot_requests.DEVICES["h200"]
+settings = config.read(pathlib.Path(sys.argv[1]))
+for name, row in aot_requests.tokenizer_rows(settings, device, device.place()):
+    print("row:", json.dumps({"name": name, **row}))
+print("compiled")
+"""
 
 
 @pytest.mark.parametrize(
@@ -128,3 +142,14 @@ def test_products_of_fp8_take_their_matrices_as_they_are():
     assert json.loads(line.partition(" ")[2]) == {
         "library": 16, "narrow": 16, "turned": 0, "copies": 0,
     }  # fmt: skip
+
+
+def test_an_image_is_decoded_in_15_ms_by_prediction():
+    """In bfloat16: group norms read their input once, and doubled sides cost 4/9."""
+    told, _ = run(TOKENIZER, CONFIG)
+    rows = [json.loads(line.partition(" ")[2]) for line in told.splitlines()
+            if line.startswith("row:")]  # fmt: skip
+    of = {row["name"]: row for row in rows}
+    assert 0.010 < of["decode"]["predicted_s"] <= 0.015
+    assert of["decode"]["operations"] < 6.6e12
+    assert of["encode"]["dtype"] == "float32"

@@ -61,13 +61,27 @@ def test_codes_become_the_recorded_images(case, name, codes, decoded):
         assert np.abs(shown.reshape(wanted.shape) - wanted).max() <= 1
 
 
+@pytest.mark.parametrize("is_on_cpu", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_recorded_codes_decoded_in_bfloat16_are_hardly_other_images(case, name):
+def test_recorded_codes_decoded_in_bfloat16_are_hardly_other_images(
+    case, name, is_on_cpu, monkeypatch
+):
     given = case(name)
     model, codes = given.vq(), given.outputs["codes"]
     grid = codes.reshape(grid_shape(given.outputs["decoded"], model))
+    if not is_on_cpu:
+
+        def chosen(*args, cpu, default):
+            return default(*args)
+
+        monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     plain, moved = (
-        vq.decode_codes(vq.for_decoding(model, dtype), grid).astype(int)
+        np.asarray(
+            jax.jit(lambda model: vq.to_uint8(model.decode(jnp.asarray(grid))))(
+                vq.for_decoding(model, dtype)
+            ),
+            int,
+        )
         for dtype in ("float32", "bfloat16")
     )
     difference = np.abs(moved - plain)

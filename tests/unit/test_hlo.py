@@ -255,3 +255,17 @@ ENTRY %main (q: bf16[2,64,256], k: bf16[3,2,128,256], v: bf16[3,2,128,256]) -> b
     assert kernel.kind == "attention"
     assert kernel.operations == 4 * 2 * 64 * 128 * 256
     assert kernel.bytes == 2 * (2 * 2 * 64 * 256 + 2 * 2 * 128 * 256)
+
+
+def test_a_convolution_of_cudnn_is_a_product():
+    program = """\
+ENTRY %main (x: bf16[1,8,6,4], k: bf16[16,3,3,4]) -> bf16[1,8,6,16] {
+  %x = bf16[1,8,6,4]{3,2,1,0} parameter(0)
+  %k = bf16[16,3,3,4]{3,2,1,0} parameter(1)
+  ROOT %out = (bf16[1,8,6,16]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), LABELS
+}
+""".replace("LABELS", 'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"')
+    (kernel,) = hlo.kernels(program)
+    assert (kernel.kind, kernel.runs) == ("products", 1)
+    assert kernel.operations == 2 * (8 * 6 * 16) * (3 * 3 * 4)
+    assert kernel.bytes == 2 * (8 * 6 * 4 + 16 * 3 * 3 * 4 + 8 * 6 * 16)

@@ -215,6 +215,39 @@ def test_a_decoder_in_bfloat16_moves_few_grey_levels(changes):
     assert 0 < np.abs(moved - plain).mean() < 2  # of 255; weights are arbitrary
 
 
+def test_what_accelerators_compute_in_bfloat16_is_the_same_formula():
+    """In float32: doubled sides by 2 x 2 kernels, and a norm that reads its input once."""
+    x = jnp.asarray(np.random.default_rng(1).normal(3, 1, (2, 5, 7, 16)), jnp.float32)
+    upsampler, norm = tiny().decoder.up_blocks[0].upsampler, tiny().decoder.up_blocks[0].resnets[0]
+    doubled = vq._doubled(upsampler, x)
+    assert doubled.shape == (2, 10, 14, 16)
+    np.testing.assert_allclose(vq._doubled_at_corners(upsampler, x), doubled, rtol=0, atol=1e-5)
+    normed = norm.norm1.in_two_passes(x)
+    np.testing.assert_allclose(norm.norm1.in_one_pass(x), normed, rtol=0, atol=1e-5)
+
+
+def test_accelerators_decode_in_bfloat16_as_well_as_cpus(monkeypatch):
+    """Release-like, with arbitrary weights; what follows bfloat16 is chosen, and float32 stays."""
+    model, codes = tiny(), np.random.default_rng(0).integers(0, 10, (2, 8, 8))
+
+    def off(dtype):
+        """Returns the mean difference from float32 on a CPU."""
+        narrow = vq.for_decoding(model, dtype)
+        found = jax.jit(lambda model: vq.to_uint8(model.decode(jnp.asarray(codes))))(narrow)
+        return np.abs(np.asarray(found, int) - vq.decode_codes(model, codes)).mean()
+
+    before, chosen = off("bfloat16"), []
+
+    def narrow(*args, cpu, default):
+        chosen.append(default)
+        return default(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", narrow)
+    assert off("float32") == 0 and not chosen
+    assert 0 < off("bfloat16") <= 1.25 * before
+    assert {vq._doubled_at_corners, vq.Norm.in_one_pass} == set(chosen)
+
+
 def test_a_scene_decoded_in_bfloat16_shows_the_same():
     codec = ImageCodec("scenes_g4", config.Model(codes_per_token=4, codebook_size=256))
     scene = tasks.sample("edit", 0, 0).image
