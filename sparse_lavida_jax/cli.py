@@ -235,8 +235,8 @@ _SAMPLING = "steps registers temperature quantize"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
 _DRAWING = "out scale grid save_steps num_images plan no_plan guidance order vq_dtype"
 _HOSTING = (
-    f"{_LOADED} host port batch_size longest_wait max_waiting programs only"
-    " grace api_key insecure warmup quiet debug"
+    f"{_LOADED} host port batch_size longest_wait max_waiting programs"
+    " content_cache_gb only grace api_key insecure warmup quiet debug"
 )
 
 

@@ -55,6 +55,7 @@ from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling.content_cache import MOST_GB, ContentCache
 from sparse_lavida_jax.scenes.prompts import Encoder, ScenePrompts
 
 S = TypeVar("S", bound="SparseLaViDa")
@@ -78,6 +79,10 @@ class SparseLaViDa:
         codec: for images; None if the model has none.
         batch_size: the largest number of rows decoded together.
         source: the checkpoint it came from.
+        content_cache_gb: memory, in 10**9 bytes, for what later requests find again: codes and
+            vision features of images, keys and values of prompts (`sampling/content_cache.py`). 0:
+            none; by default a twentieth of the device's memory, at most 4. A model that is split
+            over several devices keeps codes only.
 
     Attributes:
         engine: the model and the sampler.
@@ -94,13 +99,20 @@ class SparseLaViDa:
         codec: ImageCodec | None,
         batch_size: Number = 16,
         source: Origin | None = None,
+        content_cache_gb: Number = None,
     ):
         self.settings = settings
         self.prompts = prompts
         self.codec = codec
         self.source = source or Origin()
         rows = checks.number("batch_size", batch_size, whole=True)
-        self.engine = Engine(model, rows, prompts.text_block_len)
+        most = None
+        if content_cache_gb is not None:
+            if not 0 <= checks.number("content_cache_gb", content_cache_gb) <= MOST_GB:
+                allowed = f"0 to {MOST_GB} are allowed"
+                raise checks.refusal("content_cache_gb", content_cache_gb, allowed)
+            most = round(content_cache_gb * 1e9)
+        self.engine = Engine(model, rows, prompts.text_block_len, ContentCache(most))
         self.warned = False
         self.loading: dict[str, Any] | None = None
 
@@ -120,6 +132,7 @@ class SparseLaViDa:
         convert: bool = False,
         adapters: str | Mapping[str, float] = "",
         merge_adapters: bool = True,
+        content_cache_gb: Number = None,
     ) -> S:
         """Loads a model folder, a run directory, or a bundled model or one from the hub by name.
 
@@ -138,6 +151,7 @@ class SparseLaViDa:
             adapters: folders of adapters with their weights, as a mapping or as
                 "mine,runs/other:0.5" (`convert/adapters.py`).
             merge_adapters: whether to add them to their matrices, see `adapters.added`.
+            content_cache_gb: see the class.
 
         Raises:
             model_folder.CheckpointError: there is no such model, or it is damaged.
@@ -182,7 +196,7 @@ class SparseLaViDa:
         over = attention.mesh_of(model)
         if merge_adapters and fused:
             model = fuse.for_inference(model, task=task, mesh=over, consume=True)
-        made = cls(model, settings, prompts, codec, batch_size, source)
+        made = cls(model, settings, prompts, codec, batch_size, source, content_cache_gb)
         if isinstance(mesh, jax.sharding.Mesh):
             loading["mesh"] = dict(mesh.shape)
         made.loading = loading
@@ -247,6 +261,11 @@ class SparseLaViDa:
         return self.engine.batch_size
 
     @property
+    def content_cache(self) -> ContentCache:
+        """What is kept for later requests, with its counts."""
+        return self.engine.content_cache
+
+    @property
     def tokenizer(self) -> Any:
         """The text tokenizer."""
         return self.prompts.tokenizer
@@ -260,14 +279,15 @@ class SparseLaViDa:
 
     def with_model(self: S, model: Denoiser, source: Origin | None = None) -> S:
         """Returns the same pipeline with other parameters, and their origin."""
-        return type(self)(model, self.settings, self.prompts, self.codec, self.batch_size, source)
+        parts = model, self.settings, self.prompts, self.codec, self.batch_size, source
+        return type(self)(*parts, self.content_cache.most_bytes / 1e9)
 
     def with_sampling(self: S, sampling: config.Sampling) -> S:
-        """Returns the same pipeline with other default sampling settings."""
+        """Returns the same pipeline with other default sampling settings; it shares the cache."""
         settings = dataclasses.replace(self.settings, sampling=sampling)
         parts = self.model, settings, self.prompts, self.codec, self.batch_size, self.source
         made = type(self)(*parts)
-        made.loading = self.loading
+        made.engine, made.loading = self.engine, self.loading
         return made
 
     def warmup(self, prompt: Words = "a") -> None:

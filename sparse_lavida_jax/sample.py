@@ -14,6 +14,7 @@ are those whose canvas entry is the mask id, and a token is decoded when all its
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -32,14 +33,23 @@ from sparse_lavida_jax.models.stack import StepTables, implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.kept import Call, finish, kept, make
 from sparse_lavida_jax.sampling import draw, plans
+from sparse_lavida_jax.sampling.content_cache import ContentCache, digest, num_tokens, row_digests
 from sparse_lavida_jax.sampling.draw import Draws
-from sparse_lavida_jax.sampling.prefixes import Prefixes
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import Prompt, PromptPart, guidance_shapes, parted, prepare
+from sparse_lavida_jax.sampling.prompts import (
+    Prompt,
+    PromptPart,
+    guidance_shapes,
+    padded_lengths,
+    parted,
+    prepare,
+)
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
+    Features,
     SamplerState,
     StepTokens,
+    apart,
     attention,
     capacity,
     decodes,
@@ -49,13 +59,15 @@ from sparse_lavida_jax.sampling.state import (
     pass_prompt,
     prefill,
     program_of,
+    prompt_bytes,
     reaches,
     response_stream,
     rows_of,
+    see,
     step_hidden,
     take,
 )
-from sparse_lavida_jax.sequence import Kind
+from sparse_lavida_jax.sequence import Kind, SeenBatch
 
 # The most steps of one call of a program, which takes their number as an argument. So requests with
 # any number of steps share one program for each width. On CPUs a program holds just the steps of
@@ -296,7 +308,7 @@ def sample(
     making: str = "",
     draws: Draws | None = None,
     in_trips: bool | None = None,
-    prefixes: Prefixes | None = None,
+    content_cache: ContentCache | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of examples of one kind and one response length.
 
@@ -312,7 +324,7 @@ def sample(
             passed to `callback`. By default the kind.
         draws: recorded random numbers for every step of the plan.
         in_trips: whether segments are run by programs of `STEPS` steps; by default not on CPUs.
-        prefixes: storage for shared prompt prefixes (`sampling/prefixes.py`) of this model.
+        content_cache: keeps features of images and rows of prompts for later batches.
 
     Returns:
         The responses.
@@ -332,8 +344,8 @@ def sample(
     canvas, given = _first_canvas(examples, mask_id)
     if callback is not None:
         tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
-    how = {"settings": settings, "prompt": prompt, "prefixes": prefixes, "in_trips": in_trips}
-    begun = begin(model, examples, segments, making=making, **how)
+    how = {"settings": settings, "prompt": prompt, "making": making, "in_trips": in_trips}
+    begun = begin(model, examples, segments, content_cache=content_cache, **how)
     state = begun.state
     if state is None:  # everything is given
         return begun.canvas
@@ -445,29 +457,39 @@ class Prepared:
         arrays: the model, the canvas, when it was decoded, and the values of its rows.
         parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
         room: slots of the two regions of the cache.
+        kept: the indices of the parts whose rows may be kept.
+        pixels: of the images, if they are encoded by themselves; else they are in the prompt.
     """
 
     begun: Begun
     arrays: tuple
     parts: Sequence[PromptPart] = ()
     room: tuple[int, int] = (0, 0)
+    kept: frozenset[int] = frozenset()
+    pixels: SeenBatch | None = None
 
-    def calls(self, trips: Sequence[Trip] = ()) -> Generator[Call, Any, SamplerState]:
+    def calls(
+        self, trips: Sequence[Trip] = (), cache: ContentCache | None = None
+    ) -> Generator[Call, Any, SamplerState]:
         """Yields the calls of the prefill and of some trips; is sent the result, or type, of each.
+
+        Args:
+            cache: what is found there is not called for.
 
         Returns:
             The state after the last call.
         """
         (model, *_), program, prompt = self.arrays, self.begun.program, self.begun.prompt
         assert prompt is not None
-        if len(self.parts) <= 1:
-            whole = {"settings": program, "capacity": self.room}
-            state = yield Call(prefill, (*self.arrays, prompt), whole)
+        if len(self.parts) <= 1 and not self.kept:
+            state = yield (yield from self._passed(None, cache))
         else:
             caches = []
-            for part in self.parts:
-                passed = Call(pass_prompt, (model, part.prompt), {"kind": program.kind}, part.keeps)
-                caches.append((yield passed))
+            for number, part in enumerate(self.parts):
+                if number in self.kept:
+                    caches.append((yield from self._rows(part, cache)))
+                else:
+                    caches.append((yield (yield from self._passed(part, cache))))
             joining = {
                 "first": tuple(part.first for part in self.parts),
                 "kind": program.kind,
@@ -480,10 +502,71 @@ class Prepared:
             state = yield Call(run_segment, given, trip.options)
         return state
 
+    def _rows(
+        self, part: PromptPart, cache: ContentCache | None
+    ) -> Generator[Call, Any, tuple[KVCache, ...]]:
+        """Returns the cache of each row of a part: kept ones if all are there."""
+        names, rows, prompt = [], None, part.prompt
+        if cache is not None:
+            how = *self._by, len(prompt.length), *self._pass_options.items()
+            names = [(*how, one) for one in row_digests(prompt, self._images)]
+            rows = cache.get("prefill", names, num_tokens(prompt))
+        if rows is None:
+            passed = yield (yield from self._passed(part, cache))
+            rows = (passed,)
+            if len(prompt.length) > 1 or len(self.parts) == 1:
+                rows = yield Call(apart, (passed,), {"lengths": padded_lengths(prompt)})
+            if cache is not None:
+                cache.add("prefill", names, rows)
+        return rows
+
+    def _passed(
+        self, part: PromptPart | None, cache: ContentCache | None
+    ) -> Generator[Call, Any, Call]:
+        """Returns the call that passes a part, or all of the prompt if there are no others."""
+        (model, *_), whole, seen = self.arrays, len(self.parts) <= 1, {}
+        prompt = self.begun.prompt if whole or part is None else part.prompt
+        assert prompt is not None
+        if self.pixels is not None and (whole or prompt.pixels is not None):
+            prompt = dataclasses.replace(prompt, pixels=None)
+            seen = {"features": (yield from self._features(cache))}
+        given = (*self.arrays, prompt) if whole else (model, prompt)
+        return Call(prefill if whole else pass_prompt, given, self._pass_options | seen)
+
+    def _features(self, cache: ContentCache | None) -> Generator[Call, Any, Features]:
+        """Returns the vision features of each request: kept ones if all are there."""
+        names = (
+            [] if cache is None else [(*self._by, len(self._images), one) for one in self._images]
+        )
+        found = None if cache is None else cache.get("vision", names)
+        if found is None:
+            found = yield Call(see, (self.arrays[0], self.pixels), {})
+            if cache is not None:
+                cache.add("vision", names, found)
+        return found
+
+    @property
+    def _pass_options(self) -> dict[str, Any]:
+        """The options of the call that passes a part."""
+        if len(self.parts) > 1:
+            return {"kind": self.begun.program.kind}
+        return {"settings": self.begun.program, "capacity": self.room}
+
+    @functools.cached_property
+    def _by(self) -> tuple[Hashable, ...]:
+        """What makes the entries of a cache, and by which they are found."""
+        model = self.arrays[0]
+        return weakref.ref(model), attention(model)
+
+    @functools.cached_property
+    def _images(self) -> list[str]:
+        """The digests of the images of each request."""
+        return [""] if self.pixels is None else [digest(one) for one in self.pixels]
+
     def make(self, segments: Sequence[plans.Segment]) -> None:
         """Makes all programs of a plan side by side."""
         trips = {trip.program: trip for part in segments for trip in self.begun.trips(part)}
-        make(self.calls([*trips.values()]), len(self.parts) + 1 + len(trips))
+        make(self.calls([*trips.values()]), 2 * len(self.parts) + 2 + len(trips))
 
 
 def begin(
@@ -491,24 +574,20 @@ def begin(
     examples: Sequence[Example],
     segments: list[plans.Segment],
     *,
-    prefixes: Prefixes | None = None,
+    content_cache: ContentCache | None = None,
     **how: Any,
 ) -> Begun:
     """Lays a batch out (`prepared`), and passes its prompts."""
-    batch = prepared(model, examples, segments, keeping=prefixes is not None, **how)
+    most = None if content_cache is None else content_cache.most_bytes
+    batch = prepared(model, examples, segments, most_kept=most, **how)
     if not segments:
         return batch.begun
     with _over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
         if alone and side_by_side.are_made_ahead():
             batch.make(segments)
-
-        def run(call: Call) -> Any:
-            if prefixes is None or not call.shared:
-                return call()
-            return prefixes.get(call.args[1], batch.begun.program.kind, call)
-
-        return dataclasses.replace(batch.begun, state=finish(batch.calls(), run))
+        state = finish(batch.calls(cache=content_cache if most else None), Call.__call__)
+        return dataclasses.replace(batch.begun, state=state)
 
 
 def prepared(
@@ -519,7 +598,7 @@ def prepared(
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
     prompt: Prompt | None = None,
-    keeping: bool = False,
+    most_kept: int | None = None,
     making: str = "",
     in_trips: bool | None = None,
 ) -> Prepared:
@@ -527,7 +606,8 @@ def prepared(
 
     Args:
         model: arrays, or their types.
-        keeping: whether shared prompt prefixes are kept, and so passed by themselves.
+        most_kept: bytes that a `ContentCache` may keep: images are then encoded, and rows that
+            requests share are passed, by themselves, even if it keeps none. None: without one.
     """
     canvas, given = _first_canvas(examples, _mask_id(model.settings, settings.kind))
     if segments and segments[0].decode.shape[1] != len(examples):
@@ -543,23 +623,31 @@ def prepared(
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
-    on_device, rows = jax.device_put((prompt, rows))
     implementation = implementation_of(model.settings)
     room = capacity(prompt, segments, settings, _slot_multiple(implementation))
     reach = {}
     if settings.uses_cache and not in_trips and not takes_tables(implementation):
         reach = _read_slots(prompt, segments, settings, room[settings.kind == "image"])
-    parts = []
+    parts, pixels = [], None
     with _over_mesh(model):
         # Over a mesh, rows are split over devices; parts with few rows could not be.
         if jax.sharding.get_abstract_mesh().empty:
             if settings.caches_prompt:
-                parts = parted(prompt, settings.guidance_rows, keeping=keeping)
+                parts = parted(prompt, settings.guidance_rows, keeping=most_kept is not None)
             elif not settings.uses_cache:
                 shapes = guidance_shapes(prompt, settings.guidance_rows)
                 program = dataclasses.replace(program, shapes=shapes)
+            pixels = None if most_kept is None else prompt.pixels
+    kept_parts = frozenset(
+        number
+        for number, part in enumerate(parts)
+        if prompt_bytes(model.settings, part.prompt, settings.kind) <= (most_kept or 0)
+    )
+    if pixels is not None:
+        prompt = dataclasses.replace(prompt, pixels=None)
+    on_device, rows = jax.device_put((prompt, rows))
     begun = Begun(canvas, on_device, program, None, reach, in_trips)
-    return Prepared(begun, (model, canvas, decoded_at, rows), parts, room)
+    return Prepared(begun, (model, canvas, decoded_at, rows), parts, room, kept_parts, pixels)
 
 
 def _read_slots(

@@ -81,6 +81,8 @@ _gather = tiny.quick_jit(
     functools.partial(sample.gather),
     static_argnames=("first", "kind", "capacity", "prompt_len"),
 )
+_see = tiny.quick_jit(functools.partial(sample.see))
+_apart = tiny.quick_jit(functools.partial(sample.apart), static_argnames=("lengths",))
 _run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argnames=("settings",))
 
 
@@ -130,7 +132,8 @@ def step_of(stacked, i):
 
 
 def _quick():
-    return {"prefill": _prefill, "pass_prompt": _pass_prompt, "gather": _gather}
+    own = {"prefill": _prefill, "pass_prompt": _pass_prompt, "gather": _gather}
+    return own | {"see": _see, "apart": _apart}
 
 
 def _patched(**functions):

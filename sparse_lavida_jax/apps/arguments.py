@@ -305,6 +305,13 @@ ARGUMENTS = {
         32,
         metavar="N",
     ),
+    "content_cache_gb": _argument(
+        "--content-cache-gb",
+        "memory, in 10**9 bytes, for images and prompts that come again, 0 (none) to 10000; by"
+        " default a twentieth of the device's memory, at most 4",
+        float,
+        metavar="GB",
+    ),
     "only": _argument(
         "--only",
         "accept only these numbers of steps and registers for images, besides the model's own; if"

@@ -279,6 +279,8 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
     adapters = asked.adapters or recorded.get("adapters") or ""
     how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
+    if "content_cache_gb" in asked:
+        how["content_cache_gb"] = asked.content_cache_gb
     try:
         mesh = asked.mesh and sharding.automatic(asked.mesh)
     except ValueError as error:

@@ -16,6 +16,7 @@ from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.apps.terminal import say, unsaid
 from sparse_lavida_jax.inference import requests
 from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.sampling.content_cache import MOST_GB
 
 KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
 MOST_KEY = 1000  # characters of a key; all headers of a request have at most 16 kB
@@ -28,6 +29,7 @@ RANGES = {
     "longest_wait": (0, 60),
     "max_waiting": (0, 100_000),
     "programs": (1, 100_000),
+    "content_cache_gb": (0, MOST_GB),
     "grace": (0, 86_400),
 }
 
@@ -42,7 +44,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """
     _check_packages(name)
     for option, (least, most) in RANGES.items():
-        if not least <= (value := getattr(asked, option)) <= most:
+        value = getattr(asked, option)
+        if value is not None and not least <= value <= most:
             named = f"--{option.replace('_', '-')}={value}"
             raise UsageError(f"{named} is out of range: {least} to {most}.")
     # Clients are told; what strangers ask for stays out of the log.

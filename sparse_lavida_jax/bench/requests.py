@@ -22,7 +22,7 @@ from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.programs.kept import kept
-from sparse_lavida_jax.sampling.prefixes import Prefixes
+from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.sampling.state import num_registers
 
@@ -101,7 +101,7 @@ class Timed:
 
     def __init__(self, subject: Subject, case: RequestCase):
         self.subject, self.case, self.model = subject, case, subject.in_form(case)
-        self.prefixes = Prefixes() if case.keeps_prefix else None
+        self.content_cache = ContentCache() if case.keeps_prefix else None
         self.decoder = subject.decoder
         if subject.codec is not None and case.without == "vq_dtype":
             self.decoder = vq.for_decoding(subject.codec, "float32")
@@ -149,8 +149,8 @@ class Timed:
         how, bucket = case.settings(settings), padded_lengths(case.prompt(settings))
         ends("host")
         begun = sample.begin(
-            model, requests, plan, settings=how, prompt_len=bucket, prefixes=self.prefixes,
-            in_trips=case.in_trips,
+            model, requests, plan, settings=how, prompt_len=bucket, in_trips=case.in_trips,
+            content_cache=self.content_cache,
         )  # fmt: skip
         state = jax.block_until_ready(begun.state)
         ends("prefill")

@@ -72,10 +72,13 @@ class RequestCase:
         return dataclasses.replace(made, **TAKEN_BACK.get(self.without, {}))
 
     def requests(self, seeds: Sequence[int], turn: int = 0) -> list[Example]:
-        """Returns a batch of examples; other turns may have fewer words within the bucket."""
-        fewer = turn % 8 if self.varies else 0
+        """Returns a batch of examples; other turns may have fewer words, or others.
+
+        If prefixes are kept, as many others, so that only the rows without words recur.
+        """
+        fewer, moved = turn % 8 if self.varies else 0, turn if self.keeps_prefix else 0
         parts = tuple(
-            dataclasses.replace(part, ids=part.ids[: len(part.ids) - fewer])
+            dataclasses.replace(part, ids=np.roll(part.ids[: len(part.ids) - fewer], moved))
             if isinstance(part, Text)
             else part
             for part in self.example.parts

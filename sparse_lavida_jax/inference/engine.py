@@ -38,7 +38,7 @@ from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import costs, plans, presets
-from sparse_lavida_jax.sampling.prefixes import Prefixes
+from sparse_lavida_jax.sampling.content_cache import ContentCache, digest
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import batched, lay_out
 from sparse_lavida_jax.sequence import Kind
@@ -64,22 +64,25 @@ class Decoded:
 
 
 class Engine:
-    """A model and what it keeps between batches: its arrays, also in 8 bits, and shared prefixes.
+    """A model and what it keeps between batches: its arrays, also in 8 bits, and a `ContentCache`.
 
     Args:
         model: the denoiser.
         batch_size: the largest number of rows decoded together.
         text_block_len: tokens per text block if the settings do not say; a text that is
             not a whole number of blocks is one block.
+        content_cache: for what batches share.
     """
 
-    def __init__(self, model: Denoiser, batch_size: int, text_block_len: int):
+    def __init__(
+        self, model: Denoiser, batch_size: int, text_block_len: int, content_cache: ContentCache
+    ):
         self.model = model
         self.batch_size = batch_size
         self.text_block_len = text_block_len
         self._models: dict[str, Denoiser] = {}  # by method of `quantize`
         self._making = threading.Lock()  # several threads may decode
-        self._prefixes = collections.defaultdict(Prefixes, {"": Prefixes()})
+        self.content_cache = content_cache
 
     def decode(
         self,
@@ -137,7 +140,7 @@ class Engine:
                     prompt=batched(filled, model, chunk.bucket.prompt_len),
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
                     making=making or kind,
-                    prefixes=self._prefixes[sampling.quantize],
+                    content_cache=self.content_cache,
                 )
             for row, i in enumerate(chunk.members):
                 end = None
@@ -507,10 +510,20 @@ class TaskRun:
             more = {"plan": plan, "attempts": attempts, "grid": canvas.cells}
             example = self.prompts.draw(canvas.words, blank, **more)
         else:
-            (codes,) = self.codec.encode(canvas.pixels[None])
+            codes = self._codes(canvas.pixels)
             assert canvas.image is not None
             example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, plan)
         return dataclasses.replace(example, grid=canvas.cells)
+
+    def _codes(self, pixels: Pixels) -> Int[np.ndarray, "l g"]:
+        """Returns the codes of the cells of an image, read-only."""
+        cache, names = self.engine.content_cache, [(self.codec, digest(pixels))]
+        found = cache.get("codes", names)
+        if found is None:
+            found = tuple(self.codec.encode(pixels[None]))
+            found[0].setflags(write=False)
+            cache.add("codes", names, found)
+        return found[0]
 
     def reflect(self, requests: Sequence[Request]) -> Result:
         """Draws and judges images; returns the last ones, with all attempts and their verdicts."""

@@ -174,6 +174,26 @@ class KVCache:
             block=_put(block, rows.block[:, text:], (first, self.understanding_len)),
         )
 
+    def row(self, number: int, lengths: tuple[int, int]) -> "KVCache":
+        """Returns one row with the first slots of both regions, so many, and nothing committed."""
+        text, image = lengths
+        own, start = slice(number, number + 1), self.understanding_len
+        region = text if self.decodes == "understanding" else image
+
+        def regions(x, axis: int):
+            parts = (jax.lax.slice_in_dim(x, at, at + n, axis=axis)
+                     for at, n in ((0, text), (start, image)))  # fmt: skip
+            return jnp.concatenate([*parts], axis=axis)
+
+        return dataclasses.replace(
+            self,
+            joint=jax.tree.map(lambda x: regions(x[:, own], 2), self.joint),
+            split=jax.tree.map(lambda x: x[:, own, :region], self.split),
+            block=regions(self.block[own], 1),
+            offset=jnp.int32(0),
+            understanding_len=text,
+        )
+
     def commit(self, count: Int[Array, ""] | int) -> "KVCache":
         """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
         return dataclasses.replace(self, offset=self.offset + count)

@@ -139,13 +139,11 @@ class Call:
     Attributes:
         args: arrays, or their types if it is only to be made.
         named: further arguments.
-        shared: whether other requests make the same call.
     """
 
     function: Callable[..., Any]
     args: tuple
     named: dict[str, Any]
-    shared: bool = False
 
     def __call__(self) -> Any:
         return self.function(*self.args, **self.named)

@@ -210,8 +210,8 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptP
     """Splits a batch into parts of one shape each: guidance rows of a request differ in length.
 
     Args:
-        keeping: whether rows that requests share become parts of their own, to be cached in
-            `Prefixes`.
+        keeping: whether rows that requests share become parts of their own, to be kept in a
+            `ContentCache`.
     """
     b = len(prompt.length) // guidance_rows
     shapes = guidance_shapes(prompt, guidance_rows)

@@ -2,6 +2,7 @@
 """The state of a batch while it is sampled, its prefill, and what each step passes."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import Prompt, cut_rows, padded_lengths
-from sparse_lavida_jax.sequence import Kind
+from sparse_lavida_jax.sequence import Kind, SeenBatch
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOISE = {"text": 0, "layout": 1, "image": 2}  # so that kinds with one seed differ in noise
@@ -155,6 +156,9 @@ class StepTokens:
         return cls(*(getattr(segment, field.name) for field in dataclasses.fields(cls)))
 
 
+Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
+
+
 @kept(static=("settings", "capacity"), depends=attention)
 def prefill(
     model: Denoiser,
@@ -162,6 +166,7 @@ def prefill(
     decoded_at: Int[Array, "b l"],
     rows: Rows,
     prompt: Prompt,
+    features: Features | None = None,
     *,
     settings: StepSettings,
     capacity: tuple[int, int],
@@ -169,9 +174,10 @@ def prefill(
     """Encodes the images and fills the cache with the prompt and the given tokens.
 
     Args:
+        features: what `see` returned for the images, if they are encoded already.
         capacity: slots of the understanding and of the generation region.
     """
-    features, passes = _see(model, prompt), jnp.int32(0)
+    features, passes = _seen(model, prompt, features), jnp.int32(0)
     if not settings.uses_cache:
         return SamplerState(canvas, decoded_at, rows, features, None, passes)
     region = decodes(settings.kind)
@@ -182,11 +188,35 @@ def prefill(
     return SamplerState(canvas, decoded_at, rows, features, cache, passes)
 
 
+@kept(depends=attention)
+def see(model: Denoiser, pixels: SeenBatch) -> Features:
+    """Returns the vision features of each request, as arrays of their own."""
+    return tuple(jnp.split(model.see(pixels), len(pixels)))
+
+
 @kept(static=("kind",), depends=attention)
-def pass_prompt(model: Denoiser, prompt: Prompt, *, kind: Kind) -> KVCache:
-    """Returns a cache that holds just the prompts of some rows, without spare slots."""
+def pass_prompt(
+    model: Denoiser, prompt: Prompt, features: Features | None = None, *, kind: Kind
+) -> KVCache:
+    """Returns a cache that holds just the prompts of some rows, without spare slots.
+
+    Args:
+        features: see `prefill`.
+    """
     cache = model.empty_cache(prompt.length.shape[0], *padded_lengths(prompt), decodes(kind))
-    return _written(model, prompt, _see(model, prompt), cache)
+    return _written(model, prompt, _seen(model, prompt, features), cache)
+
+
+@kept(static=("lengths",))
+def apart(passed: SamplerState | KVCache, *, lengths: tuple[int, int]) -> tuple[KVCache, ...]:
+    """Returns a cache for each row that holds just its prompt, without spare slots.
+
+    Args:
+        lengths: slots of the prompt in the understanding and in the generation region.
+    """
+    cache = passed.cache if isinstance(passed, SamplerState) else passed
+    assert cache is not None
+    return tuple(cache.row(number, lengths) for number in range(cache.block.shape[0]))
 
 
 @kept(static=("first", "kind", "capacity", "prompt_len"))
@@ -195,7 +225,7 @@ def gather(
     canvas: Int[Array, "b l g"],
     decoded_at: Int[Array, "b l"],
     rows: Rows,
-    parts: tuple[KVCache, ...],
+    parts: tuple[KVCache | tuple[KVCache, ...], ...],
     *,
     first: tuple[int, ...],
     kind: Kind,
@@ -205,16 +235,33 @@ def gather(
     """Returns the state that `prefill` would, from parts of the batch passed one by one.
 
     Args:
+        parts: whole, or as the caches of their rows.
         first: index of the first row of each part.
         capacity: slots of the understanding and of the generation region.
         prompt_len: slots of the decoded stream's prompt in the longest part.
     """
-    number = first[-1] + parts[-1].block.shape[0]
+    placed = [
+        (start + number, rows)
+        for start, part in zip(first, parts, strict=True)
+        for number, rows in enumerate(part if isinstance(part, tuple) else (part,))
+    ]
+    number = placed[-1][0] + placed[-1][1].block.shape[0]
     cache = model.empty_cache(number, *capacity, decodes(kind))
-    for row, part in zip(first, parts, strict=True):
-        cache = cache.with_rows(row, part)
+    for row, rows_there in placed:
+        cache = cache.with_rows(row, rows_there)
     cache = cache.commit(prompt_len)
     return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
+
+
+def prompt_bytes(model: config.Model, prompt: Prompt, kind: Kind) -> int:
+    """Returns the bytes of the keys and values of a prompt, without spare slots."""
+    return _cache_bytes(model, len(prompt.length), *padded_lengths(prompt), decodes(kind))
+
+
+@functools.lru_cache(maxsize=256)
+def _cache_bytes(*sizes: Any) -> int:
+    leaves = jax.eval_shape(lambda: jax.tree.leaves(KVCache.empty(*sizes)))
+    return sum(x.size * x.dtype.itemsize for x in leaves)
 
 
 def decodes(kind: Kind) -> StreamName:
@@ -227,11 +274,18 @@ def own_len(prompt: Prompt, name: StreamName) -> int:
     return padded_lengths(prompt)[STREAMS.index(name)]
 
 
-def _see(model: Denoiser, prompt: Prompt) -> Float[Array, "r v e"] | None:
+def _seen(
+    model: Denoiser, prompt: Prompt, features: Features | None
+) -> Float[Array, "r v e"] | None:
     """Returns the vision features of every row; each image is encoded once."""
-    if prompt.pixels is None:
+    if features is not None:
+        # A copy: steps overwrite their state, and these are for other requests too.
+        seen = jnp.copy(jnp.concatenate(features))
+    elif prompt.pixels is not None:
+        seen = model.see(prompt.pixels)
+    else:
         return None
-    return repeat(model.see(prompt.pixels), len(prompt.length) // len(prompt.pixels))
+    return repeat(seen, len(prompt.length) // len(seen))
 
 
 def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCache:

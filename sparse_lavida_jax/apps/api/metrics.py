@@ -106,16 +106,23 @@ class Counts(prometheus_client.registry.Collector):
 
     def collect(self) -> Iterator[core.Metric]:
         service, done = self.service, "of requests that were done."
+        cache, what = service.pipe.content_cache, "of the content cache."
         counters: list[tuple[str, str, list[str], Mapping[Any, float]]] = [
             ("requests", "Ended requests.", ["task", "outcome"], service.counts),
             ("tokens", f"Device tokens {done}", ["task"], service.tokens),
             ("seconds", f"Device seconds {done}", ["task"], service.seconds),
+            ("content_cache_hits", f"Entries found {what}", ["content"], cache.hits),
+            ("content_cache_misses", f"Entries not found {what}", ["content"], cache.misses),
+            ("content_cache_evicted", f"Dropped entries {what}", ["content"], cache.evicted),
         ]
         for name, meaning, labels, values in counters:
             counter = core.CounterMetricFamily(f"sparse_lavida_{name}", meaning, labels=labels)
             for key, value in sorted(values.items()):
                 counter.add_metric([key] if len(labels) == 1 else key, value)
             yield counter
+        found = "Tokens of prompts that were found in the content cache, and not passed."
+        yield core.CounterMetricFamily("sparse_lavida_content_cache_tokens", found, cache.tokens)
         gauge = core.GaugeMetricFamily
+        yield gauge("sparse_lavida_content_cache_bytes", f"Bytes {what}", cache.num_bytes)
         yield gauge("sparse_lavida_waiting", "Requests that wait.", service.waiting)
         yield gauge("sparse_lavida_running", "Requests that run.", int(service.running))

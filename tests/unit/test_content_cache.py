@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guidance rows with their own shapes, and what is kept of requests by its content."""
+
+import concurrent.futures
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import traces
+
+from sparse_lavida_jax import sample, sequence
+from sparse_lavida_jax.sampling import prompts
+from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
+from sparse_lavida_jax.visibility import PAD_BLOCK
+
+TOLERANCE = 2e-5
+SETTINGS = tiny.model_settings()
+EDIT = {"vision": True, "source": True}
+
+
+def edit(words, **how):
+    """Returns a request with so many source cells that padding cannot hide their positions."""
+    one = tiny.request("image", SETTINGS, words, words=words, **EDIT, **how)
+    source = sequence.Source(np.tile(one.parts[2].codes, (2, 1)))
+    return dataclasses.replace(one, parts=(*one.parts[:2], source, *one.parts[3:]))
+
+
+def laid_out(requests, guidance_rows):
+    return tiny.prepare(requests, SETTINGS, guidance_rows)
+
+
+def tokens_of(prompt):
+    """Returns the tokens of each row of both streams with their tags, without padding."""
+    found = []
+    for row in range(len(prompt.length)):
+        for stream in (prompt.understanding, prompt.generation):
+            if stream is not None and (there := stream.layout.block[row] != PAD_BLOCK).any():
+                found.append([x[row][there].tolist() for x in jax.tree.leaves(stream)])
+    return found
+
+
+@pytest.mark.parametrize("keeping", [False, True])
+@pytest.mark.parametrize("given", [0.0, 0.4])
+def test_parts_hold_every_token_once_and_in_order(keeping, given):
+    requests = [edit(words, given=given) for words in (3, 20)]
+    prompt = laid_out(requests, 3)
+    parts = prompts.parted(prompt, 3, keeping=keeping)
+    assert tokens_of(prompt) == [row for part in parts for row in tokens_of(part.prompt)]
+    rows = [part.first + i for part in parts for i in range(len(part.prompt.length))]
+    assert rows == list(range(6))
+    # Given cells belong to a request, so its dropped rows differ from those of others.
+    alone = keeping and not given
+    assert [part.keeps for part in parts] == [True] * 2 * alone + [False] * (2 - alone)
+    *others, last = (part.prompt.pixels is not None for part in parts)
+    assert last
+    assert not any(others)
+
+
+def test_rows_of_an_edit_are_not_padded_to_each_other():
+    """The dropped row has the source's cells in the understanding stream, the others do not."""
+    prompt = laid_out([edit(30), edit(41)], 3)
+    first, others = prompts.parted(prompt, 3, keeping=False)
+    longest = 3 + tiny.VISION.num_tokens + 2 * tiny.IMAGE_LEN + 41
+    assert prompt.understanding.index.shape == (6, prompts._padded(longest))
+    assert first.prompt.understanding.index.shape == (2, prompts._padded(longest))
+    assert others.prompt.understanding.index.shape[1] < first.prompt.understanding.index.shape[1]
+    assert others.prompt.generation.index.shape == (4, 32)
+    assert first.prompt.generation.index.shape == (2, 16)  # 18 cells fill 32 slots
+
+
+def test_shapes_follow_the_bucket_and_not_who_shares_it():
+    """So a row that is replayed alone in its original bucket runs the same programs."""
+    short, long = edit(3), edit(40)
+    both = laid_out([short, long], 3)
+    bucket = (both.understanding.index.shape[1], both.generation.index.shape[1])
+    alone = tiny.prepare([short], SETTINGS, 3, bucket)
+    for keeping in (False, True):
+        shapes = [
+            {
+                (part.prompt.understanding.index.shape[1], part.prompt.generation is None)
+                for part in prompts.parted(prompt, 3, keeping=keeping)
+            }
+            for prompt in (both, alone)
+        ]
+        assert shapes[0] == shapes[1]
+
+
+def test_images_without_guidance_and_pairs_of_one_shape_are_one_part():
+    requests = [tiny.request("image", SETTINGS, 0, words=3)]
+    for rows in (1, 2):
+        (part,) = prompts.parted(laid_out(requests, rows), rows, keeping=False)
+        assert not part.keeps
+    assert len(prompts.parted(laid_out(requests, 1), 1, keeping=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("sparse", None),
+        ("sparse", {}),
+        ("sparse", {"given": 0.4}),
+        ("p", {}),
+        ("dense", {}),
+    ],
+)
+def test_parts_and_kept_rows_change_no_logit_and_no_token(name, asked):
+    """For two requests of different length; the second time all rows are found."""
+    model, source = tiny.denoiser(SETTINGS), asked is not None
+    requests = [
+        edit(w, **asked) if source else tiny.request("image", SETTINGS, w, words=w) for w in (3, 20)
+    ]
+    settings = traces.settings_of(
+        name, "image", SETTINGS, guidance=1.5, guidance_image=0.5, has_source=source
+    )
+    plan = traces.plan(requests, settings)
+    in_one = {"parted": lambda *_, **__: [], "guidance_shapes": lambda *_: ()}
+    with traces._patched(**in_one):
+        wanted, canvas = traces.moments(model, requests, plan, settings)
+    kept = ContentCache()
+    for options in ({}, {"content_cache": kept}, {"content_cache": kept}):
+        found, ours = traces.moments(model, requests, plan, settings, **options)
+        np.testing.assert_array_equal(ours, canvas)
+        for moment, expected in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(moment.logits, expected.logits, rtol=0, atol=TOLERANCE)
+    rows = 0 if name == "dense" else 2 * settings.guidance_rows
+    assert kept.hits["prefill"] == rows
+    assert kept.misses["prefill"] == rows
+    images = 2 * source  # those of rows that are found need not be seen
+    assert (kept.misses["vision"], kept.hits["vision"]) == (images, images * (name == "dense"))
+    assert kept.num_entries == rows + images
+
+
+def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_own():
+    """So the baseline has as little padding as the method; only without a cache."""
+    requests = [edit(30), edit(41)]
+    for name, alone in (("dense", True), ("none", True), ("r", False), ("sparse", False)):
+        settings = traces.settings_of(
+            name, "image", SETTINGS, guidance=1.5, guidance_image=0.5, has_source=True
+        )
+        plan = traces.plan(requests, settings)
+        with traces._patched(
+            **dict.fromkeys(("prefill", "gather", "pass_prompt"), mock.Mock(return_value=None))
+        ):
+            begun = sample.begin(tiny.denoiser(SETTINGS), requests, plan, settings=settings)
+        first, second, third = begun.program.shapes or (None,) * 3
+        assert (first is not None) == alone
+        assert second == third
+        assert not alone or (first[0] > second[0] and first[1] < second[1])
+
+
+def passed_of(requests, kept):
+    """Returns how many rows were passed for the requests, part by part."""
+    settings = traces.settings_of("sparse", "image", SETTINGS, guidance=1.5)
+    plan, rows = traces.plan(requests, settings), []
+
+    def counting(model, prompt, *, kind):
+        rows.append(len(prompt.length))
+        return traces._pass_prompt(model, prompt, kind=kind)
+
+    with traces._patched(**traces._quick() | {"pass_prompt": counting}):
+        how = {"settings": settings, "content_cache": kept}
+        sample.begin(tiny.denoiser(SETTINGS), requests, plan, **how)
+    return rows
+
+
+def test_a_row_is_passed_once_for_its_tokens_and_what_comes_after():
+    def asked(words, seed=0, after=None):
+        one = tiny.request("image", SETTINGS, seed, words=words)
+        return one if after is None else dataclasses.replace(one, parts=(*one.parts[:-1], after))
+
+    kept = ContentCache()
+    assert passed_of([asked(3)], kept) == [1, 1]
+    assert passed_of([tiny.asked_with(asked(3), seed=7)], kept) == []  # another seed
+    assert kept.tokens == 12  # both rows
+    assert passed_of([asked(3, seed=1)], kept) == [1]  # as many other words
+    assert passed_of([asked(4)], kept) == [1, 1]
+    assert passed_of([asked(3), asked(3), asked(4)], kept) == [3]  # in a larger batch
+    assert passed_of([asked(4), asked(3), asked(4)], kept) == []  # whatever their order
+    assert passed_of([asked(4), asked(3), asked(3, seed=1)], kept) == [3]  # all or none
+    assert passed_of([asked(5), asked(5)], kept) == [1, 2]  # one for both
+    tail = asked(3).parts[-1]
+    longer = dataclasses.replace(tail, ids=np.tile(tail.ids, 2))
+    # Text after the response is part of the prompt's pass.
+    assert passed_of([asked(3, after=longer)], kept) == [1, 1]
+    assert passed_of([asked(3)], ContentCache()) == [1, 1]  # with an empty cache
+
+
+def test_what_was_used_longest_ago_is_let_go():
+    def asked(words):
+        return [tiny.request("image", SETTINGS, 0, words=words)]
+
+    kept = ContentCache()
+    passed_of(asked(3), kept)
+    size = kept.num_bytes
+    assert size > 0
+    kept = ContentCache(most_bytes=2 * size)
+    for words, rows in ((3, 2), (4, 2), (3, 0), (5, 2), (3, 0), (4, 2)):
+        assert sum(passed_of(asked(words), kept)) == rows, words
+        assert kept.num_bytes <= 2 * size
+    assert kept.evicted == {"prefill": 4}
+    for most in (0, size // 2 - 1):  # nothing, and less than one row
+        nothing = ContentCache(most_bytes=most)
+        assert [sum(passed_of(asked(3), nothing)) for _ in range(2)] == [2, 2]
+        assert (nothing.num_entries, nothing.num_bytes) == (0, 0)
+        assert not nothing.hits | nothing.misses | nothing.evicted
+
+
+def state_of(requests, settings, kept):
+    """Returns the state after the prefill, compiled as it is outside of tests."""
+    plan = traces.plan(requests, settings)
+    begun = sample.begin(
+        tiny.denoiser(SETTINGS), requests, plan, settings=settings, content_cache=kept
+    )
+    state = begun.state
+    whole = state.canvas, state.decoded_at, state.features, state.cache, state.passes
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(whole)]
+
+
+def assert_same(found, wanted):
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "kind", "guided"),
+    [("sparse", "text", 0), ("sparse", "image", 1), ("dense", "image", 0)],
+)
+def test_the_state_has_the_same_bits_with_and_without(name, kind, guided, number):
+    """A question and an edit, alone and with another one, found in another order."""
+    how = {"vision": True, "source": kind == "image"}
+    requests = [tiny.request(kind, SETTINGS, i, words=9 + i, **how) for i in range(number)]
+    settings = traces.settings_of(
+        name, kind, SETTINGS, guidance=1.5 * guided, guidance_image=0.5 * guided,
+        has_source=kind == "image",
+    )  # fmt: skip
+    kept = ContentCache()
+    for asked in (requests, requests, requests[::-1]):
+        wanted = state_of(asked, settings, ContentCache(0))
+        assert_same(state_of(asked, settings, kept), wanted)
+    if not guided:  # with guidance, rows without words are passed by themselves
+        assert_same(state_of(requests[::-1], settings, None), wanted)
+    found = "vision" if name == "dense" else "prefill"
+    assert kept.hits == {found: 2 * number * settings.guidance_rows}
+    # Another image is seen, and another batch size is passed anew: its bits may differ.
+    other = [dataclasses.replace(one, pixels=one.pixels ^ 1) for one in requests]
+    for asked in (other, [*requests, *requests]):
+        assert_same(state_of(asked, settings, kept), state_of(asked, settings, ContentCache(0)))
+    assert kept.misses["vision"] == 4 * number
+
+
+def test_what_is_kept_is_not_overwritten_by_the_steps():
+    """They are given their state to overwrite: keys and values, and features where none are."""
+    for name in ("sparse", "dense"):
+        settings, kept = traces.settings_of(name, "text", SETTINGS), ContentCache()
+        requests = [tiny.request("text", SETTINGS, 0, words=3, vision=True)]
+        plan = traces.plan(requests, settings, num_steps=2)
+        drawn = [
+            traces.finished(tiny.denoiser(SETTINGS), requests, plan, settings, content_cache=kept)
+            for _ in range(3)
+        ]
+        assert kept.hits.total() == 2
+        assert not any(x.is_deleted() for x in jax.tree.leaves([*kept._entries.values()]))
+        np.testing.assert_array_equal(drawn[1], drawn[0])
+        np.testing.assert_array_equal(drawn[2], drawn[0])
+
+
+def test_entries_are_found_only_for_their_model_and_the_kind_of_response():
+    """The split layers write keys only for the decoded stream."""
+    kept = ContentCache()
+    for kind in ("image", "text"):
+        settings = traces.settings_of("sparse", kind, SETTINGS, guidance=0.0)
+        requests = [tiny.request(kind, SETTINGS, 0, words=3)]
+        plan = traces.plan(requests, settings, num_steps=2)
+        for model in (tiny.denoiser(SETTINGS), jax.tree.map(jnp.copy, tiny.denoiser(SETTINGS))):
+            with traces._patched(**traces._quick()):
+                how = {"settings": settings, "content_cache": kept}
+                sample.begin(model, requests, plan, **how)
+    assert (kept.hits, kept.misses) == ({}, {"prefill": 4})
+
+
+def test_many_threads_share_a_cache():
+    kept, values = ContentCache(most_bytes=10 * 80), [np.full(10, i, float) for i in range(32)]
+
+    def use(thread):
+        rng = np.random.default_rng(thread)
+        for number in rng.integers(0, len(values), 500).tolist():
+            found = kept.get("codes", [number])
+            if found is None:
+                kept.add("codes", [number], [values[number]])
+            else:
+                np.testing.assert_array_equal(found[0], values[number])
+            assert kept.num_bytes <= kept.most_bytes + 80
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(use, range(8))] == [None] * 8
+    assert kept.hits["codes"] + kept.misses["codes"] == 8 * 500
+    assert kept.num_bytes == sum(x.nbytes for x in kept._entries.values()) == 800
+    assert kept.num_entries == 10 and kept.evicted["codes"] > 0
+
+
+def test_contents_are_told_apart_by_shape_type_and_value():
+    one = np.arange(12, dtype=np.int32)
+    others = [one.reshape(3, 4), one.astype(np.int64), one + 1, one.view(np.uint32)]
+    assert len({digest(one), *map(digest, others)}) == 5
+    assert digest(one.reshape(3, 4).T) == digest(one.reshape(3, 4).T.copy())
+
+
+def test_the_usual_bound_is_a_share_of_the_device(monkeypatch):
+    device = mock.Mock()
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    for stats, most in ((None, 4e9), ({"bytes_limit": 16e9}, 0.8e9), ({"bytes_limit": 1e12}, 4e9)):
+        device.memory_stats.return_value = stats
+        assert default_bytes() == ContentCache().most_bytes == most
