@@ -332,10 +332,12 @@ def _forward_kernel(
 
         accumulator, maximum, total = _each_tile(work, compute, (accumulator, maximum, total))
         pl.when(half == 0)(take_turns)
-        seen = total > 0
+        # Padding sees nothing, though tiles without a mask were computed for it too.
+        seen = (total > 0) & (own_tags[0] != UNSEEN)
         safe = jnp.where(seen, total, 1.0)
         # One division per row: each is several instructions.
-        accumulator *= lax.broadcast_in_dim(1 / safe, accumulator.shape, [0])
+        factor = jnp.where(seen, 1 / safe, 0.0)
+        accumulator *= lax.broadcast_in_dim(factor, accumulator.shape, [0])
         own[...] = accumulator.astype(dtype)
         lse_smem.at[half][...] = jnp.where(
             seen, maximum * shape.scale + jnp.log(safe), NOTHING_SEEN_LSE

@@ -27,6 +27,7 @@ from kernel_cases import (
 from sparse_lavida_jax.kernels import tables
 from sparse_lavida_jax.kernels.attention import run_kernel, step_causal_attention
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape
+from sparse_lavida_jax.visibility import PAD_BLOCK
 
 HAS_KERNEL = jax.__version_info__ >= (0, 11)
 if HAS_KERNEL:
@@ -232,7 +233,8 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         (made.for_dq, made.sizes.dq, False),
         (made.for_dkv, made.sizes.dkv, True),
     ):
-        classes = np.asarray(tables.part_classes(*whole, sizes=sizes))[..., 0]
+        how = {"sizes": sizes, "mask_padding": lists is not made.forward}
+        classes = np.asarray(tables.part_classes(*whole, **how))[..., 0]
         classes = classes.swapaxes(1, 2) if turned else classes
         listed = np.take_along_axis(classes, np.asarray(lists.cols), axis=-1)
         at = np.arange(classes.shape[-1])
@@ -251,6 +253,17 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         np.testing.assert_array_equal(
             np.sort(order), np.broadcast_to(np.arange(order.shape[-1]), order.shape)
         )
+
+
+def test_few_queries_leave_the_tiles_of_a_cache_without_a_mask():
+    """76 queries do not fill a tile, yet each sees all of the cache but the last tile in use."""
+    block = np.full((1, 512), PAD_BLOCK)
+    block[:, :400] = 1
+    block[:, 300:376] = 2
+    queries = np.full((1, 76), 2)
+    made = tables.make_tables(queries, queries, block, sizes=tables.GpuSizes())
+    assert made.forward.num_full.tolist() == [[3]] and made.forward.num_active.tolist() == [[4]]
+    assert made.for_dq.num_full.tolist() == [[0]]
 
 
 @pytest.fixture
