@@ -3,9 +3,9 @@
 
 A tile is skipped if it has no visible pair, computed without a mask if every pair is visible, and
 masked otherwise. The forward kernels of GPUs clear the results of queries that are padding, so
-there only the pairs of real queries count. The classes come from the least and largest tags of each tile, so they are exact
-for tokens sorted by (segment, block) and conservative for others: unsorted input computes more
-tiles, with the same results.
+there only the pairs of real queries count. The classes come from the least and largest tags of each
+tile, so they are exact for tokens sorted by (segment, block) and conservative for others: unsorted
+input computes more tiles, with the same results.
 """
 
 import dataclasses
