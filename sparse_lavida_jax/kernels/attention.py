@@ -452,9 +452,10 @@ def _run(
     lengths = q.shape[1], k.shape[-2]
     sizes = tables.sizes if tables else devices.sizes_of(chosen, *lengths, head_dim)
     kernel, interpret = _kernel(chosen, q.dtype, head_dim)
-    return run_kernel(
-        kernel, q, k, v, tags, Shape(*heads, head_dim, scale, sizes, interpret), layer, tables
-    )
+    shared = chosen == "pallas_gpu" and layer is not None
+    splits = devices.splits_of(heads[0], *lengths) if shared else 1
+    shape = Shape(*heads, head_dim, scale, sizes, interpret, splits)
+    return run_kernel(kernel, q, k, v, tags, shape, layer, tables)
 
 
 def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, Any]:

@@ -26,6 +26,8 @@ class Shape:
         scale: of the logits.
         sizes: of tiles; None for the reference.
         interpret: False, or the parameters of the kernel's interpreter.
+        splits: programs that share the keys of a row, in a forward pass of `pallas_gpu` over a
+            cache (`devices.splits_of`).
     """
 
     num_heads: int
@@ -34,6 +36,7 @@ class Shape:
     scale: float
     sizes: Any = None
     interpret: Any = False
+    splits: int = 1
 
     @property
     def group(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
+from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, TileSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,13 @@ HOPPER, AMPERE = "9.", 8
 # November 2026), and was slower in blocks. Its limit there is set by memory, not by a measurement:
 # 16 MB of logits for each head and row.
 FEW_PAIRS, FEW_PAIRS_OF_GPU = 2**19, 2**22
+# For `splits_of`. A tile of 128 queries and 128 keys takes a processor of an H200 about 2 us at the
+# measured rate of products; the other costs are in such tiles, and are ours, not tuned on a GPU.
+PROCESSORS = 132  # of an H100 or H200
+TYPICAL_ROWS = 2  # of a request with guidance
+TYPICAL_SHARE = 0.5  # of the slots of a cache, those with a token that a step sees
+START_COST, COMBINE_COST = 3.0, 2.0  # of a program's first and last tiles; of adding up the parts
+MOST_SPLITS = 4
 LARGEST_BLOCK = 512  # logits of such a tile for 32 heads are 34 MB; ours, not tuned on a GPU
 
 
@@ -147,6 +154,24 @@ def gpu_sizes(
     """Returns the tiles of a call on a GPU; without measurements, those of `gpu_rule`."""
     measured = _measured(query_len, key_len, head_dim, device)
     return gpu_rule(implementation) if measured is None else GpuSizes(**measured)
+
+
+def splits_of(num_heads: int, query_len: int, key_len: int) -> int:
+    """Returns how many programs share the keys of a row, if few rows would leave a GPU idle.
+
+    Programs run in waves of one for each processor. The number of rows in the batch does not count:
+    the bits of a row would depend on what it is batched with.
+    """
+    if num_heads % 8:  # else 8 tokens, a multiple of which are passed, have 64 heads
+        return 1
+    programs = TYPICAL_ROWS * num_heads * -(-query_len // GPU_ROWS)
+    key_tiles = TYPICAL_SHARE * key_len / GPU_ROWS
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // PROCESSORS)
+        return waves * (key_tiles / splits + START_COST) + COMBINE_COST * (splits > 1)
+
+    return min(range(1, MOST_SPLITS + 1), key=cost)
 
 
 def gpu_rule(implementation: str) -> GpuSizes:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from sparse_lavida_jax.kernels import common
 from sparse_lavida_jax.kernels.common import LOG2_E, LOWEST, NOTHING_SEEN_LSE, Shape
-from sparse_lavida_jax.kernels.tables import GpuSizes, GpuTables, RowLists, padded_tags
+from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, GpuTables, RowLists, padded_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row is a special case
@@ -91,6 +91,14 @@ class GpuTags:
 def _numbers(tags, batch, at, layout):
     """Reads tags from global memory."""
     return plgpu.load(tags.at[batch, at], layout=layout, optimized=False)
+
+
+def _scatter(values, ref) -> None:
+    """Writes numbers to places in global memory that do not lie side by side."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:  # before jax 0.12 no store was optimized
+        ref[...] = values
 
 
 def interpreted(*, detect_races: bool = False) -> Any:
@@ -158,6 +166,8 @@ class _Row:
 
     Attributes:
         half: index of the warpgroup; the last one copies tiles.
+        split, splits: which of the programs that share the row this is, and their number. Each
+            takes every `splits`-th tile of the list.
     """
 
     cols: Any
@@ -167,13 +177,19 @@ class _Row:
     row: Any
     head: Any
     half: Any
+    split: Any
+    splits: int
 
     @classmethod
-    def mine(cls, cols, num_full, num_active, order=None) -> "_Row":
+    def mine(cls, splits, cols, num_full, num_active, order=None) -> "_Row":
         """Returns the row of this program; with `order`, the first programs take the longest."""
         batch, row, head, half = map(lax.axis_index, ("batch", "row", "heads", "wg"))
+        split = 0
+        if splits > 1:
+            number = jnp.array(splits, row.dtype)
+            row, split = lax.div(row, number), lax.rem(row, number)
         row = row if order is None else order[batch, row]
-        return cls(cols, num_full, num_active, batch, row, head, half)
+        return cls(cols, num_full, num_active, batch, row, head, half, split, splits)
 
     @property
     def tokens(self):
@@ -182,15 +198,24 @@ class _Row:
 
     @property
     def full(self):
-        return self.num_full[self.batch, self.row]
+        return self._share(self.num_full[self.batch, self.row])
 
     @property
     def active(self):
-        return self.num_active[self.batch, self.row]
+        return self._share(self.num_active[self.batch, self.row])
+
+    def _share(self, number):
+        """How many of the first `number` tiles of the list this program takes."""
+        if self.splits == 1:
+            return number
+        return lax.div(
+            number + (self.splits - 1 - self.split), jnp.array(self.splits, number.dtype)
+        )
 
     def tile(self, step, size: int):
-        """The tokens of a tile in the list."""
-        return pl.ds(self.cols[self.batch, self.row, step] * size, size)
+        """The tokens of the tile that this program takes in a step."""
+        at = step if self.splits == 1 else step * self.splits + self.split
+        return pl.ds(self.cols[self.batch, self.row, at] * size, size)
 
 
 def _each_tile(row: _Row, compute, carry):
@@ -288,9 +313,11 @@ def _forward_kernel(
     q, k, v, layer, tags, lists, out, lse,
     q_smem, lse_smem, k_tiles, v_tiles, ready, turn, *, shape: Shape,
 ):  # fmt: skip
-    work = _Row.mine(*lists)
+    work = _Row.mine(shape.splits, *lists)
     batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
     keys, stages = shape.sizes.forward_keys, shape.sizes.forward_stages
+    if shape.splits > 1:
+        out, lse = (x.at[work.split] for x in (out, lse))
 
     def take_turns():
         plgpu.barrier_arrive(turn)
@@ -332,18 +359,21 @@ def _forward_kernel(
 
         accumulator, maximum, total = _each_tile(work, compute, (accumulator, maximum, total))
         pl.when(half == 0)(take_turns)
-        seen = total > 0
+        # Padding sees nothing, though tiles without a mask were computed for it too.
+        seen = (total > 0) & (own_tags[0] != UNSEEN)
         safe = jnp.where(seen, total, 1.0)
         # One division per row: each is several instructions.
-        accumulator *= lax.broadcast_in_dim(1 / safe, accumulator.shape, [0])
+        factor = jnp.where(seen, 1 / safe, 0.0)
+        accumulator *= lax.broadcast_in_dim(factor, accumulator.shape, [0])
         own[...] = accumulator.astype(dtype)
-        lse_smem.at[half][...] = jnp.where(
-            seen, maximum * shape.scale + jnp.log(safe), NOTHING_SEEN_LSE
-        )
-        _write_own(
-            (own, out.at[batch, queries, _lanes(shape, head)]),
-            (lse_smem.at[half], lse.at[batch, head, queries]),
-        )
+        sums = jnp.where(seen, maximum * shape.scale + jnp.log(safe), NOTHING_SEEN_LSE)
+        own_out = own, out.at[batch, queries, _lanes(shape, head)]
+        if shape.splits > 1:
+            _scatter(sums, lse.at[batch, queries, head])
+            _write_own(own_out)
+        else:
+            lse_smem.at[half][...] = sums
+            _write_own(own_out, (lse_smem.at[half], lse.at[batch, head, queries]))
 
     @pl.when(half == HALVES)
     def _():
@@ -356,7 +386,7 @@ def _query_gradient_kernel(
     q, k, v, dout, lse, delta, tags, lists, dq,
     q_smem, dout_smem, lse_smem, delta_smem, k_tiles, v_tiles, ready, *, shape: Shape,
 ):  # fmt: skip
-    work = _Row.mine(*lists)
+    work = _Row.mine(1, *lists)
     batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
     keys, stages = shape.sizes.dq_keys, shape.sizes.dq_stages
 
@@ -410,7 +440,7 @@ def _key_gradient_kernel(
     k_smem, v_smem, q_tiles, dout_tiles, lse_tiles, delta_tiles, ready, *, shape: Shape,
 ):  # fmt: skip
     """Computes one query head; the heads of a group are added up outside."""
-    work = _Row.mine(*lists)
+    work = _Row.mine(1, *lists)
     batch, head, half, dtype = work.batch, work.head, work.half, q.dtype
     queries, stages = shape.sizes.dkv_queries, shape.sizes.dkv_stages
 
@@ -472,14 +502,14 @@ def _key_gradient_kernel(
 # Calls.
 
 
-def _call(kernel, name: str, shape: Shape, lists: RowLists, inputs, outputs, scratch):
+def _call(kernel, name: str, shape: Shape, lists: RowLists, inputs, outputs, scratch, splits=1):
     batch, rows, _ = lists.cols.shape
     order = () if lists.order is None else (lists.order,)
     return plgpu.kernel(
         functools.partial(kernel, shape=shape),
         out_type=outputs,
         scratch_types=scratch,
-        grid=(shape.num_heads, rows, batch),
+        grid=(shape.num_heads, rows * splits, batch),
         grid_names=("heads", "row", "batch"),
         num_threads=HALVES + 1,
         thread_name="wg",
@@ -517,18 +547,58 @@ def forward(q, k, v, layer, tables: GpuTables, shape: Shape):
     """Returns the output [b s (h d)] and its log-sum-exp [b h s]; see `prepare` for lengths."""
     sizes, (batch, length, _) = shape.sizes, q.shape
     own, numbers, tiles, _ = _places(q.dtype, shape, sizes.forward_keys, sizes.forward_stages)
-    return _call(
+    out_shape, lse_shape = q.shape, (batch, shape.num_heads, length)
+    if shape.splits > 1:  # of the parts; the sums of whole tiles, as no copy skips their ends
+        rows = GPU_ROWS * tables.forward.cols.shape[1]
+        out_shape = shape.splits, *q.shape
+        lse_shape = shape.splits, batch, rows, shape.num_heads
+    out, lse = _call(
         _forward_kernel,
         "step_causal_attention",
         shape,
         tables.forward,
         (q, k, v, jnp.asarray(layer, jnp.int32).reshape(1), tables.tags),
         [
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((batch, shape.num_heads, length), jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, q.dtype),
+            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ],
         [own, numbers, tiles, tiles, _barriers(HALVES), plgpu.Barrier(num_arrivals=HALVES)],
+        shape.splits,
     )
+    return _combined(out, lse, shape) if shape.splits > 1 else (out, lse)
+
+
+def _combine_kernel(parts, lse, out):
+    """Adds the parts of 64 heads up, in order."""
+    batch, chunk = map(lax.axis_index, ("batch", "chunk"))
+    rows = pl.ds(chunk * HALF, HALF)
+    sums = [_numbers(lse.at[i], batch, rows, DOWN) for i in range(len(lse))]
+    sums = [jnp.where(x < NOTHING_SEEN_LSE, x, LOWEST) for x in sums]
+    whole = _zeros(HALF, parts.shape[-1])
+    for i, own in enumerate(sums):
+        total = functools.reduce(jnp.add, [jnp.exp(other - own) for other in sums])
+        part = plgpu.load(parts.at[i, batch, rows], layout=plgpu.Layout.WGMMA, optimized=False)
+        whole += part.astype(jnp.float32) * lax.broadcast_in_dim(1 / total, part.shape, [0])
+    _scatter(whole.astype(out.dtype), out.at[batch, rows])
+
+
+def _combined(out: Float[Array, "n b s hd"], lse: Float[Array, "n b s2 h"], shape: Shape):
+    """Returns the output and log-sum-exp of rows whose keys were split, from those of the parts."""
+    splits, batch, length, width = out.shape
+    heads = length * shape.num_heads
+    whole = plgpu.kernel(
+        _combine_kernel,
+        out_type=jax.ShapeDtypeStruct((batch, heads, shape.head_dim), out.dtype),
+        grid=(heads // HALF, batch),
+        grid_names=("chunk", "batch"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=shape.interpret or None,
+        kernel_name="step_causal_attention_combined",
+    )(out.reshape(splits, batch, heads, shape.head_dim), lse.reshape(splits, batch, -1))
+    sums = jnp.where(lse < NOTHING_SEEN_LSE, lse, -jnp.inf)[:, :, :length]
+    lse = jax.nn.logsumexp(sums, axis=0).swapaxes(1, 2)
+    lse = jnp.where(jnp.isinf(lse), NOTHING_SEEN_LSE, lse)
+    return whole.reshape(batch, length, width), lse
 
 
 def backward(q, k, v, tables: GpuTables, out, lse, cotangents, shape: Shape):

@@ -119,9 +119,11 @@ def _forward_kernel(q, k, v, layer, tags, lists, out, lse, *, shape: Shape):
     start = jnp.full((GPU_ROWS,), START, jnp.float32)
     carry = jnp.zeros(own.shape, jnp.float32), start, jnp.zeros_like(start)
     accumulator, maximum, total = work.each_tile(shape.sizes.forward_keys, compute, carry)
-    seen = total > 0
+    # Padding sees nothing, though tiles without a mask were computed for it too.
+    seen = (total > 0) & (own_tags[0] != UNSEEN)
     safe = jnp.where(seen, total, 1.0)
-    out[batch, queries, lanes] = (accumulator / safe[:, None]).astype(q.dtype)
+    whole = jnp.where(seen[:, None], accumulator / safe[:, None], 0.0)
+    out[batch, queries, lanes] = whole.astype(q.dtype)
     lse[batch, work.head, queries] = jnp.where(
         seen, maximum * shape.scale + jnp.log(safe), NOTHING_SEEN_LSE
     )

@@ -2,9 +2,10 @@
 """Which tiles of queries and keys a kernel computes: from tags, in jit, once per forward pass.
 
 A tile is skipped if it has no visible pair, computed without a mask if every pair is visible, and
-masked otherwise. The classes come from the least and largest tags of each tile, so they are exact
-for tokens sorted by (segment, block) and conservative for others: unsorted input computes more
-tiles, with the same results.
+masked otherwise. The forward kernels of GPUs clear the results of queries that are padding, so
+there only the pairs of real queries count. The classes come from the least and largest tags of each
+tile, so they are exact for tokens sorted by (segment, block) and conservative for others: unsorted
+input computes more tiles, with the same results.
 """
 
 import dataclasses
@@ -90,8 +91,15 @@ def part_classes(
     key_segment: Int[AnyArray, "b t"] | None = None,
     *,
     sizes: TileSizes,
+    mask_padding: bool = True,
 ) -> Int[Array, "b rows cols parts"]:
-    """Returns SKIP, PARTIAL or FULL of every part of every tile."""
+    """Returns SKIP, PARTIAL or FULL of every part of every tile.
+
+    Args:
+        mask_padding: whether a tile with queries that are padding is PARTIAL. A kernel that clears
+            the results of such queries needs no mask for them. Without this, no tile of a decoding
+            step would be FULL, since its queries rarely fill a tile.
+    """
     blocks = padded_tags(query_block, sizes.queries, PAD_BLOCK)
     keys = padded_tags(key_block, sizes.keys, PAD_BLOCK)
 
@@ -105,7 +113,9 @@ def part_classes(
 
     block, key = of_queries(blocks), of_keys(keys)
     horizon = of_queries(padded_tags(query_horizon, sizes.queries, PAD_HORIZON))
-    meets, one_segment = block.any_real & key.any_real, block.all_real & key.all_real
+    meets, one_segment = block.any_real & key.any_real, key.all_real
+    if mask_padding:
+        one_segment &= block.all_real
     if query_segment is not None and key_segment is not None:
         a = of_queries(padded_tags(query_segment, sizes.queries, 0))
         b = of_keys(padded_tags(key_segment, sizes.keys, 0))
@@ -274,10 +284,10 @@ def make_tables(
         for tag, fill in zip(tags, fills, strict=True)
     ]
 
-    def classes_of(tile: TileSizes) -> Int[Array, "b rows cols"]:
-        return part_classes(*whole, sizes=tile)[..., 0]
+    def classes_of(tile: TileSizes, mask_padding: bool = True) -> Int[Array, "b rows cols"]:
+        return part_classes(*whole, sizes=tile, mask_padding=mask_padding)[..., 0]
 
-    forward = _row_lists(classes_of(sizes.forward))
+    forward = _row_lists(classes_of(sizes.forward, mask_padding=False))
     if not gradients:
         return GpuTables(forward, None, None, sizes)
     for_dkv = dataclasses.replace(_row_lists(classes_of(sizes.dkv).swapaxes(1, 2)), order=None)

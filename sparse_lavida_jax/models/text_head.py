@@ -97,6 +97,9 @@ def draw(
 
     if not isinstance(kernel, jax.Array):
         for number, columns in enumerate(kernel):
+            # Apart, or XLA for GPUs copies the columns of several tiles together in every step, to
+            # multiply them at once.
+            hidden = jax.lax.optimization_barrier(hidden)
             drawn = with_tile(drawn, columns, number)
         return drawn
     whole, rest = divmod(kernel.shape[-1], tile)

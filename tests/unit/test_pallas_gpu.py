@@ -24,9 +24,10 @@ from kernel_cases import (
     sorted_tags,
 )  # fmt: skip
 
-from sparse_lavida_jax.kernels import tables
+from sparse_lavida_jax.kernels import devices, tables
 from sparse_lavida_jax.kernels.attention import run_kernel, step_causal_attention
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape
+from sparse_lavida_jax.visibility import PAD_BLOCK
 
 HAS_KERNEL = jax.__version_info__ >= (0, 11)
 if HAS_KERNEL:
@@ -139,6 +140,70 @@ def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache(name):
 
 
 @needs_kernel
+@pytest.mark.parametrize("splits", [2, 3])
+def test_programs_that_share_the_keys_of_a_row_agree_with_the_reference(splits):
+    """Some rows have fewer tiles than programs; others only padding, or nothing that they see."""
+    for name in ("cache_tags", "nothing_seen", "padded_tags"):
+        tags = as_arrays(longer(TAGS[name](np.random.default_rng(0)), 8))
+        q, *_ = numbers_of(tags, 1, 1, HEAD_DIM)
+        rng, slots = np.random.default_rng(1), tags[2].shape[1]
+        k, v = (jnp.asarray(rng.normal(size=(3, 2, slots, HEAD_DIM)), q.dtype) for _ in range(2))
+        shape = dataclasses.replace(shape_of(1, 1), splits=splits)
+        out, lse = run_kernel(pallas_gpu, q, k, v, tags, shape, jnp.int32(2))
+        wanted, wanted_lse = reference(q, k[2], v[2], tags, HEAD_DIM)
+        np.testing.assert_allclose(
+            out.astype(jnp.float32), wanted.astype(jnp.float32), rtol=TOLERANCE, atol=TOLERANCE
+        )
+        np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
+        assert not np.asarray(out)[~(np.asarray(lse) < NOTHING_SEEN_LSE).any(axis=1)].any()
+
+
+@needs_kernel
+def test_the_bits_of_a_row_do_not_depend_on_its_batch():
+    """Rows of a step over a cache, each with other tokens, and other tiles without a mask."""
+    rows, queries, slots = 8, 64, 512
+    block = np.full((rows, slots), PAD_BLOCK)
+    for row in range(rows):
+        block[row, : 400 - 50 * row], block[row, 400 - 50 * row : 432 - 50 * row] = 1, 2
+    tags = as_arrays((np.full((rows, queries), 2), np.full((rows, queries), 1), block))
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(rows, queries, HEAD_DIM)), jnp.bfloat16)
+    k, v = (jnp.asarray(rng.normal(size=(1, rows, slots, HEAD_DIM)), q.dtype) for _ in range(2))
+    shape = dataclasses.replace(shape_of(1, 1), splits=2)
+
+    def attended(number: int):
+        own = [tag[:number] for tag in tags]
+        inputs = q[:number], k[:, :number], v[:, :number], (*own, None, None)
+        return jax.device_get(run_kernel(pallas_gpu, *inputs, shape, 0))
+
+    every = attended(rows)
+    for number in (1, 2, 4, 8):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x, y[: len(x)]), attended(number), every
+        )
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_call_over_a_cache_chooses_the_same_number_of_programs_for_every_batch(rows):
+    tags = [jnp.zeros((rows, length), jnp.int32) for length in (40, 40, 4096)]
+    q, cache = (
+        jnp.zeros((*of, 8 * HEAD_DIM), jnp.bfloat16) for of in ((rows, 40), (1, rows, 4096))
+    )
+    attend = functools.partial(
+        step_causal_attention, num_heads=8, layer=0, implementation="pallas_gpu"
+    )
+    text = str(jax.make_jaxpr(attend)(q, cache, cache, *tags))
+    assert f"bf16[{devices.MOST_SPLITS},{rows},40,512]" in text
+
+
+def test_few_programs_share_the_keys_of_rows_and_many_do_not():
+    assert [devices.splits_of(32, 80, slots) for slots in (256, 1792, 3840)] == [1, 2, 2]
+    assert devices.splits_of(32, 160, 1792) == 1  # two tiles of queries
+    assert devices.splits_of(8, 80, 4096) == devices.MOST_SPLITS
+
+
+@needs_kernel
 def test_lengths_that_eight_divides_are_neither_padded_nor_sliced():
     """The kernel is the only operation on features: no other is launched per layer."""
     tags = [jnp.zeros((2, length), jnp.int32) for length in (40, 40, 72)]
@@ -232,7 +297,8 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         (made.for_dq, made.sizes.dq, False),
         (made.for_dkv, made.sizes.dkv, True),
     ):
-        classes = np.asarray(tables.part_classes(*whole, sizes=sizes))[..., 0]
+        how = {"sizes": sizes, "mask_padding": lists is not made.forward}
+        classes = np.asarray(tables.part_classes(*whole, **how))[..., 0]
         classes = classes.swapaxes(1, 2) if turned else classes
         listed = np.take_along_axis(classes, np.asarray(lists.cols), axis=-1)
         at = np.arange(classes.shape[-1])
@@ -251,6 +317,17 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         np.testing.assert_array_equal(
             np.sort(order), np.broadcast_to(np.arange(order.shape[-1]), order.shape)
         )
+
+
+def test_few_queries_leave_the_tiles_of_a_cache_without_a_mask():
+    """76 queries do not fill a tile, yet each sees all of the cache but the last tile in use."""
+    block = np.full((1, 512), PAD_BLOCK)
+    block[:, :400] = 1
+    block[:, 300:376] = 2
+    queries = np.full((1, 76), 2)
+    made = tables.make_tables(queries, queries, block, sizes=tables.GpuSizes())
+    assert made.forward.num_full.tolist() == [[3]] and made.forward.num_active.tolist() == [[4]]
+    assert made.for_dq.num_full.tolist() == [[0]]
 
 
 @pytest.fixture
