@@ -2,8 +2,8 @@
 """The sampler step by step, and what training computes for each of its states.
 
 `moments` runs the complete sampler (prefill, cache, truncation) and records its states.
-`training_logits` lays out the same states with `diffusion.CorruptedRow` and `data.batch.stack`, as in
-training, and runs the model once without a cache.
+`training_logits` lays out the same states with `diffusion.CorruptedRow` and `data.batch.stack`, as
+in training, and runs the model once without a cache.
 """
 
 import dataclasses

@@ -238,7 +238,9 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
     model, kind = tiny.denoiser(tiny.model_settings()), asked.kind
     rows = [together, *(alone(together, number) for number in together.masked_blocks)]
     prompt = tiny.lay_out(asked, model.settings)
-    laid = [diffusion.CorruptedRow(prompt, asked.response, kind, one, model.settings) for one in rows]
+    laid = [
+        diffusion.CorruptedRow(prompt, asked.response, kind, one, model.settings) for one in rows
+    ]
     batch = tiny.stacked(laid, model.settings)
     is_text = kind == "text"
     logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))[0 if is_text else 1]

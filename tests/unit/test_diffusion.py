@@ -272,7 +272,9 @@ def test_a_cell_of_a_plan_is_whole_where_it_is_clean_whatever_is_known_or_weighs
         np.random.default_rng(0), blocks, "image", 4, config.Diffusion(partial_cells=1.0)
     )
     some = some._replace(code_weight=heavy)
-    row = diffusion.CorruptedRow(tiny.lay_out(asked, settings), asked.response, "image", some, settings)
+    row = diffusion.CorruptedRow(
+        tiny.lay_out(asked, settings), asked.response, "image", some, settings
+    )
     image, held = row.generation, slice(None, len(blocks.block))
     codes, hidden = asked.response[blocks.token], blocks.masked[:, None] & ~some.known
     assert some.known[blocks.masked].any(axis=1).all() and not some.known[~blocks.masked].any()
@@ -336,7 +338,9 @@ def test_a_group_without_images_has_no_generation_stream():
     settings = tiny.model_settings()
     asked = tiny.request("text", settings, 0, words=3)
     blocks = diffusion.uniform_blocks(np.random.default_rng(0), asked.given, config.Diffusion())
-    row = diffusion.CorruptedRow(tiny.lay_out(asked, settings), asked.response, "text", blocks, settings)
+    row = diffusion.CorruptedRow(
+        tiny.lay_out(asked, settings), asked.response, "text", blocks, settings
+    )
     batch = tiny.stacked([row], settings)
     assert batch.generation is None
     assert batch.image_weight is None
