@@ -303,7 +303,9 @@ def row_of(
     task: fuse.Task = "image" if case.example.kind == "image" else "both"
 
     def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
-        return programs(case, model_types(settings.model, task, place, case.sampling.quantize), place)
+        return programs(
+            case, model_types(settings.model, task, place, case.sampling.quantize), place
+        )
 
     rates, whole = device.rates["measured"], lowered(settings)
     depths = [layers, layers - 2] if layers and layers < depth else []
@@ -385,7 +387,9 @@ def memory_of(
     task: fuse.Task = "image" if case.example.kind == "image" else "both"
 
     def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
-        return programs(case, model_types(settings.model, task, place, case.sampling.quantize), place)
+        return programs(
+            case, model_types(settings.model, task, place, case.sampling.quantize), place
+        )
 
     held = [(one.name, _bytes(args[1:])) for one, (args, _) in lowered(settings)]
     parts = sum(number for name, number in held if name == "gather")  # next to what is made of them

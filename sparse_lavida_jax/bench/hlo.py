@@ -15,7 +15,9 @@ COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
     "ragged-all-to-all", "collective-broadcast",
 )  # fmt: skip
-_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)(?:e\w+)?)\[([\d,]*)\]")  # groups: bits per number, the shape
+_ARRAY = re.compile(
+    r"\b(?:pred|[a-z]+(\d+)(?:e\w+)?)\[([\d,]*)\]"
+)  # groups: bits per number, the shape
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _CALLS = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
@@ -334,7 +336,9 @@ def _kernel(
         size += written
     is_copy = one.opcode == "copy" or (within and _only_moves(within))
     kind = "products" if operations else "copies" if is_copy else "others"
-    narrow = any(_is_narrow(*pair) for pair in ((one, own), *((x, within) for x in within.values())))
+    narrow = any(
+        _is_narrow(*pair) for pair in ((one, own), *((x, within) for x in within.values()))
+    )
     return Kernel(name, kind, operations, size, made, runs, in_step, narrow)
 
 

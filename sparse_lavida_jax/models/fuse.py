@@ -72,7 +72,7 @@ class FusedBranch(Branch):
         attn_out: the output projection shared by the layer's branches.
         dtype: of the parameters.
         devices: that its columns are split over.
-        by_layer: whether its matrices will be arrays of their own; in 8 bits they are then [out, in].
+        by_layer: whether its matrices will be arrays of their own: in 8 bits, [out, in].
     """
 
     def __init__(

@@ -10,8 +10,8 @@ adapters (`Optimizer.frozen_dtype`). Model folders store int8 or float8 as such 
 | w8a8 | int8, one scale per column | int8, one scale per token | (Qx Q) sx s, summed in int32 |
 | fp8 | float8 (4 bits of exponent), one scale per column | the same, per token | in float32 |
 
-Products of GPUs read both operands along the inputs. So a matrix of its own (`fuse.for_inference` with
-`by_layer`) is held as [out, in]: a compiler would turn an [in, out] at the start of every program.
+Products of GPUs read both operands along the inputs. So a matrix of its own (`fuse.for_inference`
+with `by_layer`) is held as [out, in]: a compiler would turn it at the start of every program.
 
 Values are rounded to nearest; the largest magnitude of a column or a token becomes the largest
 number of the type. Embeddings, heads, norms and the vision tower are unchanged.
@@ -21,7 +21,7 @@ model on example inputs, and its product with quantised weights alone first make
 and multiplies that, which saves no memory traffic unless the compiler fuses it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
