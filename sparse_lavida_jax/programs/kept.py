@@ -22,6 +22,7 @@ from importlib import metadata
 from typing import Any, TypeVar, cast
 
 import jax
+from jax import core
 from jax._src import config as jax_config  # no public function returns the settings of a thread
 from jax.experimental import serialize_executable
 
@@ -347,7 +348,7 @@ def _is_over_tpus(tree: Any) -> bool:
     """Whether a call is a program of its own, not a part of another, over a mesh of TPUs."""
     if jax.sharding.get_abstract_mesh().empty or jax.default_backend() != "tpu":
         return False
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return not any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _sources() -> list[pathlib.Path]:
