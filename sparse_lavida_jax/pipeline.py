@@ -136,7 +136,7 @@ class SparseLaViDa:
     ) -> S:
         """Loads a model folder, a run directory, or a bundled model or one from the hub by name.
 
-        On GPUs, on one TPU, or for one task, the parameters are fused for sampling
+        On GPUs and TPUs, or for one task, the parameters are fused for sampling
         (`fuse.for_inference`).
 
         Args:
@@ -173,7 +173,7 @@ class SparseLaViDa:
         split = None if mesh is None else sharding.over(mesh)
         wanted = None if weights else fuse.reads(task)  # adapters are for all layers
         platform = jax.default_backend()
-        fused = platform == "gpu" or (platform == "tpu" and mesh is None) or task != "both"
+        fused = platform in ("gpu", "tpu") or task != "both"
         kinds: Any = dtype
         if fused and not (dtype or weights):
             kinds = fuse.dtypes(model_folder.read_config(folder).model)

@@ -27,16 +27,14 @@ from sparse_lavida_jax import config, sample
 from sparse_lavida_jax.bench import hlo, memory, suites
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
-from sparse_lavida_jax.models import parameters, sharding
+from sparse_lavida_jax.models import fuse, parameters, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
+from sparse_lavida_jax.programs.kept import OVER_TPUS
 from sparse_lavida_jax.sampling.state import program_of
 from sparse_lavida_jax.sequence import Response, Text
 
 MARGIN = 0.9  # share of a chip's memory that a program may use (ours)
 KERNEL_SHARE = 0.5  # of its peak that attention is assumed to reach; the compiler has no figure
-# Without it, the compiler for v6e may turn every product with a split matrix into a loop over its
-# parts, and takes minutes longer. `launch/` sets it too.
-OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 PROMPT_LEN = 250  # words in a prompt to draw
 # 64 chips for training configs without a mesh; 8 or 4 for sampling.
 TRAINING: dict[str, dict[str, int]] = {
@@ -237,7 +235,8 @@ def training(
     `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-1` halves the compilation time. It hardly changes memory or
     traffic, but changes the estimated time tenfold.
     """
-    return step_on(settings, described(topology, axes), batch, topology, OPTIONS)
+    # Without these options, the compiler for v6e takes minutes longer. `launch/` sets them too.
+    return step_on(settings, described(topology, axes), batch, topology, OVER_TPUS)
 
 
 def step_on(
@@ -321,7 +320,10 @@ def expected_bytes(
 def sampling(
     settings: config.Config, topology: str, axes: Mapping[str, int], images: int = 1
 ) -> tuple[AotProgram, AotProgram]:
-    """Compiles the two programs for an image: prefill, and the longest run of equal steps."""
+    """Compiles the two programs for an image: prefill, and the longest run of equal steps.
+
+    With the parameters fused, and the options of the compiler, that the sampler uses on TPUs.
+    """
     mesh, model = described(topology, axes), settings.model
     choose = sharding.over(mesh)
 
@@ -337,7 +339,9 @@ def sampling(
     longest = max(steps, key=lambda part: len(part.block))
     step = sample.StepTokens.of(longest)
     program = program_of(chosen, greedy=False)
-    own = parameters.mapped(parameter, denoiser_shapes(model))
+    as_loaded = functools.partial(fuse.for_inference, by_layer=False, mesh=mesh)
+    fused = jax.eval_shape(as_loaded, denoiser_shapes(model))
+    own = parameters.mapped(parameter, fused)
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
     )
@@ -350,12 +354,12 @@ def sampling(
         return AotProgram(topology, dict(axes), made, given, time.perf_counter() - begin)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = sample.prefill.trace(own, *rest, settings=program, capacity=room)
+        traced = sample.prefill.over_tpus.trace(own, *rest, settings=program, capacity=room)
         prefilled = compiled(traced, own, *rest)
         state = _laid(traced.out_info, prefilled.program.output_shardings)
         given = (own, state, _whole(step, mesh), rest[-1])
         now = dataclasses.replace(program, guided=bool(longest.guided[0]))
-        return prefilled, compiled(sample.run_segment.trace(*given, settings=now), *given)
+        return prefilled, compiled(sample.run_segment.over_tpus.trace(*given, settings=now), *given)
 
 
 def _laid(tree: Any, shardings: Any) -> Any:

@@ -22,6 +22,7 @@ from importlib import metadata
 from typing import Any, TypeVar, cast
 
 import jax
+from jax import core
 from jax._src import config as jax_config  # no public function returns the settings of a thread
 from jax.experimental import serialize_executable
 
@@ -35,6 +36,9 @@ PACKAGE = pathlib.Path(__file__).parents[1]
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # jax's settings that say nothing about what a program computes.
 OTHER_SETTINGS = ("cache", "compilation", "log", "dir", "distributed", "platforms", "traceback")
+# Options of the compiler for a mesh of TPUs. By default it may turn a product with a split matrix
+# into a loop over the exchanges of its parts, which takes longer for the few rows of a step.
+OVER_TPUS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 def kept(
@@ -59,6 +63,9 @@ class Kept:
     On one device, programs are kept in memory here and, after `folder.keep_programs`, on disk. Over
     a mesh, in a run of several processes, and inside other programs it is just the jitted function:
     there the placement of each result is known only when its program has been compiled.
+
+    Attributes:
+        jitted, over_tpus: the results of `jax.jit`, and with `OVER_TPUS` for a mesh of TPUs.
     """
 
     def __init__(
@@ -68,7 +75,9 @@ class Kept:
         donate: Sequence[str],
         depends: Callable[..., Hashable] | None,
     ):
-        self.jitted = jax.jit(function, static_argnames=(*static,), donate_argnames=(*donate,))
+        how: Any = {"static_argnames": (*static,), "donate_argnames": (*donate,)}
+        self.jitted = jax.jit(function, **how)
+        self.over_tpus = jax.jit(function, **how, compiler_options=OVER_TPUS)
         self.function, self.static, self.depends = function, frozenset(static), depends
         names = [*inspect.signature(function).parameters]
         self.donated = frozenset(names.index(name) for name in donate)
@@ -82,7 +91,8 @@ class Kept:
             given = self._given(args, named)
             if given.are_here:
                 return self._program(given, args, named)(*given.leaves)
-        return self.jitted(*args, **named)
+        jitted = self.over_tpus if _is_over_tpus((args, named)) else self.jitted
+        return jitted(*args, **named)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
@@ -330,6 +340,13 @@ def _is_alone() -> bool:
     """Whether programs run on the first device, of a single process."""
     chosen = jax.default_device.value in (None, jax.devices()[0])
     return chosen and jax.process_count() == 1 and jax.sharding.get_abstract_mesh().empty
+
+
+def _is_over_tpus(tree: Any) -> bool:
+    """Whether a call is a program of its own, not a part of another, over a mesh of TPUs."""
+    if jax.sharding.get_abstract_mesh().empty or jax.default_backend() != "tpu":
+        return False
+    return not any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _sources() -> list[pathlib.Path]:

@@ -322,6 +322,29 @@ def test_another_device_that_was_chosen_is_used():
     assert not step.in_memory()
 
 
+def test_over_a_mesh_of_tpus_a_program_has_options_of_its_own_and_as_a_part_none(monkeypatch):
+    """`jax.jit` refuses the options of a program that is part of another."""
+    monkeypatch.setattr(kept_module, "OVER_TPUS", {"xla_llvm_disable_expensive_passes": True})
+    double, used = kept()(lambda x: 2 * x), []
+    with_options = double.over_tpus
+    monkeypatch.setattr(double, "over_tpus", lambda *args: used.append(1) or with_options(*args))
+    x = jnp.arange(4)
+
+    def results():
+        return [double(x), jax.jit(lambda x: double(x))(x)]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    with jax.set_mesh(mesh):
+        results()
+    assert not used
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    results()
+    assert not used
+    with jax.set_mesh(mesh):
+        assert all((result == 2 * x).all() for result in results())
+    assert used == [1]
+
+
 def test_shapes_are_kept_and_read_without_tracing(place):
     traced = []
 
