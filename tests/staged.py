@@ -18,6 +18,7 @@ from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import plans, presets
+from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.state import NOT_DECODED
 
 CELLS = 4
@@ -39,6 +40,7 @@ class Staged(SparseLaViDa):
         tokenizer=types.SimpleNamespace(encode=str.split),
     )
     codec = None
+    content_cache = ContentCache(0)
     batch_size, mesh = 1, None  # not properties here
 
     def __init__(self, batch_size=1):

@@ -105,6 +105,12 @@ class ContentCache:
                 self.num_bytes -= _bytes(value)
                 self.evicted[evicted] += 1
 
+    def clear(self) -> None:
+        """Drops all entries."""
+        with self._lock:
+            self._entries.clear()
+            self.num_bytes = 0
+
     @property
     def num_entries(self) -> int:
         """How many entries are kept."""

@@ -3,12 +3,14 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import main, pipeline, sample
+from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.scenes import tasks, world
 
 PROMPTS = ["a red circle", "two blue squares", "a green cross"]
@@ -53,19 +55,15 @@ def test_the_command_line_evaluates(finished, tmp_path, capsys):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """The numbers of requests and rows of each prefill, whole or gathered from parts."""
-    seen, prefill, gather = [], sample.prefill, sample.gather
+    """The numbers of requests and rows of each prefill."""
+    seen, gather = [], sample.gather
 
-    def counting(model, canvas, decoded_at, row_key, prompt, **more):
-        seen.append((len(canvas), len(prompt.length)))
-        return prefill(model, canvas, decoded_at, row_key, prompt, **more)
-
-    def counting_parts(model, canvas, decoded_at, row_key, parts, **more):
-        seen.append((len(canvas), sum(part.block.shape[0] for part in parts)))
+    def counting(model, canvas, decoded_at, row_key, parts, **more):
+        caches = jax.tree.leaves(parts, is_leaf=lambda one: isinstance(one, KVCache))
+        seen.append((len(canvas), sum(cache.block.shape[0] for cache in caches)))
         return gather(model, canvas, decoded_at, row_key, parts, **more)
 
-    monkeypatch.setattr(sample, "prefill", counting)
-    monkeypatch.setattr(sample, "gather", counting_parts)
+    monkeypatch.setattr(sample, "gather", counting)
     return seen
 
 

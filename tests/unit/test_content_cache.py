@@ -3,18 +3,28 @@
 
 import concurrent.futures
 import dataclasses
+import gc
+import re
+import weakref
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_ins
 import tiny
 import traces
 
 from sparse_lavida_jax import sample, sequence
+from sparse_lavida_jax.apps.api.metrics import Metrics
+from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.models import sharding
+from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import prompts
 from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
+from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5
@@ -281,6 +291,116 @@ def test_entries_are_found_only_for_their_model_and_the_kind_of_response():
                 how = {"settings": settings, "content_cache": kept}
                 sample.begin(model, requests, plan, **how)
     assert (kept.hits, kept.misses) == ({}, {"prefill": 4})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return stand_ins.model_of_every_task(tmp_path_factory.mktemp("kept") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipes(folder):
+    """A pipeline, and one that keeps nothing."""
+    kept = SparseLaViDa.from_pretrained(folder, batch_size=4)
+    return kept, SparseLaViDa.from_pretrained(folder, batch_size=4, content_cache_gb=0)
+
+
+GUIDED = {"steps": 2, "plan": False, "guidance": 2.0, "guidance_image": 0.5}
+
+
+def test_results_are_those_of_a_pipeline_that_keeps_nothing(pipes, monkeypatch):
+    """An edit, another seed, another one of the image, two of them, and answers."""
+    images = [world.render(tasks.sample("edit", 0, index).image) for index in range(2)]
+    kept, anew = pipes
+    encoded = mock.Mock(wraps=kept.codec.encode)
+    monkeypatch.setattr(kept.codec, "encode", encoded)
+
+    def run(task, words, shown, **options):
+        before = [kept.content_cache.hits[one] for one in ("codes", "vision", "prefill")]
+        made = kept.requests(task, words, shown, as_written=True, **options)
+        found, wanted = (pipe.run(made, padding="served") for pipe in pipes)
+        for ours, theirs in zip(found.tokens, wanted.tokens, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert (found.texts, found.passed) == (wanted.texts, wanted.passed)
+        assert all(map(np.array_equal, found.pixels, wanted.pixels))
+        now = [kept.content_cache.hits[one] for one in ("codes", "vision", "prefill")]
+        return [later - earlier for later, earlier in zip(now, before, strict=True)]
+
+    assert run("edit", "a", images[0], seed=1, **GUIDED) == [0, 0, 0]
+    assert run("edit", "a", images[0], seed=2, **GUIDED) == [1, 0, 3]
+    assert run("edit", "b", images[0], seed=1, **GUIDED) == [1, 1, 1]  # the row without words
+    assert run("edit", "a b", images[0], seed=1, **GUIDED) == [1, 1, 0]
+    assert run("edit", "a", images, seed=1, **GUIDED) == [1, 0, 2]  # the second is new
+    assert run("edit", "a", images[::-1], seed=5, **GUIDED) == [2, 0, 6]
+    assert encoded.call_count == 2
+    assert run("ask", "a", images[0], seed=1) == [0, 1, 0]  # another response: other keys
+    assert run("ask", "a", images[0], seed=2, temperature=1.0) == [0, 1, 0]  # another program
+    assert run("ask", "a", images[0], seed=3, temperature=1.0) == [0, 0, 1]
+    nothing = anew.content_cache
+    assert (nothing.num_entries, nothing.hits, nothing.misses, nothing.tokens) == (0, {}, {}, 0)
+
+
+def test_metrics_tell_what_was_found(pipes):
+    kept, _ = pipes
+    service, cache = Service(kept), kept.content_cache
+    service.submit("ask", "a b", seed=1).future.result()
+    service.submit("ask", "a b", seed=2).future.result()
+    cache.evicted["codes"] = 7
+    text = Metrics(service).text().decode()
+    service.close()
+    own = {
+        'hits_total{content="prefill"}': cache.hits["prefill"],
+        'misses_total{content="prefill"}': cache.misses["prefill"],
+        'evicted_total{content="codes"}': 7,
+        "tokens_total": cache.tokens,
+        "bytes": cache.num_bytes,
+    }
+    for name, count in own.items():
+        (value,) = re.findall(rf"^sparse_lavida_content_cache_{re.escape(name)} (.*)$", text, re.M)
+        assert float(value) == count > 0, name
+
+
+def test_the_cache_is_shared_by_copies_and_freed_with_the_pipeline(folder):
+    pipe = SparseLaViDa.from_pretrained(folder, content_cache_gb=0.5)
+    assert pipe.content_cache.most_bytes == 5e8
+    copy = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, num_steps=3))
+    assert copy.content_cache is pipe.content_cache
+    other = pipe.with_model(pipe.model)
+    assert other.content_cache is not pipe.content_cache
+    assert other.content_cache.most_bytes == 5e8
+    pipe.generate("a", steps=1, plan=False, guidance=1.0, as_written=True)
+    pipe.content_cache.add("codes", ["an image"], [array := np.zeros(3)])
+    assert pipe.content_cache.num_entries == 3 and other.content_cache.num_entries == 0
+    freed = weakref.ref(array)
+    del array, pipe, copy
+    gc.collect()
+    assert freed() is None
+
+
+def test_it_can_be_emptied(pipes):
+    cache = ContentCache()
+    cache.add("codes", [1], [np.zeros(3)])
+    cache.clear()
+    assert (cache.num_entries, cache.num_bytes, cache.get("codes", [1])) == (0, 0, None)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1e5, float("nan")])
+def test_a_wrong_bound_is_refused(pipes, wrong):
+    kept, _ = pipes
+    parts = kept.model, kept.settings, kept.prompts, kept.codec
+    with pytest.raises(RequestError, match=r"content_cache_gb=.* 0 to 10000"):
+        SparseLaViDa(*parts, content_cache_gb=wrong)
+
+
+def test_over_a_mesh_no_array_of_the_devices_is_kept():
+    mesh = sharding.automatic({"data": 2, "fsdp": 2, "tensor": 2})
+    model, kept = sharding.placed(tiny.denoiser(SETTINGS), mesh), ContentCache()
+    requests = [tiny.request("text", SETTINGS, i, words=3, vision=True) for i in range(2)]
+    settings = traces.settings_of("sparse", "text", SETTINGS)
+    plan = traces.plan(requests, settings, num_steps=2)
+    with traces._patched(**traces._quick()):
+        sample.begin(model, requests, plan, settings=settings, content_cache=kept)
+    assert kept.num_entries == 0 and not kept.hits | kept.misses
 
 
 def test_many_threads_share_a_cache():

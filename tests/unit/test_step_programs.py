@@ -14,6 +14,7 @@ from sparse_lavida_jax import sample
 from sparse_lavida_jax.bench import requests
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.sampling import plans, prompts
+from sparse_lavida_jax.sampling.content_cache import ContentCache
 
 VOCABULARY, CODES = 53, 29  # sizes that nothing else has
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
@@ -164,6 +165,21 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
     whole = sample.sample(model, asked, plan, settings=settings, stop_early=False, in_trips=False)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, whole)
+
+
+def test_programs_for_what_is_kept_are_made_ahead_too(compiled):
+    """Also those that put kept rows together: what is found compiles nothing."""
+    model_settings = tiny.model_settings(vocab_size=71)  # no test has compiled it
+    settings = traces.settings_of("sparse", "text", model_settings)
+    asked = [tiny.request("text", model_settings, i, words=3, vision=True) for i in range(2)]
+    plan, cache, drawn = traces.plan(asked, settings, num_steps=2), ContentCache(), []
+    for _ in range(2):
+        del compiled[:]
+        how = {"settings": settings, "content_cache": cache}
+        drawn.append(sample.sample(tiny.denoiser(model_settings), asked, plan, **how))
+    assert not compiled
+    assert (cache.hits, cache.misses) == ({"prefill": 2}, {"prefill": 2, "vision": 2})
+    np.testing.assert_array_equal(*drawn)
 
 
 def test_a_response_does_not_depend_on_how_it_is_cut():
