@@ -148,6 +148,9 @@ class Model(Section):
     attention_implementation: Literal[
         "", "reference", "blockwise", "pallas_tpu", "pallas_gpu", "pallas_triton"
     ] = ""
+    # What a decoding step computes between its products: by the compiler, or by `kernels.step_gpu`.
+    # "": the fastest on the platform.
+    step_implementation: Literal["", "plain", "pallas_gpu"] = ""
 
     def _rules(self):
         last, most = self.num_layers - 1, self.width

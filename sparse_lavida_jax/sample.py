@@ -25,7 +25,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.kernels.attention import mesh_in_use, slot_multiple, takes_tables
+from sparse_lavida_jax.kernels.attention import (
+    mesh_in_use,
+    query_multiple,
+    slot_multiple,
+    takes_tables,
+)
 from sparse_lavida_jax.layout import GIVEN_BLOCK, AnyArray, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -404,6 +409,7 @@ class Begun:
         state: None if nothing is left to decode.
         reach: by the first step of a segment: the slots that it reads, if these are not all.
         in_trips: see `sample`.
+        multiple: of the tokens that a step passes.
     """
 
     canvas: Int[np.ndarray, "b l g"]
@@ -412,9 +418,11 @@ class Begun:
     state: SamplerState | None
     reach: dict[int, int] = dataclasses.field(default_factory=dict)
     in_trips: bool = False
+    multiple: int = 1
 
     def trips(self, segment: plans.Segment) -> Iterator["Trip"]:
         """Yields the calls of `run_segment` for a segment."""
+        segment = _in_groups(segment, self.program, self.multiple)
         settings = dataclasses.replace(
             self.program,
             guided=bool(segment.guided[0]),
@@ -624,6 +632,8 @@ def prepared(
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     implementation = implementation_of(model.settings)
+    multiple = query_multiple(implementation) if settings.uses_cache else 1
+    segments = [_in_groups(segment, settings, multiple) for segment in segments]
     room = capacity(prompt, segments, settings, _slot_multiple(implementation))
     reach = {}
     if settings.uses_cache and not in_trips and not takes_tables(implementation):
@@ -646,8 +656,12 @@ def prepared(
     if pixels is not None:
         prompt = dataclasses.replace(prompt, pixels=None)
     on_device, rows = jax.device_put((prompt, rows))
-    begun = Begun(canvas, on_device, program, None, reach, in_trips)
+    begun = Begun(canvas, on_device, program, None, reach, in_trips, multiple)
     return Prepared(begun, (model, canvas, decoded_at, rows), parts, room, kept_parts, pixels)
+
+
+def _in_groups(segment: plans.Segment, settings: StepSettings, multiple: int) -> plans.Segment:
+    return plans.in_groups(segment, num_registers(segment, settings), multiple)
 
 
 def _read_slots(

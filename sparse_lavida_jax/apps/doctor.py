@@ -131,14 +131,18 @@ def kernels_text(found: dict[str, Any]) -> str:
         return f"{ran}, {found['device'] or 'no device'}: {why}"
     passed_over = found["passed_over"] and f", since {found['passed_over']}"
     verdict = found["why"] or f"{found['kernel']} is admitted{passed_over}"
+    if not found["why"] and found["step_why"]:
+        verdict += f"; {found['step_why']}"
     parts = ("off", "kernel_us", "blocks_us")
     rows = []
     for check in found["checks"]:
+        if "plain_us" in check:
+            check = {**check, "blocks_us": check["plain_us"]}
         numbers = (f"{check[part]:.3g}" if part in check else None for part in parts)
         rows.append(
             [check["check"], {True: "yes", False: "no"}.get(check.get("same_bits")), *numbers]
         )
-    columns = ("check", "same bits twice", "off by", "kernel, us", "blocks, us")
+    columns = ("check", "same bits twice", "off by", "kernel, us", "without, us")
     return f"{ran}, {found['device']}: {verdict}\n\n{markdown.table(columns, rows)}"
 
 

@@ -46,7 +46,7 @@ from sparse_lavida_jax.bench import hlo, suites, table, work
 from sparse_lavida_jax.bench.described import DEVICES, DescribedGpu
 from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.bench.suites import RequestCase
-from sparse_lavida_jax.models import fuse, quantize, vq
+from sparse_lavida_jax.models import fuse, parameters, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.kept import Call, finish
 
@@ -250,13 +250,26 @@ def extrapolated(more: Costs, fewer: Costs, pairs: int) -> Costs:
     return {name: more[name] + pairs * (more[name] - fewer.get(name, 0.0)) for name in more}
 
 
-def copies(compiled: Sequence[hlo.Kernel], shapes: frozenset[tuple[int, ...]]) -> list[str]:
-    """Returns the kernels of a step that make an array with the shape of cache or weights."""
+def copies(compiled: Sequence[hlo.Kernel], arguments: tuple) -> list[str]:
+    """Returns the kernels of a step that copy the cache, or weights, whole or joined to others.
+
+    They make an array with such a shape, or read a matrix and do not multiply with it.
+    """
+    shapes, multiplied = large_shapes(arguments), matrix_shapes(arguments)
     return [
         kernel.name
         for kernel in compiled
-        if kernel.in_step and kernel.kind in ("copies", "others") and shapes & {*kernel.made}
+        if kernel.in_step
+        and kernel.kind in ("copies", "others")
+        and (shapes & {*kernel.made} or multiplied & {*kernel.read})
     ]
+
+
+def matrix_shapes(arguments: tuple) -> frozenset[tuple[int, ...]]:
+    """Returns the shapes of the matrices that a model multiplies with, without its embeddings."""
+    named = parameters.by_name(arguments[0][0])
+    kernels = {x.shape for name, x in named.items() if name.endswith("kernel") and x.ndim == 2}
+    return frozenset(shape for shape in kernels if min(shape) >= LEAST_MATRIX)
 
 
 def large_shapes(arguments: tuple) -> frozenset[tuple[int, ...]]:
@@ -270,6 +283,12 @@ def large_shapes(arguments: tuple) -> frozenset[tuple[int, ...]]:
     return frozenset(
         own | {shape[::-1] for shape in own} | whole | layers | {(1, *one) for one in layers}
     )
+
+
+def with_kernels(settings: config.Config) -> config.Config:
+    """Returns settings with the kernels of the described GPU: none was admitted here."""
+    names = ("attention_implementation", "step_implementation")
+    return config.changed(settings, {"model": dict.fromkeys(names, IMPLEMENTATION)})
 
 
 def with_layers(settings: config.Config, number: int) -> config.Config:
@@ -296,7 +315,7 @@ def row_of(
     Raises:
         ConfigError: there is no such request, or the number of layers cannot be compiled.
     """
-    settings = config.changed(settings, {"model": {"attention_implementation": IMPLEMENTATION}})
+    settings = with_kernels(settings)
     case, depth = case_of(name, settings), settings.model.num_layers
     if layers and (layers % 2 or not 4 <= layers <= depth):
         raise config.ConfigError(f"--layers={layers}: 0, or an even number of 4 to {depth}.")
@@ -319,12 +338,13 @@ def row_of(
             begin = time.perf_counter()
             compiled = hlo.kernels(one.lowered.compile().as_text() or "")
             compile_s = time.perf_counter() - begin
-            found.append(
-                (costs(program, compiled, rates), copies(compiled, large_shapes(arguments)))
-            )
+            found.append((costs(program, compiled, rates), copies(compiled, arguments)))
             tell(f"{name}: {one.name}, width {one.width}: compiled in {compile_s:.0f} s")
         own, made = found[0]
-        if len(found) == 2:
+        layer_kernels = own.get("step_kernels", 0.0) / depth
+        if len(found) == 2:  # those of two layers, half of them split
+            fewer = found[1][0].get("step_kernels", 0.0)
+            layer_kernels = (own.get("step_kernels", 0.0) - fewer) / 2
             own = extrapolated(own, found[1][0], (depth - depths[0]) // 2)
         told.append(
             {
@@ -333,6 +353,7 @@ def row_of(
                 "trace_and_lower_s": program.seconds,
                 "stablehlo_mb": len(text.encode()) / 1e6,
                 "modules": program.modules(),
+                "layer_kernels": layer_kernels,
                 "copies": made,
                 "steps": program.steps,
                 "runs": program.runs,
@@ -382,7 +403,7 @@ def memory_of(
     note = "compiled, never run"
     if name == TOKENIZER:
         return {"request": name, "bytes": _tokenizer_bytes(settings.vq, place), "note": note}
-    settings = config.changed(settings, {"model": {"attention_implementation": IMPLEMENTATION}})
+    settings = with_kernels(settings)
     case = case_of(name, settings)
     task: fuse.Task = "image" if case.example.kind == "image" else "both"
 
@@ -495,7 +516,9 @@ def _bytes(tree: Any) -> int:
 
 
 LINE = ("request", "programs", "kernels_per_layer", "floor_s", "predicted_s")
-PROGRAM = ("name", "width", "trace_and_lower_s", "stablehlo_mb", "modules", "copies")
+PROGRAM = (
+    "name", "width", "trace_and_lower_s", "stablehlo_mb", "modules", "layer_kernels", "copies",
+)  # fmt: skip
 
 
 def line_of(row: dict[str, Any]) -> str:

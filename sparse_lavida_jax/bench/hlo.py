@@ -202,6 +202,8 @@ _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)"?([\d,"]*)')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _OF_GRADIENTS = {"step_causal_attention_dq": 3, "step_causal_attention_dkv": 4}  # products
 _KERNEL_OUTPUT = re.compile(r"dim_labels=\w+_(\w+)->")
+_IN_PLACE = re.compile(r"output_to_operand_aliasing=\{(.*?)\}, ")
+_ALIASED = re.compile(r"\{(\d*)\}: \((\d+), ")  # numbers of a result and of an operand
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -217,6 +219,7 @@ class Kernel:
         made: shapes of the results, but not of those written in place.
         runs: how often it runs in a call of the program; in a loop of steps, how often a step.
         in_step: whether it is inside the loop of steps.
+        read: shapes of the operands.
         is_narrow: whether it multiplies matrices in 8 bits, at twice the rate (the vendor's ratio).
     """
 
@@ -227,6 +230,7 @@ class Kernel:
     made: tuple[tuple[int, ...], ...]
     runs: int
     in_step: bool
+    read: tuple[tuple[int, ...], ...] = ()
     is_narrow: bool = False
 
     def seconds(self, operations_a_second: float, bytes_a_second: float) -> float:
@@ -318,15 +322,22 @@ def _kernel(
     name = target[1] if target else one.name
     operations = _products(one, own) + sum(_products(inner, within) for inner in within.values())
     read = [own[operand] for operand in one.operands if operand in own]
+    shapes = tuple(shape for x in read for shape in x.shapes)
     if "step_causal_attention" in one.line and target and not name.startswith("__cublas"):
         operations, size = _of_attention(one, read)
-        return Kernel(name, "attention", operations, size, one.shapes, runs, in_step)
+        return Kernel(name, "attention", operations, size, one.shapes, runs, in_step, shapes)
     if not within:
         # A slice reads no more than it returns, and an update writes no more than it is given.
         if one.opcode in _SLICES:
             size, made = 2 * one.size, one.shapes
         elif one.opcode == "dynamic-update-slice":
             size, made = 2 * read[1].size, ()
+        elif aliased := _IN_PLACE.search(one.line):
+            # What is changed in place is written to no more than the kernel reads besides.
+            pairs = [(int(a or 0), int(b)) for a, b in _ALIASED.findall(aliased[1] + ", ")]
+            results, operands = ({*numbers} for numbers in zip(*pairs, strict=True))
+            size = 2 * sum(x.size for i, x in enumerate(read) if i not in operands)
+            made = tuple(shape for i, shape in enumerate(one.shapes) if i not in results)
         else:
             size, made = sum(x.size for x in read) + one.size, one.shapes
     else:
@@ -339,7 +350,7 @@ def _kernel(
     narrow = any(
         _is_narrow(*pair) for pair in ((one, own), *((x, within) for x in within.values()))
     )
-    return Kernel(name, kind, operations, size, made, runs, in_step, narrow)
+    return Kernel(name, kind, operations, size, made, runs, in_step, shapes, narrow)
 
 
 def _products(one: _Instruction, own: dict[str, _Instruction]) -> float:

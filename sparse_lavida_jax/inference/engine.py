@@ -33,7 +33,7 @@ from sparse_lavida_jax.inference.requests import (
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import implementation_of
+from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
@@ -423,6 +423,7 @@ class TaskRun:
             "sampling": dataclasses.asdict(of_row(self.sampling, request)),
             "checkpoint": dataclasses.asdict(self.source),
             "attention": implementation_of(self.engine.model.settings),
+            "step": step_implementation_of(self.engine.model),
             "version": __version__,
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }

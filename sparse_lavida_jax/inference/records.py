@@ -20,7 +20,7 @@ from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import implementation_of
+from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class _Record(schema.Section):
     sampling: config.Sampling
     checkpoint: _Origin
     attention: _Name = ""
+    step: _Name = ""
     version: str = ""
     software: dict[str, Any]
 
@@ -147,21 +148,29 @@ def _lies_in(name: str, folders: tuple[pathlib.Path, ...]) -> bool:
 
 
 def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
-    """Returns the model with the attention that a record names, or unchanged if that cannot run.
+    """Returns the model with the kernels that a record names, without those that cannot run.
 
-    In the latter case it warns. Older records name no attention.
+    It warns of these. Older records name no attention, or no kernels between products: they were
+    drawn without.
     """
-    asked = record.get("attention") or implementation_of(model.settings)
-    if asked == implementation_of(model.settings):
-        return model
-    if not attention.runs_here(asked):
-        log.warning(
-            "it was drawn with attention by %s, which does not run here: single bits may differ.",
-            asked,
-        )
+    own = implementation_of(model.settings), step_implementation_of(model)
+    asked = record.get("attention") or own[0], record.get("step") or "plain"
+    told = ("attention", "what lies between the products of a step")
+    runs = attention.runs_here(asked[0]), asked[1] in ("plain", own[1])
+    for name, one, here in zip(told, asked, runs, strict=True):
+        if not here:
+            log.warning(
+                "it was drawn with %s by %s, which does not run here: single bits may differ.",
+                name,
+                one,
+            )
+    asked = tuple(one if here else mine for one, here, mine in zip(asked, runs, own, strict=True))
+    if asked == own:
         return model
     model = jax.tree.map(lambda leaf: leaf, model)  # a separate module that shares the arrays
-    model.settings = dataclasses.replace(model.settings, attention_implementation=asked)
+    names = ("attention_implementation", "step_implementation")
+    changes = {n: one for n, one, mine in zip(names, asked, own, strict=True) if one != mine}
+    model.settings = dataclasses.replace(model.settings, **changes)
     return model
 
 

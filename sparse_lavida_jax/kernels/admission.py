@@ -8,7 +8,8 @@ on a GPU the first process takes most of the memory. The verdict is kept in the 
 these devices, this version of jax and this code; those of some devices are part of the package
 (`SHIPPED`). A kernel that is wrong, slower than blockwise attention, hangs or crashes is refused;
 the next one in line (`SECOND`) is then checked in the same way, and if there is none, attention
-runs blockwise (`attention.default_implementation`). Gradients are checked before training only; a
+runs blockwise (`attention.default_implementation`). The kernels of `step_gpu` are checked and
+refused apart from it. Gradients are checked before training only; a
 verdict without them is then completed.
 """
 
@@ -42,6 +43,7 @@ LOOK_S = 0.5  # between looks at what the child has printed
 SHIPPED = pathlib.Path(__file__).with_name("verdicts")
 SECOND = {"pallas_gpu": "pallas_triton"}  # what is checked if a device's kernel is refused
 MOST_OFF = 2e-2  # largest error against the reference, for bfloat16
+STEP = "step: "  # begins the names of the checks of `step_gpu`
 SLOWER = 1.05  # refused above this multiple of blockwise attention's time; less may be noise
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Verdict:
         checks: the result of each check (`trial.main`).
         passed_over: why the device's first kernel was refused, if this is its second.
         gradients: whether they were checked too.
+        step_why: why the kernels of `step_gpu` are refused; empty if they are admitted.
     """
 
     device: str = ""
@@ -66,6 +69,7 @@ class Verdict:
     checks: tuple[dict[str, Any], ...] = ()
     passed_over: str = ""
     gradients: bool = False
+    step_why: str = ""
 
     @property
     def lacks_gradients(self) -> bool:
@@ -152,7 +156,8 @@ def check(
     else:
         verdict = judged(*_run((*command, "gradients", str(known.kernel)), limit_s))
         checks = (*known.checks, *verdict.checks)
-        verdict = dataclasses.replace(verdict, checks=checks, passed_over=known.passed_over)
+        more = {"passed_over": known.passed_over, "step_why": known.step_why}
+        verdict = dataclasses.replace(verdict, checks=checks, **more)
     if verdict.why and (second := SECOND.get(verdict.kernel or "")):
         other = judged(*_run((*command, part, second), limit_s))
         if other.kernel == second and not other.why:
@@ -179,16 +184,30 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
             found = line
     if not found:
         return Verdict(why=f"the device could not be used: {ended or 'nothing was printed'}")
-    faults = [*filter(None, map(_fault, checks.values()))]
-    if ended:
-        faults.append(f"the check {ended}, at {[*checks][-1] if checks else 'its beginning'}")
-    raced = [each for each in checks.values() if "kernel_us" in each]
-    if raced and not faults:
-        times = statistics.geometric_mean(one["kernel_us"] / one["blocks_us"] for one in raced)
-        if times > SLOWER:
-            faults.append(f"it takes {times:.2f} times as long as blocks")
-    why = f"{found['kernel']} is refused on {found['device']}: {faults[0]}" if faults else ""
-    return Verdict(found["device"], found["kernel"], why, tuple(checks.values()))
+    last, of_steps = [*checks][-1] if checks else "its beginning", {}
+    for name in [name for name in checks if name.startswith(STEP)]:
+        of_steps[name] = checks.pop(name)
+
+    def refused(kernel: str, own: dict[str, Any], other: str) -> str:
+        """Returns why the kernels of some checks are refused, which are timed against another."""
+        faults = [*filter(None, map(_fault, own.values()))]
+        if ended and (own is of_steps) == last.startswith(STEP):
+            faults.append(f"the check {ended}, at {last}")
+        raced = [each for each in own.values() if "kernel_us" in each]
+        if raced and not faults:
+            times = statistics.geometric_mean(
+                one["kernel_us"] / one.get("blocks_us", one.get("plain_us")) for one in raced
+            )
+            if times > SLOWER:
+                faults.append(f"it takes {times:.2f} times as long as {other}")
+        return f"{kernel} is refused on {found['device']}: {faults[0]}" if faults else ""
+
+    why = refused(found["kernel"], checks, "blocks")
+    step_why = refused("step_gpu", of_steps, "without")
+    every = *checks.values(), *of_steps.values()
+    if found["kernel"] == "pallas_gpu" and not of_steps:
+        step_why = "step_gpu was never checked on this device"
+    return Verdict(found["device"], found["kernel"], why, every, step_why=step_why)
 
 
 def remembered(accelerators: tuple[str, ...]) -> Verdict | None:

@@ -344,6 +344,27 @@ def takes(implementation: str, dtype: DTypeLike, head_dim: int) -> bool:
     return implementation not in devices.OF_GPUS or fits
 
 
+def default_step_implementation() -> str:
+    """Returns what computes a decoding step between its products (`kernels.step_gpu`).
+
+    That is "pallas_gpu" where attention is, if the kernels for it were admitted too, else "plain".
+    """
+    if default_implementation() != "pallas_gpu":
+        return "plain"
+    from sparse_lavida_jax.kernels import admission  # the CPU does without
+
+    verdict = admission.admitted(devices.accelerators())
+    if verdict is None or verdict.step_why:
+        _announce_plain_steps(verdict.step_why if verdict else "they were never checked")
+        return "plain"
+    return "pallas_gpu"
+
+
+@functools.cache
+def _announce_plain_steps(why: str) -> None:
+    log.warning("decoding steps run without the kernels between their products: %s.", why)
+
+
 def runs_here(implementation: str) -> bool:
     """Whether an implementation runs on this device, uninterpreted and admitted."""
     portable = implementation in ("reference", "blockwise")
@@ -361,6 +382,11 @@ def slot_multiple(implementation: str | None = None) -> int:
     if chosen in devices.OF_GPUS:
         return tiles.GPU_ROWS
     return devices.SLOTS if chosen == "pallas_tpu" else 1
+
+
+def query_multiple(implementation: str) -> int:
+    """Returns the multiple to which steps are padded; else every layer would pad its queries."""
+    return 8 if implementation == "pallas_gpu" else 1
 
 
 def query_tile(length: int, implementation: str | None = None) -> int:
@@ -475,15 +501,21 @@ def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, A
             f"{chosen} takes bfloat16 or float16 and heads of 64 or 128, got {dtype} and"
             f" {head_dim=}: use implementation='blockwise', or None."
         )
-    elsewhere = _is_elsewhere("gpu", "nvidia")
     # Some versions of jax cannot import one or the other.
     if chosen == "pallas_triton":
         from sparse_lavida_jax.kernels import pallas_triton
 
-        return pallas_triton, elsewhere
+        return pallas_triton, _is_elsewhere("gpu", "nvidia")
     from sparse_lavida_jax.kernels import pallas_gpu
 
-    return pallas_gpu, elsewhere and pallas_gpu.interpreted()
+    return pallas_gpu, interpreted_elsewhere()
+
+
+def interpreted_elsewhere() -> Any:
+    """Returns how Mosaic kernels are interpreted (`Shape.interpret`): False on an NVIDIA GPU."""
+    from sparse_lavida_jax.kernels import pallas_gpu
+
+    return _is_elsewhere("gpu", "nvidia") and pallas_gpu.interpreted()
 
 
 def _is_elsewhere(platform: str, vendor: str) -> bool:

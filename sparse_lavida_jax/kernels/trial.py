@@ -5,6 +5,8 @@
 
 Outputs and gradients are computed twice, on tags from the model's own training and decoding, and
 compared with the reference. Then a few calls at full size are timed against blockwise attention.
+At last, if attention is `pallas_gpu`, the same is done with the kernels of `step_gpu`, which are
+timed against what the compiler makes of the same computation.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_lavida_jax.kernels import attention, shapes
+from sparse_lavida_jax.kernels.admission import STEP
 from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
 from sparse_lavida_jax.programs import side_by_side
 
@@ -30,6 +33,7 @@ Part = Literal["all", "sampling", "gradients"]
 
 LAYERS, LAYER = 3, 2  # the layers of the stacked cache, and the one that is read
 RUNS = 10  # timed runs of each implementation
+STEP_CALLS = 64  # of one program that is timed: a single call is shorter than its launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +129,8 @@ def checks(part: Part, kernel: str) -> Iterator[tuple[str, Callable[[], Mapping[
         yield one.name, lambda one=one: agreement(one, kernel)
     for one in raced:
         yield f"race: {one.name}", lambda one=one: race(one, kernel)
+    if kernel == "pallas_gpu" and part != "gradients":
+        yield from step_checks()
 
 
 def _trials(part: Part, kernel: str) -> tuple[list[Trial], list[Trial]]:
@@ -173,11 +179,17 @@ def agreement(one: Trial, kernel: str) -> dict[str, Any]:
     absolute value of the reference if that exceeds 1.
     """
     numbers, run = one.numbers(), _lowered(one, kernel, one.dtype).compile()
-    found, again = (jax.device_get(run(*numbers)) for _ in range(2))
+    found = [jax.device_get(run(*numbers)) for _ in range(2)]
     wide = (x.astype(jnp.float32) for x in numbers)
-    wanted = jax.device_get(_lowered(one, "reference", "float32").compile()(*wide))
+    return _compared(*found, jax.device_get(_lowered(one, "reference", "float32").compile()(*wide)))
+
+
+def _compared(found: Any, again: Any, wanted: Any) -> dict[str, Any]:
+    """Returns the error of a result, and whether it has the same bits again."""
+    found, again, wanted = map(jax.tree.leaves, (found, again, wanted))
     off = [
-        np.abs(ours.astype(np.float32) - theirs).max() / max(np.abs(theirs).max(), 1)
+        np.abs(ours.astype(np.float32) - theirs).max()
+        / max(np.abs(theirs.astype(np.float32)).max(), 1)
         for ours, theirs in zip(found, wanted, strict=True)
     ]
     same = all(x.tobytes() == y.tobytes() for x, y in zip(found, again, strict=True))
@@ -186,9 +198,13 @@ def agreement(one: Trial, kernel: str) -> dict[str, Any]:
 
 def race(one: Trial, kernel: str) -> dict[str, float]:
     """Returns the median microseconds of a kernel and of blockwise attention, run alternately."""
-    numbers = one.numbers()
     names = {"kernel_us": kernel, "blocks_us": "blockwise"}
     runs = {name: _lowered(one, of, one.dtype).compile() for name, of in names.items()}
+    return _raced(runs, one.numbers())
+
+
+def _raced(runs: dict[str, Callable], numbers: Sequence[Any]) -> dict[str, float]:
+    """Returns the median microseconds of each function, run alternately."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(RUNS + 1):  # the first may load what the others need
         for name, run in runs.items():
@@ -196,6 +212,69 @@ def race(one: Trial, kernel: str) -> dict[str, float]:
             jax.block_until_ready(run(*numbers))
             taken[name].append(1e6 * (time.perf_counter() - begin))
     return {name: statistics.median(own[1:]) for name, own in taken.items()}
+
+
+def step_checks(
+    rows: int = 2, tokens: int = 80, calls: int = STEP_CALLS, interpret: Any = False
+) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
+    """Yields the same as `checks`, for the kernels of `step_gpu` and a step of so many tokens."""
+    from sparse_lavida_jax.kernels import step_gpu  # some versions of jax cannot import it
+
+    heads, rng = step_gpu.HEADS, np.random.default_rng(0)
+
+    def drawn(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    def check(kernel: Callable, reference: Callable, carry: Any, *given: Any) -> Mapping[str, Any]:
+        once = jax.jit(kernel)
+        found, again = (jax.device_get(once(carry, *given)) for _ in range(2))
+        compared = _compared(found, again, jax.device_get(jax.jit(reference)(carry, *given)))
+
+        def repeated(function: Callable) -> Callable:
+            def run(carry, *given):
+                def body(_, results):
+                    # The barrier keeps the compiler from computing anything before the loop.
+                    return function(*jax.lax.optimization_barrier((results[1], *given)))
+
+                return jax.lax.fori_loop(0, calls, body, function(carry, *given))
+
+            return jax.jit(run)
+
+        runs = {"kernel_us": repeated(kernel), "plain_us": repeated(reference)}
+        return compared | _raced(runs, (carry, *given))
+
+    def rotated() -> Mapping[str, Any]:
+        width = heads * RELEASE_HEAD_DIM
+        pair = tuple(drawn(LAYERS, rows, tokens + 16, width) for _ in range(2))
+        angle = drawn(rows, tokens, RELEASE_HEAD_DIM // 2, dtype=jnp.float32)
+        given = drawn(rows, tokens, 3 * width), jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+
+        def of(function: Callable, **more: Any) -> Callable:
+            how = {"first": 8, "head_dim": RELEASE_HEAD_DIM} | more
+            place = jnp.int32(LAYER), jnp.int32(5)
+            return lambda pair, qkv, turn: function(qkv, turn, pair, *place, **how)
+
+        kernel = of(step_gpu.rotated, interpret=interpret)
+        return check(kernel, of(step_gpu.reference_rotated), pair, *given)
+
+    def added(width: int) -> Mapping[str, Any]:
+        given = drawn(4, rows, tokens, width, dtype=jnp.float32), drawn(width)
+
+        def of(function: Callable, **more: Any) -> Callable:
+            how = {"eps": 1e-5, "dtype": "bfloat16"} | more
+
+            def call(x, parts, weight):
+                total, normed = function(x, parts, weight, **how)
+                return total, normed
+
+            return call
+
+        kernel = of(step_gpu.added, interpret=interpret)
+        return check(kernel, of(step_gpu.reference_added), drawn(rows, tokens, width), *given)
+
+    yield f"{STEP}rotated_qkv, {heads} heads of {RELEASE_HEAD_DIM}", rotated
+    for width in (2048, 4096):
+        yield f"{STEP}added_normed, {width} wide", functools.partial(added, width)
 
 
 @functools.cache

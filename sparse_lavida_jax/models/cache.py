@@ -9,6 +9,7 @@ leaves after the committed ones is overwritten by the next pass, and no token se
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import flax.struct
@@ -120,6 +121,20 @@ class KVCache:
         """Writes keys and values of the decoded stream into split layer `layer`."""
         split = _put_pair(self.split, pair, (layer, 0, self.offset, 0))
         return dataclasses.replace(self, split=split)
+
+    def write_decoded(
+        self, kind: Literal["joint", "split"], write: Callable[[Pair, int], tuple[Array, Pair]]
+    ) -> tuple[Array, "KVCache"]:
+        """Lets a function write tokens of the decoded stream; returns its other result too.
+
+        Args:
+            kind: of the layers whose keys and values are written.
+            write: takes these, and the slot of the region's first token (`offset` is added to it).
+        """
+        joint = kind == "joint"
+        pair, first = (self.joint, self._first(self.decodes)) if joint else (self.split, 0)
+        result, pair = write(pair, first)
+        return result, dataclasses.replace(self, **{kind: pair})
 
     @property
     def joint_block(self) -> Int[Array, "b t"]:

@@ -28,12 +28,19 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.sharded import HEADS_AXIS
 from sparse_lavida_jax.models import sharding, text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.layers import Branch, Layer, Linear, Rotary, rotate
+from sparse_lavida_jax.models.layers import Branch, Layer, Linear, RmsNorm, Rotary, rotate
 from sparse_lavida_jax.models.quantize import QuantizedLinear, side_by_side
 from sparse_lavida_jax.models.stack import STREAMS
 from sparse_lavida_jax.programs.kept import kept
 
 Task = Literal["image", "text", "both"]
+# A residual stream, and the parts of a product that are still to be added to it, if there are any.
+Pending = tuple[Float[Array, "b s e"], Float[Array, "g b s e"] | None]
+Add = Callable[..., tuple[Float[Array, "b s e"], Float[Array, "b s e"]]]
+
+# A product of few tokens is computed in parts, each from a share of the inputs, as its output has
+# fewer tiles than a GPU has processors. Ours, not tuned on a GPU.
+PRODUCT_PARTS, MOST_TOKENS_IN_PARTS = 4, 512
 
 # What a task never reads: parts of a model, and branches of its layers.
 UNREAD: dict[Task, tuple[str, ...]] = {
@@ -86,18 +93,18 @@ class FusedBranch(Branch):
     ):
         def matrix(*linears: Linear, width: int | None = None) -> Linear:
             def joined(
-                arrays: Iterable[Array], dtype: jnp.dtype | None = None, *, turned: bool = False
+                arrays: Iterable[Array], dtype: jnp.dtype | None = None, *, transpose: bool = False
             ) -> Array:
                 given = [*arrays]
                 same_type = dtype in (None, given[0].dtype)
                 is_whole = same_type and width in (None, given[0].shape[-1])
-                if len(given) == 1 and is_whole and not turned:
+                if len(given) == 1 and is_whole and not transpose:
                     return given[0]
-                return _joined(given, width=width, dtype=dtype, devices=devices, turned=turned)
+                return _joined(given, width=width, dtype=dtype, devices=devices, transpose=transpose)
 
             narrow = [one for one in linears if isinstance(one, QuantizedLinear)]
             if narrow:
-                made = side_by_side(narrow, joined, turned=by_layer)
+                made = side_by_side(narrow, joined, transpose=by_layer)
             else:
                 made = Matrix(joined(map(_kernel, linears), dtype))
             # Otherwise all copies may be made before the first original is freed.
@@ -127,9 +134,42 @@ class FusedBranch(Branch):
         return q, k, v
 
     def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        hidden = self.gate_up(self.mlp_norm(x).astype(self.dtype))
-        gate, up = _parted(hidden, 2, self.devices)
-        return x + self.down(jax.nn.silu(gate) * up)
+        return x + self.down(self._gated(self.mlp_norm(x).astype(self.dtype)))
+
+    def _gated(self, normed: Float[Array, "b s e"]) -> Float[Array, "b s f"]:
+        gate, up = _parted(self.gate_up(normed), 2, self.devices)
+        return jax.nn.silu(gate) * up
+
+    def normed(self, x: Pending, add: Add) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
+        """Returns the residual stream, and its norm before attention.
+
+        Args:
+            add: `step_gpu.added`, also below.
+        """
+        stream, parts = x
+        if parts is None:
+            return stream, self.attn_norm(stream).astype(self.dtype)
+        return self._added(stream, parts, self.attn_norm, add)
+
+    def finished(
+        self, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"], add: Add
+    ) -> Pending:
+        """Returns the stream after attention and the MLP, of which the last sum is pending."""
+        x, normed = self._added(x, _in_parts(self.out, attended), self.mlp_norm, add)
+        return x, _in_parts(self.down, self._gated(normed))
+
+    def _added(self, x: Float[Array, "b s e"], parts, norm: RmsNorm, add: Add):
+        return add(x, parts, norm.weight[...], eps=norm.eps, dtype=self.dtype)
+
+
+def _in_parts(matrix: Linear, x: Float[Array, "b s i"]) -> Float[Array, "g b s o"]:
+    """Returns parts whose sum is the product: float32 ones, or the product itself."""
+    b, s, width = x.shape
+    if not isinstance(matrix, Matrix) or b * s > MOST_TOKENS_IN_PARTS or width % PRODUCT_PARTS:
+        return matrix(x)[None]
+    kernel = matrix.kernel.astype(x.dtype).reshape(PRODUCT_PARTS, -1, matrix.kernel.shape[-1])
+    x = x.reshape(b, s, PRODUCT_PARTS, -1)
+    return jnp.einsum("bsgi,gio->gbso", x, kernel, preferred_element_type=jnp.float32)
 
 
 class FusedLayer(Layer):
@@ -299,23 +339,23 @@ def _tiles(kernel: Float[Array, "e v"], *, tile: int) -> list[Float[Array, "e _c
     return [kernel[:, start : start + tile] for start in range(0, kernel.shape[-1], tile)]
 
 
-@kept(static=("width", "dtype", "devices", "turned"))
+@kept(static=("width", "dtype", "devices", "transpose"))
 def _joined(
     arrays: list[Array],
     *,
     width: int | None = None,
     dtype: jnp.dtype | None = None,
     devices: int = 1,
-    turned: bool = False,
+    transpose: bool = False,
 ) -> Array:
     """Concatenates columns, of each device separately; all at once if they cannot be split.
 
     Args:
-        turned: whether the result has them as rows.
+        transpose: whether the result has them as rows.
     """
     own = [one[..., :width].astype(dtype or one.dtype) for one in arrays]
     if len(own) == 1:
-        return own[0].mT if turned else own[0]
+        return own[0].mT if transpose else own[0]
     # As integers: XLA for CPUs converts bfloat16 to float32 first, and holds all of that.
     found, bits = own[0].dtype, f"uint{8 * own[0].dtype.itemsize}"
     shape = *own[0].shape[:-1], sum(one.shape[-1] for one in own)
@@ -325,7 +365,7 @@ def _joined(
         own = [one.reshape(*one.shape[:-1], devices, one.shape[-1] // devices) for one in own]
     joined = jnp.concatenate(own, axis=-1).reshape(shape)
     joined = jax.lax.bitcast_convert_type(joined, found)
-    return joined.mT if turned else joined
+    return joined.mT if transpose else joined
 
 
 def _parted(x: Float[Array, "b s _w"], number: int, devices: int) -> list[Float[Array, "b s _n"]]:

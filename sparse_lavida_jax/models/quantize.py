@@ -11,7 +11,7 @@ adapters (`Optimizer.frozen_dtype`). Model folders store int8 or float8 as such 
 | fp8 | float8 (4 bits of exponent), one scale per column | the same, per token | in float32 |
 
 Products of GPUs read both operands along the inputs. So a matrix of its own (`fuse.for_inference`
-with `by_layer`) is held as [out, in]: a compiler would turn it at the start of every program.
+with `by_layer`) is held as [out, in]: a compiler would transpose it at the start of every program.
 
 Values are rounded to nearest; the largest magnitude of a column or a token becomes the largest
 number of the type. Embeddings, heads, norms and the vision tower are unchanged.
@@ -42,14 +42,14 @@ DTYPES = {"int8": "int8", "float8": "fp8"}
 
 
 class QuantizedLinear(Linear):
-    """A `Linear` in 8 bits: a stack as `kernel` [n, in, out], a single matrix `turned` [out, in].
+    """A `Linear` in 8 bits: a stack as `kernel` [n, in, out], a single matrix `kernel_t` [out, in].
 
     Args:
         linear: the matrix, or a stack of them.
         method: see above.
     """
 
-    turned: nnx.Param
+    kernel_t: nnx.Param
 
     def __init__(self, linear: Linear, method: str):
         self.method = method
@@ -57,28 +57,28 @@ class QuantizedLinear(Linear):
         kernel, scale = rounded(linear.kernel[...], _dtype(method), axis=-2)
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
         if kernel.ndim == 2:
-            self.turn(_turned(kernel))
+            self.hold(_transpose(kernel))
 
-    def turn(self, turned: Array) -> None:
+    def hold(self, kernel_t: Array) -> None:
         """Holds [out, in] instead of the kernel."""
         del self.kernel
-        self.turned = nnx.Param(turned)
+        self.kernel_t = nnx.Param(kernel_t)
 
     @property
     def dtype(self) -> jnp.dtype:
         """That of its numbers in 8 bits."""
-        return (self.turned if self.is_turned else self.kernel).dtype
+        return (self.kernel_t if self.is_transposed else self.kernel).dtype
 
     @property
-    def is_turned(self) -> bool:
-        return hasattr(self, "turned")
+    def is_transposed(self) -> bool:
+        return hasattr(self, "kernel_t")
 
     def __call__(
         self, x: Float[Array, "*b i"], out_width: int | None = None
     ) -> Float[Array, "*b o"]:
         scale = self.scale[:, :out_width]
-        kernel = self.turned[:out_width] if self.is_turned else self.kernel[:, :out_width]
-        inputs = (((x.ndim - 1,), (int(self.is_turned),)), ((), ()))
+        kernel = self.kernel_t[:out_width] if self.is_transposed else self.kernel[:, :out_width]
+        inputs = (((x.ndim - 1,), (int(self.is_transposed),)), ((), ()))
         if self.method == "int8":
             product = jax.lax.dot_general(x, kernel.astype(x.dtype), inputs).astype(jnp.float32)
         else:
@@ -91,7 +91,7 @@ class QuantizedLinear(Linear):
 
     def _sum_dtype(self, x: Float[Array, "*b i"]) -> jnp.dtype:
         """Returns what a sum of fp8 is written as: on GPUs half of the bytes, rounded once more."""
-        return x.dtype if self.is_turned else jnp.dtype(jnp.float32)
+        return x.dtype if self.is_transposed else jnp.dtype(jnp.float32)
 
 
 def quantized(model: M, method: str) -> M:
@@ -154,19 +154,19 @@ def method_of(model: nnx.Module) -> str:
 
 
 def side_by_side(
-    parts: Sequence[QuantizedLinear], joined: Callable[..., Array], *, turned: bool
+    parts: Sequence[QuantizedLinear], joined: Callable[..., Array], *, transpose: bool
 ) -> QuantizedLinear:
     """Concatenates matrices of the same inputs.
 
     Args:
-        joined: concatenates columns, those of the matrices and their scales; with `turned=True` it
+        joined: concatenates columns, those of the matrices and their scales; with `transpose=True` it
             returns them as rows.
-        turned: whether the matrices of the result are [out, in].
+        transpose: whether the matrices of the result are [out, in].
     """
     whole = jax.tree.map(lambda leaf: leaf, parts[0])
-    kernel = joined((part.kernel[...] for part in parts), turned=turned)
-    if turned:
-        whole.turn(kernel)
+    kernel = joined((part.kernel[...] for part in parts), transpose=transpose)
+    if transpose:
+        whole.hold(kernel)
     else:
         whole.kernel = nnx.Param(kernel)
     whole.scale = nnx.Param(joined(part.scale[...] for part in parts))
@@ -205,7 +205,7 @@ def rounded(
 
 
 @kept()
-def _turned(matrix: Array) -> Array:
+def _transpose(matrix: Array) -> Array:
     return matrix.T
 
 

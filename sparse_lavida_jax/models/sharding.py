@@ -29,8 +29,8 @@ AnyMesh = Mesh | AbstractMesh
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(^|/)(q|k|v|gate|up|fc1|into|gate_up)/kernel$", ("fsdp", "tensor")),
     (r"(^|/)(attn_out|down|out|fc2)/kernel$", ("tensor", "fsdp")),
-    (r"(^|/)(into|gate_up)/turned$", ("tensor", "fsdp")),
-    (r"(^|/)(down|out)/turned$", ("fsdp", "tensor")),
+    (r"(^|/)(into|gate_up)/kernel_t$", ("tensor", "fsdp")),
+    (r"(^|/)(down|out)/kernel_t$", ("fsdp", "tensor")),
     (r"^text_embedding$|^image_embedding/table$", ("tensor", "fsdp")),
     (r"^text_head/(tiles/\d+/)?kernel$|^image_head/logits/kernel$", ("fsdp", "tensor")),
     (r"^image_(embedding/(merge|cell|code)|head/(spread|cell|code))/kernel$", ("fsdp", "tensor")),

@@ -9,7 +9,7 @@ tags, so a "mixture of transformers" only has to concatenate streams: no scatter
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -21,8 +21,11 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels import sharded
 from sparse_lavida_jax.kernels.attention import (
     admit_kernel,
+    default_step_implementation,
     implementation_for,
+    interpreted_elsewhere,
     make_tables,
+    mesh_of,
     query_tile,
     step_causal_attention,
     takes_tables,
@@ -36,12 +39,20 @@ from sparse_lavida_jax.models.layers import Branch, Layer, Rotary, rotary
 # The streams whose final hidden states are wanted. After the last joint layer the other stream has
 # no further effect, so it stops at that layer's keys and values (exact, and half of a prefill).
 Wanted = Literal["understanding", "generation", "both"]
-Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each with its own length and width
+# Each with its own length and width; between layers that use `StepKernels`, a `fuse.Pending`.
+Residuals = dict[StreamName, Float[Array, "b _s _e"] | tuple[Array, Array | None]]
 Layouts = dict[StreamName, TokenLayout]
 Deals = dict[StreamName, Deal]
 AnyTables = Tables | GpuTables
 
 STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
+
+
+class StepKernels(NamedTuple):
+    """`step_gpu.rotated` and `step_gpu.added`, for a model."""
+
+    rotated: Any
+    added: Any
 
 
 @flax.struct.dataclass
@@ -55,6 +66,35 @@ class StepTables:
 def implementation_of(settings: config.Model) -> str:
     """Returns the implementation that computes a model's attention here, when it is large."""
     return implementation_for(*_of_attention(settings))
+
+
+def step_implementation_of(model: Any) -> str:
+    """Returns what computes the decoding steps of a model between their products.
+
+    Args:
+        model: a `Denoiser`; kernels need layers with arrays of their own, on one device.
+    """
+    found = {
+        _step_implementation(model.settings, layers)
+        for layers in (model.joint_layers, model.split_layers)
+    }
+    return "plain" if "plain" in found or mesh_of(model) is not None else found.pop()
+
+
+def _step_implementation(settings: config.Model, layers: Layer | Sequence[Layer]) -> str:
+    asked = settings.step_implementation
+    if asked == "plain" or isinstance(layers, Layer):
+        return "plain"
+    if not asked and (
+        implementation_of(settings) != "pallas_gpu" or default_step_implementation() == "plain"
+    ):
+        return "plain"
+    from sparse_lavida_jax.kernels import step_gpu  # some versions of jax cannot import it
+
+    widths = settings.width, settings.generation_width
+    of_heads = settings.num_heads, settings.head_dim
+    fits = all(step_gpu.takes(*of_heads, width, settings.compute_dtype) for width in widths)
+    return "pallas_gpu" if fits else "plain"
 
 
 def admit_kernel_for(settings: config.Model, *, gradients: bool = False) -> None:
@@ -138,16 +178,43 @@ def run_layers(
         for name in present
     }
     stored = cache if attend_cache else None
-    one = _Pass(settings, layouts, turns, deals, stored, gradients=cache is None)
+    kernels = None
+    if stored is not None and present == [stored.decodes] and wanted in (stored.decodes, "both"):
+        kernels = _step_kernels(settings, joint, split)
+    one = _Pass(settings, layouts, turns, deals, stored, cache is None, kernels)
+    if kernels is not None:
+        x = {name: (x[name], None) for name in x}
     ahead = tables or StepTables()
     x, cache = _run_joint(one, joint, x, cache, wanted, ahead.joint)
     if x:
         attentions = {name: one.split(name, ahead.split) for name in x}
         body = functools.partial(_split_layer, one=one, attentions=attentions)
         x, cache = _run(settings, body, split, settings.num_split_layers, x, cache)
+    if kernels is not None:
+        x = {name: _settled(*x[name], settings.compute_dtype) for name in x}
     if deals:
         x = {name: sharded.over_rows(deals[name].back(x[name])) for name in x}
     return x, cache
+
+
+def _step_kernels(settings: config.Model, *stacks: Layer | Sequence[Layer]) -> StepKernels | None:
+    """Returns functions of `step_gpu` for a step of one stream; None if it runs without."""
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = mesh.empty or mesh.size == 1
+    if not alone or any(_step_implementation(settings, each) == "plain" for each in stacks):
+        return None
+    from sparse_lavida_jax.kernels import step_gpu
+
+    interpret = interpreted_elsewhere()
+    return StepKernels(
+        functools.partial(step_gpu.rotated, head_dim=settings.head_dim, interpret=interpret),
+        functools.partial(step_gpu.added, interpret=interpret),
+    )
+
+
+def _settled(x: Array, parts: Array | None, dtype: str) -> Array:
+    """Returns a residual stream with the product that was still to be added to it."""
+    return x if parts is None else x + parts.sum(axis=0).astype(dtype)
 
 
 def _run_joint(
@@ -213,6 +280,7 @@ class _Pass:
         deals: how their tokens are distributed over a mesh; empty if they are not.
         cache: provides the tags of the keys; None if tokens attend only to this pass.
         gradients: whether there may be any: not in a pass that writes a cache.
+        kernels: that compute the layers between their products (`_fused_layer`); None: without.
     """
 
     settings: config.Model
@@ -221,6 +289,7 @@ class _Pass:
     deals: Deals
     cache: KVCache | None
     gradients: bool
+    kernels: "StepKernels | None" = None
 
     def joint(
         self, asking: Sequence[StreamName], tables: AnyTables | None = None
@@ -291,6 +360,8 @@ def _branch(layer: Layer, name: StreamName) -> Branch:
 
 def _joint_layer(carry, layer_and_index, *, one, keep, attend):
     """Applies one attention over both streams; only the streams in `keep` continue after it."""
+    if one.kernels is not None:
+        return _fused_layer(carry, layer_and_index, one, attend, "joint")
     (x, cache), (layer, index) = carry, layer_and_index
     # In the order of the tags: a scan returns a dict with its keys sorted.
     names: list[StreamName] = [name for name in STREAMS if name in x]
@@ -315,6 +386,9 @@ def _joint_layer(carry, layer_and_index, *, one, keep, attend):
 
 def _split_layer(carry, layer_and_index, *, one, attentions):
     """Lets each stream attend to itself; the cache contains the stream that is decoded."""
+    if one.kernels is not None:
+        (attend,) = attentions.values()
+        return _fused_layer(carry, layer_and_index, one, attend, "split")
     (x, cache), (layer, index), result = carry, layer_and_index, {}
     for name in x:
         branch, at = _branch(layer, name), None
@@ -327,3 +401,20 @@ def _split_layer(carry, layer_and_index, *, one, attentions):
         finished = layer.finish(branch, x[name], attended)
         result[name] = sharded.over_rows(finished) if cache is None else finished
     return (result, cache), None
+
+
+def _fused_layer(carry, layer_and_index, one, attend, kind: Literal["joint", "split"]):
+    """Computes the same for a single stream over the cache, with the kernels of `step_gpu`."""
+    (x, cache), (layer, index) = carry, layer_and_index
+    ((name, pending),) = x.items()
+    branch = _branch(layer, name)
+    stream, normed = branch.normed(pending, one.kernels.added)
+    qkv = branch.into(normed)
+
+    def write(pair, first: int):
+        return one.kernels.rotated(qkv, one.turns[name], pair, index, cache.offset, first=first)
+
+    queries, cache = cache.write_decoded(kind, write)
+    (keys, values), at = (cache.joint_layer if kind == "joint" else cache.split_layer)(index)
+    attended = attend(queries, keys, values, layer=at)
+    return ({name: branch.finished(stream, attended, one.kernels.added)}, cache), None

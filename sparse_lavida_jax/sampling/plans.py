@@ -153,6 +153,17 @@ class Segment:
         return Segment(**{field.name: getattr(self, field.name)[start:stop] for field in fields})
 
 
+def in_groups(segment: Segment, num_registers: int, multiple: int) -> Segment:
+    """Returns a segment whose steps pass a multiple of so many tokens, registers included."""
+    parts = segment.clean, segment.decode, segment.rest
+    missing = -(sum(part.shape[-1] for part in parts) + num_registers) % multiple
+    if not missing:
+        return segment
+    fill = ((0, 0), (0, 0), (0, missing))
+    rest = np.pad(segment.rest, fill, constant_values=PAD_POSITION)
+    return dataclasses.replace(segment, rest=rest)
+
+
 def _segment(
     block: Int[np.ndarray, " n"],
     decode: Int[np.ndarray, "n b w"],

@@ -26,7 +26,12 @@ from sparse_lavida_jax.layout import (
 )
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import STREAMS, StepTables, implementation_of
+from sparse_lavida_jax.models.stack import (
+    STREAMS,
+    StepTables,
+    implementation_of,
+    step_implementation_of,
+)
 from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings
@@ -39,11 +44,11 @@ NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 
 
 def attention(model: Denoiser, *_: Any, **__: Any) -> str:
-    """Returns the implementation of attention that programs of a model are traced with.
+    """Returns the implementations of attention and of steps that programs are traced with.
 
-    It may be another one after the device's kernel was checked again (`kernels.admission`).
+    They may be others after the device's kernels were checked again (`kernels.admission`).
     """
-    return implementation_of(model.settings)
+    return f"{implementation_of(model.settings)}, {step_implementation_of(model)}"
 
 
 @flax.struct.dataclass

@@ -27,14 +27,14 @@ def test_a_product_in_8_bits_is_close(method):
     kernel = jnp.asarray(rng.normal(size=(64, 48)) * np.geomspace(0.1, 10, 48), jnp.float32)
     x = jnp.asarray(rng.normal(size=(2, 5, 64)), jnp.float32)
     linear = quantize.QuantizedLinear(fuse.Matrix(kernel), method)
-    assert linear.dtype.itemsize == 1 and linear.turned.shape == (48, 64)
+    assert linear.dtype.itemsize == 1 and linear.kernel_t.shape == (48, 64)
     error = jnp.abs(linear(x) - x @ kernel).max(axis=(0, 1)) / jnp.abs(x @ kernel).max(axis=(0, 1))
     assert 0 < error.max() < ERROR[method][0]
     np.testing.assert_allclose(linear(x, 7), linear(x)[..., :7], rtol=0, atol=1e-5)
     assert linear(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
     stack = quantize.QuantizedLinear(fuse.Matrix(kernel[None]), method)
     of_stack = jax.tree.map(lambda leaf: leaf[0], stack)
-    assert not of_stack.is_turned
+    assert not of_stack.is_transposed
     np.testing.assert_allclose(of_stack(x), linear(x), rtol=1e-5, atol=1e-5)
 
 
