@@ -268,7 +268,8 @@ def copies(compiled: Sequence[hlo.Kernel], arguments: tuple) -> list[str]:
 def matrix_shapes(arguments: tuple) -> frozenset[tuple[int, ...]]:
     """Returns the shapes of the matrices that a model multiplies with, without its embeddings."""
     named = parameters.by_name(arguments[0][0])
-    kernels = {x.shape for name, x in named.items() if name.endswith("kernel") and x.ndim == 2}
+    ends = ("kernel", "kernel_t")
+    kernels = {x.shape for name, x in named.items() if name.endswith(ends) and x.ndim == 2}
     return frozenset(shape for shape in kernels if min(shape) >= LEAST_MATRIX)
 
 

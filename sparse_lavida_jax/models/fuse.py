@@ -100,7 +100,9 @@ class FusedBranch(Branch):
                 is_whole = same_type and width in (None, given[0].shape[-1])
                 if len(given) == 1 and is_whole and not transpose:
                     return given[0]
-                return _joined(given, width=width, dtype=dtype, devices=devices, transpose=transpose)
+                return _joined(
+                    given, width=width, dtype=dtype, devices=devices, transpose=transpose
+                )
 
             narrow = [one for one in linears if isinstance(one, QuantizedLinear)]
             if narrow:

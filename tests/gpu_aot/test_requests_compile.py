@@ -61,9 +61,7 @@ from sparse_lavida_jax.bench import aot_requests, hlo
 
 place = aot_requests.DEVICES["h200"].place()
 settings = config.read(pathlib.Path(sys.argv[2]))
-implementation = {"attention_implementation": aot_requests.IMPLEMENTATION}
-settings = config.changed(settings, {"model": implementation})
-settings = aot_requests.with_layers(settings, 4)
+settings = aot_requests.with_layers(aot_requests.with_kernels(settings), 4)
 case = aot_requests.case_of(sys.argv[1], settings)
 model = aot_requests.model_types(settings.model, "image", place, case.sampling.quantize)
 program, arguments = max(
@@ -76,7 +74,7 @@ told = {
     "library": text.count('custom_call_target="__cublas$lt$matmul$f8"'),
     "narrow": sum(one.runs for one in found if one.in_step and one.is_narrow),
     "transposes": sum(bool(shapes & {*one.made}) for one in found if not one.in_step),
-    "copies": len(aot_requests.copies(found, shapes)),
+    "copies": len(aot_requests.copies(found, arguments)),
 }
 print("program:", json.dumps(told))
 print("compiled")
@@ -144,7 +142,7 @@ def test_the_command_predicts_a_request_whose_steps_copy_nothing(request_name):
 
 
 def test_products_of_fp8_take_their_matrices_as_they_are():
-    """Four products a layer in float8 by the library; no matrix is transposed before or in a step."""
+    """Four products a layer in float8, by the library; no matrix is transposed."""
     told, _ = run(NARROW, "image_fp8", CONFIG)
     line = next(line for line in told.splitlines() if line.startswith("program:"))
     assert json.loads(line.partition(" ")[2]) == {

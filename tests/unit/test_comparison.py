@@ -140,6 +140,7 @@ def measured(way, folder):
     return [(row["way"], row["sampled"], row["total"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_a_way_is_trained_and_scored_once(tmp_path):
     """The second starts from the first, whose model does not change at this learning rate."""
     assert measured("two", tmp_path) == [("two", "", 2)]

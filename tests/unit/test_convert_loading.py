@@ -47,7 +47,7 @@ def named(model):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("batch_bytes", [0, 1, 2**28])
+@pytest.mark.parametrize("batch_bytes", [0, pytest.param(1, marks=pytest.mark.slow), 2**28])
 def test_eight_devices_hold_what_one_would(
     converted, mesh, dtype, batch_bytes, monkeypatch, tmp_path
 ):

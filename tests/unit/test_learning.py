@@ -77,6 +77,7 @@ def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_codes(ways, examp
         assert taken.of(model) == pytest.approx(math.log(len(learning.TINTS)), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_way_trains_until_both_budgets_are_spent(ways):
     here = dataclasses.replace(
         learning.WORLDS["fine"], operations=2e-4, seconds=0.2, held_out=2, together=2

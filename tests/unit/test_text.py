@@ -62,6 +62,7 @@ def test_offsets_are_the_characters_of_each_token():
     assert [answer[slice(*span)] for span in offsets] == [TOKENIZER.decode([i]) for i in ids]
 
 
+@pytest.mark.slow
 def test_the_command_makes_the_shipped_file(tmp_path, monkeypatch):
     path = tmp_path / "tokenizer.json"
     monkeypatch.setattr(sys, "argv", ["tokenizer", f"--out={path}"])

@@ -535,6 +535,7 @@ def test_every_so_many_steps_and_the_last_one_are_logged(loop, capsys):
     assert f"{loop.folder / 'model'}: the trained model" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_steps_to_trace_are_traced(loop):
     """The trace is written after the last of them, or at the end of a shorter run."""
     traces, seen = loop.folder / "profile", []

@@ -23,6 +23,7 @@ def prompts_of(*trained):
     return settings, ScenePrompts.of(Tokenizer(), settings, codec)
 
 
+@pytest.mark.slow
 def test_the_words_of_the_small_world_are_those_of_its_examples():
     said = set()
     for name in tasks.TABLE:

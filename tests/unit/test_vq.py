@@ -111,8 +111,10 @@ def test_no_convolution_of_the_largest_image_may_ask_for_more_than_4_gib(does, m
     assert most() > (4 if "in" in does else 128)
 
 
-@pytest.mark.parametrize(("height", "width"), [(48, 32), (36, 52)])
-@pytest.mark.parametrize("limit", [3 * 10**5, 10**6])
+@pytest.mark.parametrize(
+    ("height", "width"), [pytest.param(48, 32, marks=pytest.mark.slow), (36, 52)]
+)
+@pytest.mark.parametrize("limit", [pytest.param(3 * 10**5, marks=pytest.mark.slow), 10**6])
 def test_convolutions_in_tiles_are_those_of_the_whole_image(height, width, limit, monkeypatch):
     """In turns too, and where tiles are larger than what is left of the image."""
     model, pixels = tiny(), vq.to_float(images(2, height, width))
