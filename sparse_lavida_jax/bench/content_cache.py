@@ -114,7 +114,7 @@ def counted(case: suites.RequestCase, model: config.Model) -> dict[str, Any]:
         "saved_tokens_of_other_words": wordless / total,
         "saved_tokens_of_other_seed": sum(passed) / total,
         "views": sum(map(len, example.shown)),
-        "kept_bytes": sum(prompt_bytes(model, part.prompt, settings.kind) for part in parts),
+        "kept_gb": sum(prompt_bytes(model, part.prompt, settings.kind) for part in parts) / 1e9,
         "note": "counted, not run; other words are as many; features of the vision tower, which"
         " are kept for both, are no tokens of a pass",
     }
