@@ -260,9 +260,18 @@ def _run(settings: config.Model, body, layers: Layer | Sequence[Layer], number: 
         return x, cache
     if not number:
         return x, cache
-    if number < len(jax.tree.leaves(layers)[0]):
+    indices, is_part = jnp.arange(number), number < len(jax.tree.leaves(layers)[0])
+    if is_part and cache is not None:
+        # Cut out before the loop, the layers would be copied. (A gradient needs them cut out.)
+        def of_stack(carry, index):
+            layer = jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, index, 0, False), layers)
+            return body(carry, (layer, index))
+
+        (x, cache), _ = jax.lax.scan(of_stack, (x, cache), indices, unroll=unroll)
+        return x, cache
+    if is_part:
         layers = jax.tree.map(lambda p: p[:number], layers)
-    (x, cache), _ = jax.lax.scan(body, (x, cache), (layers, jnp.arange(number)), unroll=unroll)
+    (x, cache), _ = jax.lax.scan(body, (x, cache), (layers, indices), unroll=unroll)
     return x, cache
 
 
