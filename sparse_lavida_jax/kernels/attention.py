@@ -354,10 +354,11 @@ def default_step_implementation() -> str:
     from sparse_lavida_jax.kernels import admission  # the CPU does without
 
     verdict = admission.admitted(devices.accelerators())
-    if verdict is None or verdict.step_why:
-        _announce_plain_steps(verdict.step_why if verdict else "they were never checked")
-        return "plain"
-    return "pallas_gpu"
+    if verdict is not None and verdict.admits_step:
+        return "pallas_gpu"
+    why = verdict.step_why if verdict is not None else ""
+    _announce_plain_steps(why or "they were never checked on this device")
+    return "plain"
 
 
 @functools.cache

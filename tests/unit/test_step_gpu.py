@@ -159,8 +159,9 @@ def test_these_kernels_are_refused_apart_from_attention(found, ended, why):
     verdict = admission.judged([GPU, attention, {"check": "step: a", **found}], ended)
     assert verdict.why == "" and [one["check"] for one in verdict.checks] == ["t2i", "step: a"]
     assert verdict.step_why == (why and f"step_gpu is refused on a GPU: {why}")
+    assert verdict.admits_step != bool(why)
 
 
 def test_kernels_that_were_never_checked_do_not_run():
-    verdict = admission.judged([GPU, {"check": "t2i", "off": 0.3}], "")
-    assert "off by 0.3" in verdict.why and "never checked" in verdict.step_why
+    verdict = admission.judged([GPU, {"check": "t2i", "off": 0.0}], "")
+    assert not verdict.why and not verdict.step_why and not verdict.admits_step
