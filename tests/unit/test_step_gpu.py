@@ -10,6 +10,7 @@ import pytest
 import tiny
 import traces
 from flax import nnx
+from kernel_cases import records_of_races
 
 from sparse_lavida_jax.kernels import admission, trial
 from sparse_lavida_jax.models import fuse, layers, stack
@@ -121,6 +122,22 @@ def test_the_sampler_decodes_the_same_with_and_without(kind, monkeypatch):
         found[way] = traces.finished(model, asked, plan, how, stop_early=False)
         assert bool(used) == (way == "pallas_gpu")
     np.testing.assert_array_equal(found["plain"], found["pallas_gpu"])
+
+
+@needs_kernels
+def test_nothing_is_overwritten_while_it_is_read(monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    records = records_of_races(monkeypatch, gpu_callbacks, "GPURaceDetectionState")
+    interpret = pallas_gpu.interpreted(detect_races=True)
+    pair, turn = (drawn(2, 1, 16, 4096), drawn(2, 1, 16, 4096)), jnp.ones((2, 1, 3, 64))
+    place = jnp.int32(1), jnp.int32(2)
+    how = {"first": 4, "head_dim": 128, "interpret": interpret}
+    found = step_gpu.rotated(drawn(1, 3, 3 * 4096), turn, pair, *place, **how)
+    sums = drawn(1, 3, 512), drawn(2, 1, 3, 512, dtype="float32")
+    made = step_gpu.added(*sums, drawn(512), eps=1e-5, dtype="bfloat16", interpret=interpret)
+    jax.block_until_ready((found, made))
+    assert [record.races_found for record in records] == [False] * 2
 
 
 def test_models_that_the_kernels_do_not_take_run_without():
