@@ -76,7 +76,6 @@ class Verdict:
         """Whether the kernel is admitted, and its gradients were not checked."""
         return bool(self.kernel and not self.why and not self.gradients)
 
-
     @property
     def admits_step(self) -> bool:
         """Whether the kernels of `step_gpu` were checked too, and are admitted."""

@@ -361,6 +361,22 @@ def default_step_implementation() -> str:
     return "plain"
 
 
+def step_kernels() -> ModuleType:
+    """Returns the module `step_gpu`.
+
+    Raises:
+        ValueError: this version of jax cannot import it.
+    """
+    if not _has_mosaic_gpu():
+        raise ValueError(
+            f"step_implementation='pallas_gpu' needs jax 0.11, this is jax {jax.__version__}: use"
+            " 'plain', or ''."
+        )
+    from sparse_lavida_jax.kernels import step_gpu
+
+    return step_gpu
+
+
 @functools.cache
 def _announce_plain_steps(why: str) -> None:
     log.warning("decoding steps run without the kernels between their products: %s.", why)

@@ -147,6 +147,14 @@ def test_models_that_the_kernels_do_not_take_run_without():
         assert stack.step_implementation_of(one) == "plain"
 
 
+@pytest.mark.skipif(HAS_KERNELS, reason="this jax has the kernels")
+def test_without_the_kernels_the_setting_says_what_it_needs():
+    settings = tiny.model_settings(step_implementation="pallas_gpu")
+    model = fuse.for_inference(tiny.denoiser(settings), by_layer=True)
+    with pytest.raises(ValueError, match=r"needs jax 0\.11"):
+        stack.step_implementation_of(model)
+
+
 @needs_kernels
 def test_the_trial_of_the_kernels_passes_interpreted():
     interpret = pallas_gpu.interpreted()
