@@ -133,12 +133,10 @@ def kernels_text(found: dict[str, Any]) -> str:
     verdict = found["why"] or f"{found['kernel']} is admitted{passed_over}"
     if not found["why"] and found["step_why"]:
         verdict += f"; {found['step_why']}"
-    parts = ("off", "kernel_us", "blocks_us")
     rows = []
     for check in found["checks"]:
-        if "plain_us" in check:
-            check = {**check, "blocks_us": check["plain_us"]}
-        numbers = (f"{check[part]:.3g}" if part in check else None for part in parts)
+        times = check.get("kernel_us"), check.get("blocks_us", check.get("plain_us"))
+        numbers = (None if x is None else f"{x:.3g}" for x in (check.get("off"), *times))
         rows.append(
             [check["check"], {True: "yes", False: "no"}.get(check.get("same_bits")), *numbers]
         )

@@ -60,7 +60,7 @@ class Verdict:
         checks: the result of each check (`trial.main`).
         passed_over: why the device's first kernel was refused, if this is its second.
         gradients: whether they were checked too.
-        step_why: why the kernels of `step_gpu` are refused; empty if they are admitted.
+        step_why: why the kernels of `step_gpu` are refused; empty if they are not.
     """
 
     device: str = ""
@@ -75,6 +75,12 @@ class Verdict:
     def lacks_gradients(self) -> bool:
         """Whether the kernel is admitted, and its gradients were not checked."""
         return bool(self.kernel and not self.why and not self.gradients)
+
+    @property
+    def admits_step(self) -> bool:
+        """Whether the kernels of `step_gpu` were checked too, and are admitted."""
+        checked = any(check["check"].startswith(STEP) for check in self.checks)
+        return checked and not self.why and not self.step_why
 
 
 # Of this process, by accelerators and whether gradients were asked for.
@@ -205,8 +211,6 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
     why = refused(found["kernel"], checks, "blocks")
     step_why = refused("step_gpu", of_steps, "without")
     every = *checks.values(), *of_steps.values()
-    if found["kernel"] == "pallas_gpu" and not of_steps:
-        step_why = "step_gpu was never checked on this device"
     return Verdict(found["device"], found["kernel"], why, every, step_why=step_why)
 
 

@@ -354,10 +354,27 @@ def default_step_implementation() -> str:
     from sparse_lavida_jax.kernels import admission  # the CPU does without
 
     verdict = admission.admitted(devices.accelerators())
-    if verdict is None or verdict.step_why:
-        _announce_plain_steps(verdict.step_why if verdict else "they were never checked")
-        return "plain"
-    return "pallas_gpu"
+    if verdict is not None and verdict.admits_step:
+        return "pallas_gpu"
+    why = verdict.step_why if verdict is not None else ""
+    _announce_plain_steps(why or "they were never checked on this device")
+    return "plain"
+
+
+def step_kernels() -> ModuleType:
+    """Returns the module `step_gpu`.
+
+    Raises:
+        ValueError: this version of jax cannot import it.
+    """
+    if not _has_mosaic_gpu():
+        raise ValueError(
+            f"step_implementation='pallas_gpu' needs jax 0.11, this is jax {jax.__version__}: use"
+            " 'plain', or ''."
+        )
+    from sparse_lavida_jax.kernels import step_gpu
+
+    return step_gpu
 
 
 @functools.cache

@@ -11,7 +11,7 @@ Needs jax 0.11; supports bfloat16 and float16, with heads of width 64 or 128.
 """
 
 # Types are those of jax 0.11, which a type checker with jax 0.10 does not know.
-# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportPrivateImportUsage=false
 
 import dataclasses
 import functools

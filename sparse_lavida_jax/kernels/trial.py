@@ -179,9 +179,10 @@ def agreement(one: Trial, kernel: str) -> dict[str, Any]:
     absolute value of the reference if that exceeds 1.
     """
     numbers, run = one.numbers(), _lowered(one, kernel, one.dtype).compile()
-    found = [jax.device_get(run(*numbers)) for _ in range(2)]
+    found, again = (jax.device_get(run(*numbers)) for _ in range(2))
     wide = (x.astype(jnp.float32) for x in numbers)
-    return _compared(*found, jax.device_get(_lowered(one, "reference", "float32").compile()(*wide)))
+    wanted = jax.device_get(_lowered(one, "reference", "float32").compile()(*wide))
+    return _compared(found, again, wanted)
 
 
 def _compared(found: Any, again: Any, wanted: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from sparse_lavida_jax.kernels.attention import (
     mesh_of,
     query_tile,
     step_causal_attention,
+    step_kernels,
     takes_tables,
 )
 from sparse_lavida_jax.kernels.sharded import Deal
@@ -39,8 +40,8 @@ from sparse_lavida_jax.models.layers import Branch, Layer, Rotary, rotary
 # The streams whose final hidden states are wanted. After the last joint layer the other stream has
 # no further effect, so it stops at that layer's keys and values (exact, and half of a prefill).
 Wanted = Literal["understanding", "generation", "both"]
-# Each with its own length and width; between layers that use `StepKernels`, a `fuse.Pending`.
-Residuals = dict[StreamName, Float[Array, "b _s _e"] | tuple[Array, Array | None]]
+Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each with its own length and width
+Carried = dict[StreamName, Any]  # the same; between layers that use `StepKernels`, `fuse.Pending`s
 Layouts = dict[StreamName, TokenLayout]
 Deals = dict[StreamName, Deal]
 AnyTables = Tables | GpuTables
@@ -89,11 +90,10 @@ def _step_implementation(settings: config.Model, layers: Layer | Sequence[Layer]
         implementation_of(settings) != "pallas_gpu" or default_step_implementation() == "plain"
     ):
         return "plain"
-    from sparse_lavida_jax.kernels import step_gpu  # some versions of jax cannot import it
-
     widths = settings.width, settings.generation_width
     of_heads = settings.num_heads, settings.head_dim
-    fits = all(step_gpu.takes(*of_heads, width, settings.compute_dtype) for width in widths)
+    takes = step_kernels().takes
+    fits = all(takes(*of_heads, width, settings.compute_dtype) for width in widths)
     return "pallas_gpu" if fits else "plain"
 
 
@@ -182,16 +182,16 @@ def run_layers(
     if stored is not None and present == [stored.decodes] and wanted in (stored.decodes, "both"):
         kernels = _step_kernels(settings, joint, split)
     one = _Pass(settings, layouts, turns, deals, stored, cache is None, kernels)
-    if kernels is not None:
-        x = {name: (x[name], None) for name in x}
+    carried: Carried = x if kernels is None else {name: (x[name], None) for name in x}
     ahead = tables or StepTables()
-    x, cache = _run_joint(one, joint, x, cache, wanted, ahead.joint)
-    if x:
-        attentions = {name: one.split(name, ahead.split) for name in x}
+    carried, cache = _run_joint(one, joint, carried, cache, wanted, ahead.joint)
+    if carried:
+        attentions = {name: one.split(name, ahead.split) for name in carried}
         body = functools.partial(_split_layer, one=one, attentions=attentions)
-        x, cache = _run(settings, body, split, settings.num_split_layers, x, cache)
+        carried, cache = _run(settings, body, split, settings.num_split_layers, carried, cache)
     if kernels is not None:
-        x = {name: _settled(*x[name], settings.compute_dtype) for name in x}
+        carried = {name: _settled(carried[name], settings.compute_dtype) for name in carried}
+    x = carried
     if deals:
         x = {name: sharded.over_rows(deals[name].back(x[name])) for name in x}
     return x, cache
@@ -203,23 +203,22 @@ def _step_kernels(settings: config.Model, *stacks: Layer | Sequence[Layer]) -> S
     alone = mesh.empty or mesh.size == 1
     if not alone or any(_step_implementation(settings, each) == "plain" for each in stacks):
         return None
-    from sparse_lavida_jax.kernels import step_gpu
-
-    interpret = interpreted_elsewhere()
+    step_gpu, interpret = step_kernels(), interpreted_elsewhere()
     return StepKernels(
         functools.partial(step_gpu.rotated, head_dim=settings.head_dim, interpret=interpret),
         functools.partial(step_gpu.added, interpret=interpret),
     )
 
 
-def _settled(x: Array, parts: Array | None, dtype: str) -> Array:
+def _settled(pending: tuple[Array, Array | None], dtype: str) -> Array:
     """Returns a residual stream with the product that was still to be added to it."""
+    x, parts = pending
     return x if parts is None else x + parts.sum(axis=0).astype(dtype)
 
 
 def _run_joint(
     one: "_Pass", joint: Layer | Sequence[Layer], x, cache, wanted: Wanted, tables
-) -> tuple[Residuals, KVCache | None]:
+) -> tuple[Carried, KVCache | None]:
     """Feeds the streams through the joint layers, and returns those that are wanted.
 
     An unwanted stream stops at the last layer. Taking that layer out of the stack copies the
@@ -416,7 +415,7 @@ def _fused_layer(carry, layer_and_index, one, attend, kind: Literal["joint", "sp
     """Computes the same for a single stream over the cache, with the kernels of `step_gpu`."""
     (x, cache), (layer, index) = carry, layer_and_index
     ((name, pending),) = x.items()
-    branch = _branch(layer, name)
+    branch: Any = _branch(layer, name)  # a `fuse.FusedBranch`
     stream, normed = branch.normed(pending, one.kernels.added)
     qkv = branch.into(normed)
 

@@ -66,6 +66,7 @@ def forget():
     admission._verdicts.clear()
     attention._default.cache_clear()
     attention._announce.cache_clear()
+    attention._announce_plain_steps.cache_clear()
 
 
 def admit(**changes):
@@ -374,6 +375,33 @@ def test_a_record_asks_for_the_attention_that_drew_it(caplog):
     assert records.attending({"attention": "pallas_tpu"}, model) is model
     (said,) = caplog.messages
     assert "attention by pallas_tpu, which does not run here: single bits may differ" in said
+
+
+def test_a_record_asks_for_the_kernels_of_its_steps(caplog):
+    """Older records name none: they were drawn without."""
+    model = tiny.denoiser(tiny.model_settings())
+    assert records.attending({"step": "plain"}, model) is model and not caplog.messages
+    assert records.attending({"step": "pallas_gpu"}, model) is model
+    (said,) = caplog.messages
+    assert "between the products of a step by pallas_gpu, which does not run here" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, "plain"),
+        ({"checks": ({"check": f"{admission.STEP}a"},)}, "pallas_gpu"),
+        ({"checks": ({"check": f"{admission.STEP}a"},), "step_why": "it is wrong"}, "plain"),
+        ({"checks": ({"check": f"{admission.STEP}a"},), "why": "it is slow"}, "plain"),
+        ({"checks": ({"check": f"{admission.STEP}a"},), "kernel": "pallas_triton"}, "plain"),
+    ],
+)
+def test_steps_have_kernels_where_these_were_admitted(changes, wanted, gpu, caplog):
+    admission._verdicts[HERE, True] = dataclasses.replace(ADMITTED, **changes)
+    assert attention.default_step_implementation() == wanted
+    if not changes or "step_why" in changes:
+        why = changes.get("step_why", "never checked")
+        assert any("between their products" in said and why in said for said in caplog.messages)
 
 
 def test_a_cpu_has_nothing_to_check(monkeypatch):

@@ -242,6 +242,22 @@ def test_kernels_of_a_gpu_are_counted_by_their_work():
     assert found["read"].seconds(1.0, 804.0) == 5.0
 
 
+def test_a_kernel_that_changes_an_array_in_place_does_not_read_all_of_it():
+    program = """\
+ENTRY %main (x: bf16[8,4], cache: bf16[3,99,4]) -> (bf16[8,4], bf16[3,99,4]) {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %cache = bf16[3,99,4]{2,1,0} parameter(1)
+  ROOT %out = (bf16[8,4]{1,0}, bf16[3,99,4]{2,1,0}) custom-call(%x, %cache), KERNEL
+}
+""".replace(
+        "KERNEL",
+        'custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (1, {})}, op_name="a"',
+    )
+    (kernel,) = hlo.kernels(program)
+    assert (kernel.made, kernel.read) == (((8, 4),), ((8, 4), (3, 99, 4)))
+    assert kernel.bytes == 2 * 2 * 8 * 4
+
+
 def test_attention_of_a_described_gpu_reads_one_layer_of_the_cache():
     program = """\
 ENTRY %main (q: bf16[2,64,256], k: bf16[3,2,128,256], v: bf16[3,2,128,256]) -> bf16[2,64,256] {

@@ -58,6 +58,17 @@ def test_segment_without_truncation_passes_what_is_still_masked():
     assert segment.rest[:, 0].tolist() == [[1, 2, 3], [2, 3, -1], [3, -1, -1], [-1, -1, -1]]
 
 
+def test_a_kernel_that_copies_eight_tokens_at_a_time_gets_steps_of_multiples_of_eight():
+    (segment,) = plans.segments(
+        plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1
+    )
+    wide = plans.in_groups(segment, 3, 8)
+    parts = wide.clean, wide.decode, wide.rest
+    assert sum(part.shape[-1] for part in parts) + 3 == 8 and wide.rest.shape[-1] == 1
+    assert (wide.rest[..., segment.rest.shape[-1] :] == plans.PAD_POSITION).all()
+    assert plans.in_groups(wide, 3, 8) is wide and plans.in_groups(segment, 3, 1) is segment
+
+
 def test_the_largest_image_takes_few_segments_with_little_padding():
     parts = plans.segments(largest_plan(), passes_clean="newest", passes_rest=False)
     assert len(parts) <= 7

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import traces
 from flax import nnx
+from kernel_cases import records_of_races
 
 from sparse_lavida_jax.kernels import admission, trial
 from sparse_lavida_jax.models import fuse, layers, stack
@@ -123,11 +124,35 @@ def test_the_sampler_decodes_the_same_with_and_without(kind, monkeypatch):
     np.testing.assert_array_equal(found["plain"], found["pallas_gpu"])
 
 
+@needs_kernels
+def test_nothing_is_overwritten_while_it_is_read(monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    records = records_of_races(monkeypatch, gpu_callbacks, "GPURaceDetectionState")
+    interpret = pallas_gpu.interpreted(detect_races=True)
+    pair, turn = (drawn(2, 1, 16, 4096), drawn(2, 1, 16, 4096)), jnp.ones((2, 1, 3, 64))
+    place = jnp.int32(1), jnp.int32(2)
+    how = {"first": 4, "head_dim": 128, "interpret": interpret}
+    found = step_gpu.rotated(drawn(1, 3, 3 * 4096), turn, pair, *place, **how)
+    sums = drawn(1, 3, 512), drawn(2, 1, 3, 512, dtype="float32")
+    made = step_gpu.added(*sums, drawn(512), eps=1e-5, dtype="bfloat16", interpret=interpret)
+    jax.block_until_ready((found, made))
+    assert [record.races_found for record in records] == [False] * 2
+
+
 def test_models_that_the_kernels_do_not_take_run_without():
     asked = {"step_implementation": "pallas_gpu"} if HAS_KERNELS else {}
     model = tiny.denoiser(tiny.model_settings(**asked))  # four heads, in float32
     for one in (model, fuse.for_inference(model, by_layer=True)):
         assert stack.step_implementation_of(one) == "plain"
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="this jax has the kernels")
+def test_without_the_kernels_the_setting_says_what_it_needs():
+    settings = tiny.model_settings(step_implementation="pallas_gpu")
+    model = fuse.for_inference(tiny.denoiser(settings), by_layer=True)
+    with pytest.raises(ValueError, match=r"needs jax 0\.11"):
+        stack.step_implementation_of(model)
 
 
 @needs_kernels
@@ -159,8 +184,9 @@ def test_these_kernels_are_refused_apart_from_attention(found, ended, why):
     verdict = admission.judged([GPU, attention, {"check": "step: a", **found}], ended)
     assert verdict.why == "" and [one["check"] for one in verdict.checks] == ["t2i", "step: a"]
     assert verdict.step_why == (why and f"step_gpu is refused on a GPU: {why}")
+    assert verdict.admits_step != bool(why)
 
 
 def test_kernels_that_were_never_checked_do_not_run():
-    verdict = admission.judged([GPU, {"check": "t2i", "off": 0.3}], "")
-    assert "off by 0.3" in verdict.why and "never checked" in verdict.step_why
+    verdict = admission.judged([GPU, {"check": "t2i", "off": 0.0}], "")
+    assert not verdict.why and not verdict.step_why and not verdict.admits_step
