@@ -20,6 +20,7 @@ from absl import flags
 from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import command, record, suites, timing
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.sampling import costs, prompts, state
 from sparse_lavida_jax.sampling.content_cache import num_tokens
 from sparse_lavida_jax.scenes import tasks, world
@@ -46,6 +47,7 @@ def main(_: list[str]) -> None:
         chosen = (suites.cases(suite, settings)[0] for suite in ("headline", "edit", "reasoning"))
         rows = (counted(case, settings.model) for case in chosen)
     else:
+        keep_programs()  # as the server does
         sides = [SparseLaViDa.from_pretrained(model, content_cache_gb=gb) for gb in (1, 0)]
         rows = (row for name in ASKED for row in measured(sides, name, TURNS.value))
     for row in rows:
@@ -62,7 +64,7 @@ def measured(sides: list[SparseLaViDa], name: str, turns: int) -> Iterator[dict[
         sides: a pipeline that keeps what it can, and one that keeps nothing.
     """
     task, (words, others), options = ASKED[name]
-    asks = {"first": (words, 0), "other words": (others, 0), "other seed": (words, 1)}
+    asks = {"first": (words, 0), "other_words": (others, 0), "other_seed": (words, 1)}
 
     def turn_of(pipe: SparseLaViDa, turn: int) -> list[tuple[float, int]]:
         shown, cache, found = tasks.sample("edit", 0, turn).image, pipe.content_cache, []
