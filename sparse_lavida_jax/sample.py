@@ -492,14 +492,13 @@ class Prepared:
         if len(self.parts) <= 1 and not self.kept:
             state = yield (yield from self._passed(None, cache))
         else:
-            caches = []
+            caches, first = [], []
             for number, part in enumerate(self.parts):
-                if number in self.kept:
-                    caches.append((yield from self._rows(part, cache)))
-                else:
-                    caches.append((yield (yield from self._passed(part, cache))))
+                keeps = number in self.kept
+                caches.append((yield from self._rows(part, keeps, cache)))
+                first += [part.first + i for i in range(keeps * len(part.prompt.length) or 1)]
             joining = {
-                "first": tuple(part.first for part in self.parts),
+                "first": tuple(first),
                 "kind": program.kind,
                 "capacity": self.room,
                 "prompt_len": own_len(prompt, decodes(program.kind)),
@@ -511,9 +510,11 @@ class Prepared:
         return state
 
     def _rows(
-        self, part: PromptPart, cache: ContentCache | None
-    ) -> Generator[Call, Any, tuple[KVCache, ...]]:
-        """Returns the cache of each row of a part: kept ones if all are there."""
+        self, part: PromptPart, keeps: bool, cache: ContentCache | None
+    ) -> Generator[Call, Any, KVCache | tuple[KVCache, ...]]:
+        """Returns the cache of a part; if its rows are kept, that of each: found, or new ones."""
+        if not keeps:
+            return (yield (yield from self._passed(part, cache)))
         names, rows, prompt = [], None, part.prompt
         if cache is not None:
             how = *self._by, len(prompt.length), *self._pass_options.items()

@@ -60,9 +60,7 @@ class ContentCache:
         self.evicted: collections.Counter[Content] = collections.Counter()
         self.tokens = self.num_bytes = 0
         self._lock = threading.Lock()
-        self._entries: collections.OrderedDict[tuple[Content, Hashable], Any] = (
-            collections.OrderedDict()
-        )
+        self._entries: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
     def get(
         self, kind: Content, names: Sequence[Hashable], tokens: int = 0
@@ -111,9 +109,7 @@ class ContentCache:
             self._entries.clear()
             self.num_bytes = 0
 
-    @property
-    def num_entries(self) -> int:
-        """How many entries are kept."""
+    def __len__(self) -> int:
         return len(self._entries)
 
 
@@ -137,11 +133,9 @@ def row_digests(prompt: Prompt, images: Sequence[str]) -> list[str]:
         images: digests of the images of each request; a row that sees none depends on none.
     """
     streams = jax.tree.leaves((prompt.understanding, prompt.generation))
-    sees = (np.asarray(prompt.understanding.index) >= 0).any(axis=1)
-    return [
-        digest(*(stream[row] for stream in streams)) + images[row % len(images)] * bool(sees[row])
-        for row in range(len(sees))
-    ]
+    seen = [np.any(row >= 0) for row in np.asarray(prompt.understanding.index)]
+    own = [digest(*(stream[row] for stream in streams)) for row in range(len(seen))]
+    return [one + images[row % len(images)] * bool(seen[row]) for row, one in enumerate(own)]
 
 
 def num_tokens(prompt: Prompt) -> int:

@@ -182,15 +182,15 @@ def prefill(
         features: what `see` returned for the images, if they are encoded already.
         capacity: slots of the understanding and of the generation region.
     """
-    features, passes = _seen(model, prompt, features), jnp.int32(0)
+    seen, passes = _seen(model, prompt, features), jnp.int32(0)
     if not settings.uses_cache:
-        return SamplerState(canvas, decoded_at, rows, features, None, passes)
+        return SamplerState(canvas, decoded_at, rows, seen, None, passes)
     region = decodes(settings.kind)
     cache = model.empty_cache(prompt.length.shape[0], *capacity, region)
     if settings.caches_prompt:
-        cache, features = _written(model, prompt, features, cache), None
+        cache, seen = _written(model, prompt, seen, cache), None
         cache = cache.commit(own_len(prompt, region))
-    return SamplerState(canvas, decoded_at, rows, features, cache, passes)
+    return SamplerState(canvas, decoded_at, rows, seen, cache, passes)
 
 
 @kept(depends=attention)
@@ -241,19 +241,14 @@ def gather(
 
     Args:
         parts: whole, or as the caches of their rows.
-        first: index of the first row of each part.
+        first: index of the first row of each of these caches.
         capacity: slots of the understanding and of the generation region.
         prompt_len: slots of the decoded stream's prompt in the longest part.
     """
-    placed = [
-        (start + number, rows)
-        for start, part in zip(first, parts, strict=True)
-        for number, rows in enumerate(part if isinstance(part, tuple) else (part,))
-    ]
-    number = placed[-1][0] + placed[-1][1].block.shape[0]
-    cache = model.empty_cache(number, *capacity, decodes(kind))
-    for row, rows_there in placed:
-        cache = cache.with_rows(row, rows_there)
+    caches = [row for part in parts for row in (part if isinstance(part, tuple) else (part,))]
+    cache = model.empty_cache(first[-1] + caches[-1].block.shape[0], *capacity, decodes(kind))
+    for row, own in zip(first, caches, strict=True):
+        cache = cache.with_rows(row, own)
     cache = cache.commit(prompt_len)
     return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
 

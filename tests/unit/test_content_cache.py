@@ -141,7 +141,7 @@ def test_parts_and_kept_rows_change_no_logit_and_no_token(name, asked):
     assert kept.misses["prefill"] == rows
     images = 2 * source  # those of rows that are found need not be seen
     assert (kept.misses["vision"], kept.hits["vision"]) == (images, images * (name == "dense"))
-    assert kept.num_entries == rows + images
+    assert len(kept) == rows + images
 
 
 def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_own():
@@ -215,7 +215,7 @@ def test_what_was_used_longest_ago_is_let_go():
     for most in (0, size // 2 - 1):  # nothing, and less than one row
         nothing = ContentCache(most_bytes=most)
         assert [sum(passed_of(asked(3), nothing)) for _ in range(2)] == [2, 2]
-        assert (nothing.num_entries, nothing.num_bytes) == (0, 0)
+        assert (len(nothing), nothing.num_bytes) == (0, 0)
         assert not nothing.hits | nothing.misses | nothing.evicted
 
 
@@ -337,7 +337,7 @@ def test_results_are_those_of_a_pipeline_that_keeps_nothing(pipes, monkeypatch):
     assert run("ask", "a", images[0], seed=2, temperature=1.0) == [0, 1, 0]  # another program
     assert run("ask", "a", images[0], seed=3, temperature=1.0) == [0, 0, 1]
     nothing = anew.content_cache
-    assert (nothing.num_entries, nothing.hits, nothing.misses, nothing.tokens) == (0, {}, {}, 0)
+    assert (len(nothing), nothing.hits, nothing.misses, nothing.tokens) == (0, {}, {}, 0)
 
 
 def test_metrics_tell_what_was_found(pipes):
@@ -370,7 +370,7 @@ def test_the_cache_is_shared_by_copies_and_freed_with_the_pipeline(folder):
     assert other.content_cache.most_bytes == 5e8
     pipe.generate("a", steps=1, plan=False, guidance=1.0, as_written=True)
     pipe.content_cache.add("codes", ["an image"], [array := np.zeros(3)])
-    assert pipe.content_cache.num_entries == 3 and other.content_cache.num_entries == 0
+    assert len(pipe.content_cache) == 3 and len(other.content_cache) == 0
     freed = weakref.ref(array)
     del array, pipe, copy
     gc.collect()
@@ -381,7 +381,7 @@ def test_it_can_be_emptied(pipes):
     cache = ContentCache()
     cache.add("codes", [1], [np.zeros(3)])
     cache.clear()
-    assert (cache.num_entries, cache.num_bytes, cache.get("codes", [1])) == (0, 0, None)
+    assert (len(cache), cache.num_bytes, cache.get("codes", [1])) == (0, 0, None)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1e5, float("nan")])
@@ -400,7 +400,7 @@ def test_over_a_mesh_no_array_of_the_devices_is_kept():
     plan = traces.plan(requests, settings, num_steps=2)
     with traces._patched(**traces._quick()):
         sample.begin(model, requests, plan, settings=settings, content_cache=kept)
-    assert kept.num_entries == 0 and not kept.hits | kept.misses
+    assert len(kept) == 0 and not kept.hits | kept.misses
 
 
 def test_many_threads_share_a_cache():
@@ -420,7 +420,7 @@ def test_many_threads_share_a_cache():
         assert [*threads.map(use, range(8))] == [None] * 8
     assert kept.hits["codes"] + kept.misses["codes"] == 8 * 500
     assert kept.num_bytes == sum(x.nbytes for x in kept._entries.values()) == 800
-    assert kept.num_entries == 10 and kept.evicted["codes"] > 0
+    assert len(kept) == 10 and kept.evicted["codes"] > 0
 
 
 def test_contents_are_told_apart_by_shape_type_and_value():
