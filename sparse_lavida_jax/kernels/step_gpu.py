@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding step computes between its products, as two kernels for Hopper GPUs (Mosaic GPU).
+"""What a decoding step computes between its products, as kernels for Hopper GPUs (Mosaic GPU).
 
 A step multiplies few tokens by large matrices. What lies in between takes the compiler eight
 kernels a layer, each of which mostly starts, and reads what the one before it wrote. Two of these
@@ -11,6 +11,10 @@ kernels replace six:
   twice a layer.
 
 silu(gate) * up stays a kernel of the compiler's, as it is a single one already.
+
+With matrices in float8 (`models/quantize.py`, fp8) `added` also multiplies a product by its scales,
+and rounds the norm to float8, with a scale for each token. `narrowed`, a third kernel, does so with
+the output of attention and with silu(gate) * up.
 
 They round where the code that they replace does (`layers.rotate`, `layers.RmsNorm`); the
 references, with which `kernels.trial` compares them, are that code. Needs jax 0.11. `stack` decides
@@ -34,7 +38,13 @@ HEADS = 32  # queries and keys of so many heads fill the 64 rows of a layout of 
 LANES = 512  # of a residual stream: four numbers for each thread of a program
 ACROSS = plgpu.Layout.WGMMA.reduce(0)  # one number for each column
 
+NARROW, LARGEST = jnp.float8_e4m3fn, 448.0
+CHUNK = 2048  # numbers of a token that `narrowed` holds in registers
+
 Pair = tuple[Float[Array, "n b t hd"], Float[Array, "n b t hd"]]
+# Of a product in float8, for each token and for each output.
+Scales = tuple[Float[Array, "b s 1"], Float[Array, " o"]]
+Narrow = tuple[Float[Array, "b s e"], Float[Array, "b s 1"]]  # tokens in float8, and their scales
 
 
 def takes(num_heads: int, head_dim: int, width: int, dtype: str) -> bool:
@@ -119,55 +129,143 @@ def rotated(
     return q.reshape(b, s, -1), (keys, values)
 
 
-def _added_kernel(x, parts, weight, total, normed, *, eps: float):
+def _row(width: int) -> plgpu.Layout:
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=LANES // 128)
+
+
+def _read(ref, width: int):
+    return plgpu.load(ref, layout=_row(width), optimized=False)
+
+
+def _scaled(product, scales, token, start: int, width: int, dtype):
+    """Returns numbers of a product, multiplied by its scales, if it has any, in float32."""
+    if scales:
+        of_tokens, of_outputs = scales
+        product = product.astype(jnp.float32) * of_tokens[token]
+        product = product * _read(of_outputs.at[pl.ds(start, width)], width)
+    return product.astype(dtype).astype(jnp.float32)
+
+
+def _scale_of(most):
+    """Returns the scale of a token with this largest magnitude, and what to divide it by."""
+    scale = most / LARGEST
+    return scale, jnp.where(scale > 0, scale, 1.0)
+
+
+def _added_kernel(x, parts, weight, *refs, eps: float, dtype: str, narrow: bool):
     """One token."""
+    *scales, total, normed = refs[:-1] if narrow else refs
     token, width = lax.axis_index("token"), weight.shape[0]
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=LANES // 128)
-
-    def read(ref):
-        return plgpu.load(ref, layout=layout, optimized=False)
-
-    product = read(parts.at[0, token])
+    product = _read(parts.at[0, token], width)
     for i in range(1, parts.shape[0]):
-        product = product + read(parts.at[i, token])
-    product = product.astype(normed.dtype).astype(jnp.float32)
-    whole = (read(x.at[token]).astype(jnp.float32) + product).astype(total.dtype)
+        product = product + _read(parts.at[i, token], width)
+    product = _scaled(product, scales, token, 0, width, dtype)
+    whole = (_read(x.at[token], width).astype(jnp.float32) + product).astype(total.dtype)
     total[token, :] = whole
     wide = whole.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / width + eps)
-    made = (wide * scale).astype(total.dtype) * read(weight).astype(total.dtype)
+    made = (wide * scale).astype(total.dtype) * _read(weight, width).astype(total.dtype)
+    made = made.astype(dtype)
+    if narrow:
+        wide = made.astype(jnp.float32)
+        refs[-1][token], divisor = _scale_of(jnp.max(jnp.abs(wide)))
+        made = wide / divisor
     normed[token, :] = made.astype(normed.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "dtype", "narrow", "interpret"))
 def added(
     x: Float[Array, "b s e"],
     parts: Float[Array, "g b s e"],
     weight: Float[Array, " e"],
+    scales: Scales | None = None,
     *,
     eps: float,
     dtype: str,
+    narrow: bool = False,
     interpret: Any = False,
-) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
+) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"] | Narrow]:
     """Returns x plus the sum of the parts, and its norm (`layers.RmsNorm`) in a dtype.
 
     Args:
-        parts: of a product, added up in order, and then rounded to `dtype`.
+        parts: of a product, added up in order, multiplied by `scales`, and rounded to `dtype`.
         weight, eps: of the norm.
+        narrow: whether the norm is then rounded to float8.
         interpret: as in `rotated`.
     """
     b, s, width = x.shape
     flat = jax.ShapeDtypeStruct((b * s, width), x.dtype)
-    made = plgpu.kernel(
-        functools.partial(_added_kernel, eps=eps),
-        out_type=[flat, jax.ShapeDtypeStruct(flat.shape, dtype)],
+    of_tokens = [jax.ShapeDtypeStruct((b * s,), jnp.float32)] * narrow
+    total, normed, *scale = plgpu.kernel(
+        functools.partial(_added_kernel, eps=eps, dtype=dtype, narrow=narrow),
+        out_type=[flat, jax.ShapeDtypeStruct(flat.shape, NARROW if narrow else dtype), *of_tokens],
         grid=(b * s,),
         grid_names=("token",),
         interpret=interpret or None,
         kernel_name="added_normed",
-    )(x.reshape(flat.shape), parts.reshape(-1, *flat.shape), weight)
-    total, normed = (one.reshape(x.shape) for one in made)
-    return total, normed
+    )(x.reshape(flat.shape), parts.reshape(-1, *flat.shape), weight, *_flat(scales))
+    total, normed = (one.reshape(x.shape) for one in (total, normed))
+    return total, (normed, scale[0].reshape(b, s, 1)) if narrow else normed
+
+
+def _flat(scales: Scales | None) -> list[Array]:
+    return [] if scales is None else [scales[0].reshape(-1), scales[1]]
+
+
+def _narrowed_kernel(x, *refs, dtype: str, gated: bool):
+    """One token."""
+    *scales, out, scale = refs
+    token, width = lax.axis_index("token"), out.shape[-1]
+    chunk = CHUNK if width % CHUNK == 0 else LANES
+
+    def numbers(start: int):
+        def read(start: int):
+            part = _read(x.at[token, pl.ds(start, chunk)], chunk)
+            return _scaled(part, scales, token, start, chunk, dtype)
+
+        if not gated:
+            return read(start)
+        gate = read(start)
+        active = (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32)
+        return (active * read(width + start)).astype(dtype).astype(jnp.float32)
+
+    starts = range(0, width, chunk)
+    most = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(numbers(start))) for start in starts))
+    scale[token], divisor = _scale_of(most)
+    for start in starts:  # once more, from the cache: a token does not fit into registers
+        out[token, pl.ds(start, chunk)] = (numbers(start) / divisor).astype(out.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "gated", "interpret"))
+def narrowed(
+    x: Float[Array, "b s i"],
+    scales: Scales | None = None,
+    *,
+    dtype: str,
+    gated: bool = False,
+    interpret: Any = False,
+) -> Narrow:
+    """Returns tokens in float8, and their scales (`quantize.rounded`).
+
+    Args:
+        x: multiplied by `scales`, and rounded to `dtype`, first.
+        gated: whether x holds gate and up, of which silu(gate) * up is taken.
+        interpret: as in `rotated`.
+    """
+    b, s, width = x.shape
+    width //= 2 if gated else 1
+    values, scale = plgpu.kernel(
+        functools.partial(_narrowed_kernel, dtype=dtype, gated=gated),
+        out_type=[
+            jax.ShapeDtypeStruct((b * s, width), NARROW),
+            jax.ShapeDtypeStruct((b * s,), jnp.float32),
+        ],
+        grid=(b * s,),
+        grid_names=("token",),
+        interpret=interpret or None,
+        kernel_name="narrowed",
+    )(x.reshape(b * s, -1), *_flat(scales))
+    return values.reshape(b, s, width), scale.reshape(b, s, 1)
 
 
 def reference_rotated(
@@ -191,11 +289,32 @@ def reference_rotated(
 
 
 def reference_added(
-    x: Array, parts: Array, weight: Array, *, eps: float, dtype: str
-) -> tuple[Array, Array]:
+    x: Array, parts: Array, weight: Array, scales: Scales | None = None,
+    *, eps: float, dtype: str, narrow: bool = False,
+) -> tuple[Array, Array | Narrow]:  # fmt: skip
     """Computes what `added` does, as the compiler sees fit."""
-    total = (x + parts.sum(axis=0).astype(dtype)).astype(x.dtype)
+    total = (x + _reference_scaled(parts.sum(axis=0), scales).astype(dtype)).astype(x.dtype)
     wide = total.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normed = (wide * scale).astype(x.dtype) * weight.astype(x.dtype)[None, None]
-    return total, normed.astype(dtype)
+    normed = normed.astype(dtype)
+    return total, reference_narrowed(normed, dtype=dtype) if narrow else normed
+
+
+def reference_narrowed(
+    x: Array, scales: Scales | None = None, *, dtype: str, gated: bool = False
+) -> Narrow:
+    """Computes what `narrowed` does, as the compiler sees fit."""
+    x = _reference_scaled(x, scales).astype(dtype)
+    if gated:
+        gate, up = jnp.split(x, 2, axis=-1)
+        x = jax.nn.silu(gate.astype(jnp.float32)).astype(dtype) * up
+    wide = x.astype(jnp.float32)
+    scale, divisor = _scale_of(jnp.abs(wide).max(axis=-1, keepdims=True))
+    return (wide / divisor).astype(NARROW), scale
+
+
+def _reference_scaled(product: Array, scales: Scales | None) -> Array:
+    if scales is None:
+        return product
+    return product.astype(jnp.float32) * scales[0] * scales[1][None, None]

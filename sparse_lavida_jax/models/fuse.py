@@ -34,9 +34,10 @@ from sparse_lavida_jax.models.stack import STREAMS
 from sparse_lavida_jax.programs.kept import kept
 
 Task = Literal["image", "text", "both"]
-# A residual stream, and the parts of a product that are still to be added to it, if there are any.
-Pending = tuple[Float[Array, "b s e"], Float[Array, "g b s e"] | None]
-Add = Callable[..., tuple[Float[Array, "b s e"], Float[Array, "b s e"]]]
+# Parts whose sum is a product: float32 ones, or the product itself, before its scales.
+Product = tuple[Float[Array, "g b s e"], Any]
+# A residual stream, and the product that is still to be added to it, if there is any.
+Pending = tuple[Float[Array, "b s e"], Product | None]
 
 # A product of few tokens is computed in parts, each from a share of the inputs, as its output has
 # fewer tiles than a GPU has processors. Ours, not tuned on a GPU.
@@ -136,36 +137,63 @@ class FusedBranch(Branch):
         return q, k, v
 
     def feed_forward(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        return x + self.down(self._gated(self.mlp_norm(x).astype(self.dtype)))
+        return x + self.down(self._gated(self.gate_up(self.mlp_norm(x).astype(self.dtype))))
 
-    def _gated(self, normed: Float[Array, "b s e"]) -> Float[Array, "b s f"]:
-        gate, up = _parted(self.gate_up(normed), 2, self.devices)
+    def _gated(self, hidden: Float[Array, "b s f2"]) -> Float[Array, "b s f"]:
+        gate, up = _parted(hidden, 2, self.devices)
         return jax.nn.silu(gate) * up
 
-    def normed(self, x: Pending, add: Add) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
-        """Returns the residual stream, and its norm before attention.
+    # With the kernels of `step_gpu`, each of which may round what it returns to float8 (`Narrow`).
+
+    @property
+    def _is_narrow(self) -> bool:
+        return isinstance(self.into, QuantizedLinear) and self.into.method == "fp8"
+
+    def begun(self, pending: Pending, kernels: Any) -> tuple[Float[Array, "b s e"], Array]:
+        """Returns the residual stream, and queries, keys and values, not rotated, side by side.
 
         Args:
-            add: `step_gpu.added`, also below.
+            kernels: `stack.StepKernels`, also below.
         """
-        stream, parts = x
-        if parts is None:
-            return stream, self.attn_norm(stream).astype(self.dtype)
-        return self._added(stream, parts, self.attn_norm, add)
+        x, product = pending
+        if product is None:
+            return x, self.into(self.attn_norm(x).astype(self.dtype))
+        x, normed = self._added(x, product, self.attn_norm, kernels)
+        if not self._is_narrow:
+            return x, self.into(normed)
+        qkv, (of_tokens, of_outputs) = self._multiplied(self.into, normed)
+        qkv = qkv.astype(jnp.float32) * of_tokens * of_outputs[None, None]
+        return x, qkv.astype(self.dtype)
 
     def finished(
-        self, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"], add: Add
+        self, x: Float[Array, "b s e"], attended: Float[Array, "b s hd"], kernels: Any
     ) -> Pending:
         """Returns the stream after attention and the MLP, of which the last sum is pending."""
-        x, normed = self._added(x, _in_parts(self.out, attended), self.mlp_norm, add)
-        return x, _in_parts(self.down, self._gated(normed))
+        if not self._is_narrow:
+            x, normed = self._added(
+                x, (_in_parts(self.out, attended), None), self.mlp_norm, kernels
+            )
+            return x, (_in_parts(self.down, self._gated(self.gate_up(normed))), None)
+        product, scales = self._multiplied(self.out, kernels.narrowed(attended, dtype=self.dtype))
+        x, normed = self._added(x, (product[None], scales), self.mlp_norm, kernels)
+        hidden, scales = self._multiplied(self.gate_up, normed)
+        gated = kernels.narrowed(hidden, scales, dtype=self.dtype, gated=True)
+        product, scales = self._multiplied(self.down, gated)
+        return x, (product[None], scales)
 
-    def _added(self, x: Float[Array, "b s e"], parts, norm: RmsNorm, add: Add):
-        return add(x, parts, norm.weight[...], eps=norm.eps, dtype=self.dtype)
+    def _added(self, x: Float[Array, "b s e"], product: Product, norm: RmsNorm, kernels: Any):
+        how = {"eps": norm.eps, "dtype": self.dtype, "narrow": self._is_narrow}
+        return kernels.added(x, product[0], norm.weight[...], product[1], **how)
+
+    def _multiplied(self, matrix: QuantizedLinear, narrow: Any) -> tuple[Array, Any]:
+        """Returns a product with tokens in float8, and its scales."""
+        x8, of_tokens = narrow
+        product = matrix.unscaled(x8, jnp.dtype(self.dtype))
+        return product, (of_tokens, matrix.scale[...].reshape(-1))
 
 
 def _in_parts(matrix: Linear, x: Float[Array, "b s i"]) -> Float[Array, "g b s o"]:
-    """Returns parts whose sum is the product: float32 ones, or the product itself."""
+    """Returns the parts of a product."""
     b, s, width = x.shape
     if not isinstance(matrix, Matrix) or b * s > MOST_TOKENS_IN_PARTS or width % PRODUCT_PARTS:
         return matrix(x)[None]

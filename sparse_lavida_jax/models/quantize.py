@@ -78,20 +78,31 @@ class QuantizedLinear(Linear):
     ) -> Float[Array, "*b o"]:
         scale = self.scale[:, :out_width]
         kernel = self.kernel_t[:out_width] if self.is_transposed else self.kernel[:, :out_width]
-        inputs = (((x.ndim - 1,), (int(self.is_transposed),)), ((), ()))
         if self.method == "int8":
-            product = jax.lax.dot_general(x, kernel.astype(x.dtype), inputs).astype(jnp.float32)
+            product = self._product(x, kernel.astype(x.dtype), x.dtype).astype(jnp.float32)
         else:
             x8, token_scale = rounded(x, kernel.dtype, axis=-1)
-            whole = jnp.int32 if self.method == "w8a8" else self._sum_dtype(x)
-            product = jax.lax.dot_general(x8, kernel, inputs, preferred_element_type=whole)
+            product = self._product(x8, kernel, self._sum_dtype(x.dtype))
             product = product.astype(jnp.float32) * token_scale
         y = (product * scale.reshape(*[1] * (x.ndim - 1), -1)).astype(x.dtype)
         return self._adapted(x, y)
 
-    def _sum_dtype(self, x: Float[Array, "*b i"]) -> jnp.dtype:
-        """Returns what a sum of fp8 is written as: on GPUs half of the bytes, rounded once more."""
-        return x.dtype if self.is_transposed else jnp.dtype(jnp.float32)
+    def unscaled(self, x8: Array, dtype: jnp.dtype) -> Array:
+        """Returns the product with tokens in 8 bits, before it is scaled (`step_gpu`)."""
+        return self._product(x8, self.kernel_t[...], self._sum_dtype(dtype))
+
+    def _product(self, x: Array, kernel: Array, dtype: jnp.dtype) -> Array:
+        inputs = ((x.ndim - 1,), (int(self.is_transposed),)), ((), ())
+        return jax.lax.dot_general(x, kernel, inputs, preferred_element_type=dtype)
+
+    def _sum_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """Returns what a sum of 8-bit products is written as.
+
+        On GPUs, one of fp8 is rounded to the dtype of the tokens: half of the bytes.
+        """
+        if self.method == "w8a8":
+            return jnp.dtype(jnp.int32)
+        return dtype if self.is_transposed else jnp.dtype(jnp.float32)
 
 
 def quantized(model: M, method: str) -> M:
@@ -159,8 +170,8 @@ def side_by_side(
     """Concatenates matrices of the same inputs.
 
     Args:
-        joined: concatenates columns, those of the matrices and their scales; with `transpose=True` it
-            returns them as rows.
+        joined: concatenates columns: those of the matrices, and their scales; as rows with
+            `transpose=True`.
         transpose: whether the matrices of the result are [out, in].
     """
     whole = jax.tree.map(lambda leaf: leaf, parts[0])

@@ -50,10 +50,11 @@ STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
 
 
 class StepKernels(NamedTuple):
-    """`step_gpu.rotated` and `step_gpu.added`, for a model."""
+    """The kernels of `step_gpu`, for a model."""
 
     rotated: Any
     added: Any
+    narrowed: Any
 
 
 @flax.struct.dataclass
@@ -207,13 +208,19 @@ def _step_kernels(settings: config.Model, *stacks: Layer | Sequence[Layer]) -> S
     return StepKernels(
         functools.partial(step_gpu.rotated, head_dim=settings.head_dim, interpret=interpret),
         functools.partial(step_gpu.added, interpret=interpret),
+        functools.partial(step_gpu.narrowed, interpret=interpret),
     )
 
 
-def _settled(pending: tuple[Array, Array | None], dtype: str) -> Array:
-    """Returns a residual stream with the product that was still to be added to it."""
-    x, parts = pending
-    return x if parts is None else x + parts.sum(axis=0).astype(dtype)
+def _settled(pending: Any, dtype: str) -> Array:
+    """Returns a residual stream with the product that was still to be added (`fuse.Pending`)."""
+    x, product = pending
+    if product is None:
+        return x
+    whole, scales = product[0].sum(axis=0), product[1]
+    if scales is not None:
+        whole = whole.astype(jnp.float32) * scales[0] * scales[1][None, None]
+    return x + whole.astype(dtype)
 
 
 def _run_joint(
@@ -416,8 +423,7 @@ def _fused_layer(carry, layer_and_index, one, attend, kind: Literal["joint", "sp
     (x, cache), (layer, index) = carry, layer_and_index
     ((name, pending),) = x.items()
     branch: Any = _branch(layer, name)  # a `fuse.FusedBranch`
-    stream, normed = branch.normed(pending, one.kernels.added)
-    qkv = branch.into(normed)
+    stream, qkv = branch.begun(pending, one.kernels)
 
     def write(pair, first: int):
         return one.kernels.rotated(qkv, one.turns[name], pair, index, cache.offset, first=first)
@@ -425,4 +431,4 @@ def _fused_layer(carry, layer_and_index, one, attend, kind: Literal["joint", "sp
     queries, cache = cache.write_decoded(kind, write)
     (keys, values), at = (cache.joint_layer if kind == "joint" else cache.split_layer)(index)
     attended = attend(queries, keys, values, layer=at)
-    return ({name: branch.finished(stream, attended, one.kernels.added)}, cache), None
+    return ({name: branch.finished(stream, attended, one.kernels)}, cache), None
