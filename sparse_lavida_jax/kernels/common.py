@@ -14,6 +14,8 @@ LOG2_E = 1.4426950408889634
 # needs.
 NOTHING_SEEN_LSE = 1e30
 
+STEP_LANES = 512  # `step_gpu` takes tokens of a multiple of these: four numbers for each thread
+
 Tags = tuple[Any, ...]  # query block and horizon, key block, query and key segment or None
 
 

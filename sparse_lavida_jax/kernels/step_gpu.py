@@ -34,8 +34,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from sparse_lavida_jax.kernels.common import STEP_LANES
+
 HEADS = 32  # queries and keys of so many heads fill the 64 rows of a layout of registers
-LANES = 512  # of a residual stream: four numbers for each thread of a program
 ACROSS = plgpu.Layout.WGMMA.reduce(0)  # one number for each column
 
 NARROW, LARGEST = jnp.float8_e4m3fn, 448.0
@@ -49,7 +50,7 @@ Narrow = tuple[Float[Array, "b s e"], Float[Array, "b s 1"]]  # tokens in float8
 
 def takes(num_heads: int, head_dim: int, width: int, dtype: str) -> bool:
     """Whether the kernels take a model's attention and a residual stream of this width."""
-    fits = num_heads % HEADS == 0 and head_dim in (64, 128) and width % LANES == 0
+    fits = num_heads % HEADS == 0 and head_dim in (64, 128) and width % STEP_LANES == 0
     return fits and dtype in ("bfloat16", "float16")
 
 
@@ -129,8 +130,8 @@ def rotated(
     return q.reshape(b, s, -1), (keys, values)
 
 
-def _row(width: int) -> plgpu.Layout:
-    return plgpu.Layout.WG_STRIDED((width,), vec_size=LANES // 128)
+def _row(width: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=STEP_LANES // 128)
 
 
 def _read(ref, width: int):
@@ -216,7 +217,7 @@ def _narrowed_kernel(x, *refs, dtype: str, gated: bool):
     """One token."""
     *scales, out, scale = refs
     token, width = lax.axis_index("token"), out.shape[-1]
-    chunk = CHUNK if width % CHUNK == 0 else LANES
+    chunk = CHUNK if width % CHUNK == 0 else STEP_LANES
 
     def numbers(start: int):
         def read(start: int):

@@ -273,9 +273,33 @@ def step_checks(
         kernel = of(step_gpu.added, interpret=interpret)
         return check(kernel, of(step_gpu.reference_added), drawn(rows, tokens, width), *given)
 
+    def narrowed() -> Mapping[str, Any]:
+        width = step_gpu.CHUNK
+        carry, product = drawn(rows, tokens, width), drawn(rows, tokens, 2 * width)
+        scales = (
+            jnp.exp(drawn(*shape, dtype=jnp.float32)) for shape in ((rows, tokens, 1), (2 * width,))
+        )
+        weight, matrix = drawn(width), drawn(width, 128, dtype=jnp.float32) / width**0.5
+
+        def of(narrowed: Callable, added: Callable, **more: Any) -> Callable:
+            def call(x, product, scales, weight, matrix):
+                values, scale = narrowed(product, scales, dtype="bfloat16", gated=True, **more)
+                given = values[None].astype(jnp.bfloat16), weight, (scale, scales[1][:width])
+                how = {"eps": 1e-5, "dtype": "bfloat16", "narrow": True} | more
+                total, (normed, scale) = added(x, *given, **how)
+                # As a product, in which a number that is rounded the other way is lost.
+                return (normed.astype(jnp.float32) @ matrix) * scale, total
+
+            return call
+
+        kernel = of(step_gpu.narrowed, step_gpu.added, interpret=interpret)
+        reference = of(step_gpu.reference_narrowed, step_gpu.reference_added)
+        return check(kernel, reference, carry, product, tuple(scales), weight, matrix)
+
     yield f"{STEP}rotated_qkv, {heads} heads of {RELEASE_HEAD_DIM}", rotated
     for width in (2048, 4096):
         yield f"{STEP}added_normed, {width} wide", functools.partial(added, width)
+    yield f"{STEP}narrowed, {step_gpu.CHUNK} wide", narrowed
 
 
 @functools.cache

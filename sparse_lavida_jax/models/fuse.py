@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.kernels.common import STEP_LANES
 from sparse_lavida_jax.kernels.sharded import HEADS_AXIS
 from sparse_lavida_jax.models import sharding, text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -147,7 +148,14 @@ class FusedBranch(Branch):
 
     @property
     def _is_narrow(self) -> bool:
-        return isinstance(self.into, QuantizedLinear) and self.into.method == "fp8"
+        """Whether its matrices are in float8, and the MLP is as wide as the kernels ask for."""
+        into, down = self.into, getattr(self, "down", None)
+        is_fp8 = isinstance(into, QuantizedLinear) and into.method == "fp8"
+        return (
+            is_fp8
+            and isinstance(down, QuantizedLinear)
+            and down.kernel_t.shape[1] % STEP_LANES == 0
+        )
 
     def begun(self, pending: Pending, kernels: Any) -> tuple[Float[Array, "b s e"], Array]:
         """Returns the residual stream, and queries, keys and values, not rotated, side by side.

@@ -13,7 +13,7 @@ from flax import nnx
 from kernel_cases import records_of_races
 
 from sparse_lavida_jax.kernels import admission, trial
-from sparse_lavida_jax.models import fuse, layers, stack
+from sparse_lavida_jax.models import fuse, layers, quantize, stack
 from sparse_lavida_jax.models.cache import KVCache
 
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
@@ -32,6 +32,15 @@ def drawn(*shape, dtype="bfloat16", seed=0):
 def assert_same(found, wanted):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def assert_near(found, wanted):
+    """Asserts that few tokens in float8 differ, by one step: of an exponential that differs by a
+    bit, or since the compiler for CPUs leaves out a rounding to bfloat16."""
+    np.testing.assert_allclose(found[1], wanted[1], rtol=2**-7)
+    values, others = (x[0].astype("float32") for x in (found, wanted))
+    np.testing.assert_allclose(values, others, rtol=0.13, atol=2**-8)
+    assert (values == others).mean() > 0.95
 
 
 @needs_kernels
@@ -89,6 +98,39 @@ def test_a_sum_and_its_norm_are_those_of_the_layers(residual):
     assert_same(step_gpu.reference_added(x, one, norm.weight[...], **how), plain(x, product[None]))
 
 
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True])
+def test_tokens_are_rounded_to_float8_as_without_the_kernels(gated):
+    """Also a token of zeros, and one of which a product is scaled first."""
+    x = drawn(B, S, 2048 if gated else 1024).at[0, 0].set(0)
+    scales = jnp.exp(drawn(B, S, 1, dtype="float32")), jnp.exp(drawn(x.shape[-1], dtype="float32"))
+    for own in (None, scales):
+        found = step_gpu.narrowed(
+            x, own, dtype="bfloat16", gated=gated, interpret=pallas_gpu.interpreted()
+        )
+        wanted = step_gpu.reference_narrowed(x, own, dtype="bfloat16", gated=gated)
+        assert found[0].dtype == jnp.float8_e4m3fn and found[1].shape == (B, S, 1)
+        assert_near(found, wanted)
+        if not gated and own is None:
+            assert_same(found, quantize.rounded(x, jnp.dtype(jnp.float8_e4m3fn), axis=-1))
+
+
+@needs_kernels
+def test_a_sum_is_scaled_and_its_norm_rounded_to_float8():
+    x, product, weight = drawn(B, S, 512), drawn(1, B, S, 512, seed=1), drawn(512, seed=2)
+    scales = jnp.exp(drawn(B, S, 1, dtype="float32")), jnp.exp(drawn(512, dtype="float32"))
+    how = {"eps": 1e-5, "dtype": "bfloat16", "narrow": True}
+    total, normed = step_gpu.added(
+        x, product, weight, scales, **how, interpret=pallas_gpu.interpreted()
+    )
+    scaled = (product[0].astype("float32") * scales[0] * scales[1][None, None]).astype("bfloat16")
+    wanted = step_gpu.added(
+        x, scaled[None], weight, eps=1e-5, dtype="bfloat16", interpret=pallas_gpu.interpreted()
+    )
+    assert_same(total, wanted[0])
+    assert_near(normed, quantize.rounded(wanted[1], jnp.dtype(jnp.float8_e4m3fn), axis=-1))
+
+
 def test_a_product_in_parts_is_the_product():
     matrix = fuse.Matrix(drawn(256, 64, dtype="float32"))
     x = drawn(B, S, 256, dtype="float32", seed=1)
@@ -100,8 +142,8 @@ def test_a_product_in_parts_is_the_product():
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_the_sampler_decodes_the_same_with_and_without(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "method"), [("image", ""), ("text", ""), ("image", "fp8")])
+def test_the_sampler_decodes_the_same_with_and_without(kind, method, monkeypatch):
     found, used, added = {}, [], step_gpu.added
 
     def counted(*given, **how):
@@ -112,9 +154,11 @@ def test_the_sampler_decodes_the_same_with_and_without(kind, monkeypatch):
     for way in ("plain", "pallas_gpu"):
         settings = tiny.model_settings(
             num_heads=32, head_dim=64, width=512, generation_width=512, compute_dtype="bfloat16",
+            mlp_hidden=512, generation_mlp_hidden=512,
             attention_implementation="reference", step_implementation=way,
         )  # fmt: skip
         model = fuse.for_inference(tiny.denoiser(settings), task=kind, by_layer=True)
+        model = quantize.as_asked(model, method)
         assert stack.step_implementation_of(model) == way
         how = traces.settings_of("sparse", kind, settings, guidance=2.0)
         asked = [tiny.request(kind, settings, 0, words=3)]
