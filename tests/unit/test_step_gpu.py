@@ -35,8 +35,10 @@ def assert_same(found, wanted):
 
 
 def assert_near(found, wanted):
-    """Asserts that few tokens in float8 differ, by one step: of an exponential that differs by a
-    bit, or since the compiler for CPUs leaves out a rounding to bfloat16."""
+    """Asserts that few tokens in float8 differ, by one step.
+
+    An exponential may differ by a bit, and the compiler for CPUs leaves out roundings to bfloat16.
+    """
     np.testing.assert_allclose(found[1], wanted[1], rtol=2**-7)
     values, others = (x[0].astype("float32") for x in (found, wanted))
     np.testing.assert_allclose(values, others, rtol=0.13, atol=2**-8)
