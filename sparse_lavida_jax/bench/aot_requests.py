@@ -75,7 +75,7 @@ ASKED = flags.DEFINE_list("requests", list(REQUESTS), "The requests.")
 CONFIG = flags.DEFINE_string("config", "configs/lavida_o.py", "The config of the model.")
 MEMORY = flags.DEFINE_boolean("memory", False, "Only the memory of each request.")
 LAYERS = flags.DEFINE_integer(
-    "layers", 4, "Layers that are compiled, an even number; 0: all.", lower_bound=0
+    "layers", 6, "Layers that are compiled, an even number; 0: all.", lower_bound=0
 )
 
 
@@ -304,7 +304,7 @@ def row_of(
     device: DescribedGpu,
     place: NamedSharding,
     *,
-    layers: int = 4,
+    layers: int = 6,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Returns the values of the row of a request.
@@ -391,7 +391,7 @@ def row_of(
 
 
 def memory_of(
-    name: str, settings: config.Config, place: NamedSharding, *, layers: int = 4
+    name: str, settings: config.Config, place: NamedSharding, *, layers: int = 6
 ) -> dict[str, Any]:
     """Returns the values of the row with the memory of a request, or of the image tokenizer.
 

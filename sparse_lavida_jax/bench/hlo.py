@@ -219,7 +219,7 @@ class Kernel:
         made: shapes of the results, but not of those written in place.
         runs: how often it runs in a call of the program; in a loop of steps, how often a step.
         in_step: whether it is inside the loop of steps.
-        read: shapes of the operands.
+        read: shapes of the operands that were not made by another kernel of the step.
         is_narrow: whether it multiplies matrices in 8 bits, at twice the rate (the vendor's ratio).
     """
 
@@ -322,7 +322,8 @@ def _kernel(
     name = target[1] if target else one.name
     operations = _products(one, own) + sum(_products(inner, within) for inner in within.values())
     read = [own[operand] for operand in one.operands if operand in own]
-    shapes = tuple(shape for x in read for shape in x.shapes)
+    given = [x for x in read if x.opcode in ("parameter", "get-tuple-element")]
+    shapes = tuple(shape for x in given for shape in x.shapes)
     if "step_causal_attention" in one.line and target and not name.startswith("__cublas"):
         operations, size = _of_attention(one, read)
         return Kernel(name, "attention", operations, size, one.shapes, runs, in_step, shapes)

@@ -9,8 +9,8 @@ these devices, this version of jax and this code; those of some devices are part
 (`SHIPPED`). A kernel that is wrong, slower than blockwise attention, hangs or crashes is refused;
 the next one in line (`SECOND`) is then checked in the same way, and if there is none, attention
 runs blockwise (`attention.default_implementation`). The kernels of `step_gpu` are checked and
-refused apart from it. Gradients are checked before training only; a
-verdict without them is then completed.
+refused apart from it. Gradients are checked before training only; a verdict without them is then
+completed.
 """
 
 import concurrent.futures

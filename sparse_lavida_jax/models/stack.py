@@ -91,7 +91,9 @@ def _step_implementation(settings: config.Model, layers: Layer | Sequence[Layer]
         implementation_of(settings) != "pallas_gpu" or default_step_implementation() == "plain"
     ):
         return "plain"
-    widths = settings.width, settings.generation_width
+    widths = {settings.width}
+    if not settings.understanding_only:
+        widths.add(settings.generation_width)
     of_heads = settings.num_heads, settings.head_dim
     takes = step_kernels().takes
     fits = all(takes(*of_heads, width, settings.compute_dtype) for width in widths)

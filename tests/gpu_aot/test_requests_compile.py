@@ -45,7 +45,7 @@ from absl import flags
 
 from sparse_lavida_jax.bench import aot_requests
 
-flags.FLAGS(["aot", f"--config={sys.argv[1]}", f"--requests={sys.argv[2]}", "--layers=4"])
+flags.FLAGS(["aot", f"--config={sys.argv[1]}", f"--requests={sys.argv[2]}", "--layers=6"])
 aot_requests.Bench = lambda suite: aot_requests  # rows are not written
 aot_requests.write = lambda name, row: None
 aot_requests.main([])
@@ -121,7 +121,7 @@ def test_a_request_has_few_small_programs(request_name, steps):
 
 @pytest.mark.parametrize("request_name", ["image", "edit", "reasoning"])
 def test_the_command_predicts_a_request_whose_steps_copy_nothing(request_name):
-    """Compiled with two layers and with four, of 32.
+    """Compiled with four layers and with six, of 32.
 
     Nothing but a product reads a matrix in a step, and nothing makes an array of its shape: none is
     copied, transposed, or concatenated with others.

@@ -351,6 +351,18 @@ def test_nothing_is_overwritten_while_it_is_read(sizes, monkeypatch):
 
 
 @needs_kernel
+def test_programs_that_share_keys_overwrite_nothing_that_is_read(monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    records = records_of_races(monkeypatch, gpu_callbacks, "GPURaceDetectionState")
+    tags = long_row(TAGS["cache_tags"])
+    q, k, v, _ = numbers_of(tags, 1, 1, HEAD_DIM)
+    shape = dataclasses.replace(shape_of(1, 1, detect_races=True), splits=2)
+    jax.block_until_ready(run_kernel(pallas_gpu, q, k[None], v[None], tags, shape, 0))
+    assert [record.races_found for record in records] == [False] * 2  # the parts, and their sum
+
+
+@needs_kernel
 @pytest.mark.parametrize("sizes", [tables.GpuSizes(), OTHER_SIZES])
 def test_a_tile_that_is_given_back_too_early_is_found_in_every_kernel(
     sizes, monkeypatch, traced_anew
