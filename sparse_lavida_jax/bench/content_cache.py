@@ -58,7 +58,7 @@ def main(_: list[str]) -> None:
 
 
 def measured(sides: list[SparseLaViDa], name: str, turns: int) -> Iterator[dict[str, Any]]:
-    """Yields a row for each request of a turn: seconds, and tokens that were passed.
+    """Yields a row for each request of a turn: seconds, also of CPU, and tokens that were passed.
 
     Args:
         sides: a pipeline that keeps what it can, and one that keeps nothing.
@@ -66,30 +66,34 @@ def measured(sides: list[SparseLaViDa], name: str, turns: int) -> Iterator[dict[
     task, (words, others), options = ASKED[name]
     asks = {"first": (words, 0), "other_words": (others, 0), "other_seed": (words, 1)}
 
-    def turn_of(pipe: SparseLaViDa, turn: int) -> list[tuple[float, int]]:
+    def turn_of(pipe: SparseLaViDa, turn: int) -> list[tuple[float, float, int]]:
         shown, cache, found = tasks.sample("edit", 0, turn).image, pipe.content_cache, []
         assert shown is not None
         cache.clear()
         for asked, other in asks.values():
-            before, begin = cache.tokens, time.perf_counter()
+            before, begin, cpu = cache.tokens, time.perf_counter(), time.process_time()
             made = pipe.requests(task, asked, world.render(shown), seed=2 * turn + other, **options)
             passed = pipe.run(made).tokens_passed
-            found.append((time.perf_counter() - begin, passed + before - cache.tokens))
+            taken = time.perf_counter() - begin, time.process_time() - cpu
+            found.append((*taken, passed + before - cache.tokens))
         return found
 
     turns_of = {pipe: lambda turn, pipe=pipe: turn_of(pipe, turn) for pipe in sides}
     found = timing.in_turn(turns_of, turns + 1)
     # [side, turn, request, number]; the first turn compiles
     both = np.array([found[pipe][1:] for pipe in sides]).transpose(2, 0, 3, 1)
-    for method, ((seconds, tokens), (seconds_anew, tokens_anew)) in zip(asks, both, strict=True):
+    for method, (ours, anew) in zip(asks, both, strict=True):
+        (wall, cpu, tokens), (wall_anew, cpu_anew, tokens_anew) = ours, anew
         yield {
             "task": name,
             "method": method,
-            **timing.times(seconds.tolist()),
-            "anew": timing.times(seconds_anew.tolist()),
+            **timing.times(wall.tolist()),
+            "cpu": timing.times(cpu.tolist()),
+            "anew": timing.times(wall_anew.tolist()) | {"cpu": timing.times(cpu_anew.tolist())},
             "tokens": tokens.mean(),
             "tokens_anew": tokens_anew.mean(),
-            "saved_seconds": 1 - np.median(seconds) / np.median(seconds_anew),
+            "saved_seconds": 1 - np.median(wall) / np.median(wall_anew),
+            "saved_cpu_seconds": 1 - np.median(cpu) / np.median(cpu_anew),
             "saved_tokens": 1 - tokens.mean() / tokens_anew.mean(),
             "note": "whole request; shares of medians, and of mean tokens; the results are equal",
         }

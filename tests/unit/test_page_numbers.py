@@ -47,6 +47,11 @@ def test_the_speed_of_the_bundled_model_is_that_of_the_rows():
     assert told in on_one_line(page("README.md"))
 
 
+@pytest.mark.parametrize("name", ["content_cache", "content_cache_counted"])
+def test_what_is_kept_between_requests_saves_what_the_rows_say(name):
+    assert table.table(name, record.read_rows("content_cache")).strip() in page("docs/serving.md")
+
+
 def test_training_steps_of_the_full_model_are_those_that_were_compiled():
     rows = [row for row in record.read_rows("aot") if row["task"] == "train_step"]
     assert rows
