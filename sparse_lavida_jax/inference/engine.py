@@ -71,18 +71,22 @@ class Engine:
         batch_size: the largest number of rows decoded together.
         text_block_len: tokens per text block if the settings do not say; a text that is
             not a whole number of blocks is one block.
-        content_cache: for what batches share.
+        content_cache: for what batches share; by default nothing is kept.
     """
 
     def __init__(
-        self, model: Denoiser, batch_size: int, text_block_len: int, content_cache: ContentCache
+        self,
+        model: Denoiser,
+        batch_size: int,
+        text_block_len: int,
+        content_cache: ContentCache | None = None,
     ):
         self.model = model
         self.batch_size = batch_size
         self.text_block_len = text_block_len
         self._models: dict[str, Denoiser] = {}  # by method of `quantize`
         self._making = threading.Lock()  # several threads may decode
-        self.content_cache = content_cache
+        self.content_cache = ContentCache(0) if content_cache is None else content_cache
 
     def decode(
         self,

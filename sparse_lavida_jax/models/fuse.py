@@ -193,7 +193,7 @@ class FusedBranch(Branch):
         how = {"eps": norm.eps, "dtype": self.dtype, "narrow": self._is_narrow}
         return kernels.added(x, product[0], norm.weight[...], product[1], **how)
 
-    def _multiplied(self, matrix: QuantizedLinear, narrow: Any) -> tuple[Array, Any]:
+    def _multiplied(self, matrix: Any, narrow: Any) -> tuple[Array, Any]:
         """Returns a product with tokens in float8, and its scales."""
         x8, of_tokens = narrow
         product = matrix.unscaled(x8, jnp.dtype(self.dtype))
