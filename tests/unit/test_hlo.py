@@ -251,7 +251,7 @@ ENTRY %main (x: bf16[8,4], cache: bf16[3,99,4]) -> (bf16[8,4], bf16[3,99,4]) {
 }
 """.replace(
         "KERNEL",
-        'custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (1, {})}',
+        'custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (1, {})}, a="b"',
     )
     (kernel,) = hlo.kernels(program)
     assert (kernel.made, kernel.read) == (((8, 4),), ((8, 4), (3, 99, 4)))
