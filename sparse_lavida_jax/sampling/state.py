@@ -2,7 +2,6 @@
 """The state of a batch while it is sampled, its prefill, and what each step passes."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -255,13 +254,10 @@ def gather(
 
 def prompt_bytes(model: config.Model, prompt: Prompt, kind: Kind) -> int:
     """Returns the bytes of the keys and values of a prompt, without spare slots."""
-    return _cache_bytes(model, len(prompt.length), *padded_lengths(prompt), decodes(kind))
-
-
-@functools.lru_cache(maxsize=256)
-def _cache_bytes(*sizes: Any) -> int:
-    leaves = jax.eval_shape(lambda: jax.tree.leaves(KVCache.empty(*sizes)))
-    return sum(x.size * x.dtype.itemsize for x in leaves)
+    slots = model.num_joint_layers * sum(padded_lengths(prompt))
+    slots += model.num_split_layers * own_len(prompt, decodes(kind))
+    width = model.num_heads * model.head_dim * jnp.dtype(model.compute_dtype).itemsize
+    return 2 * len(prompt.length) * slots * width
 
 
 def decodes(kind: Kind) -> StreamName:

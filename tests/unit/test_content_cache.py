@@ -22,7 +22,7 @@ from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.sampling import prompts
+from sparse_lavida_jax.sampling import prompts, state
 from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -219,14 +219,22 @@ def test_what_was_used_longest_ago_is_let_go():
         assert not nothing.hits | nothing.misses | nothing.evicted
 
 
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_the_bytes_of_a_prompt_are_those_of_its_keys_and_values(kind):
+    prompt = laid_out([edit(3), edit(20)], 3)
+    cache = traces._pass_prompt(tiny.denoiser(SETTINGS), prompt, kind=kind)
+    held = sum(x.nbytes for x in (*cache.joint, *cache.split))
+    assert state.prompt_bytes(SETTINGS, prompt, kind) == held
+
+
 def state_of(requests, settings, kept):
     """Returns the state after the prefill, compiled as it is outside of tests."""
     plan = traces.plan(requests, settings)
     begun = sample.begin(
         tiny.denoiser(SETTINGS), requests, plan, settings=settings, content_cache=kept
     )
-    state = begun.state
-    whole = state.canvas, state.decoded_at, state.features, state.cache, state.passes
+    found = begun.state
+    whole = found.canvas, found.decoded_at, found.features, found.cache, found.passes
     return [np.asarray(leaf) for leaf in jax.tree.leaves(whole)]
 
 
