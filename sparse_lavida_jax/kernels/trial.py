@@ -261,15 +261,7 @@ def step_checks(
     def added(width: int) -> Mapping[str, Any]:
         given = drawn(4, rows, tokens, width, dtype=jnp.float32), drawn(width)
 
-        def of(function: Callable, **more: Any) -> Callable:
-            how = {"eps": 1e-5, "dtype": "bfloat16"} | more
-
-            def call(x, parts, weight):
-                total, normed = function(x, parts, weight, **how)
-                return total, normed
-
-            return call
-
+        of = functools.partial(functools.partial, eps=1e-5, dtype="bfloat16")
         kernel = of(step_gpu.added, interpret=interpret)
         return check(kernel, of(step_gpu.reference_added), drawn(rows, tokens, width), *given)
 

@@ -15,7 +15,8 @@ pytestmark = needs_plugin
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "lavida_o.py")
 MOST_MB, MOST_MODULES = 1.5, 2
-MOST_KERNELS = 10  # that a layer adds to a step
+# That a layer adds to a step. XLA splits some products of the others, and adds up their parts.
+MOST_KERNELS = {"image": 10, "edit": 11, "reasoning": 11}
 LOWERED = """
 import json
 import pathlib
@@ -137,7 +138,7 @@ def test_the_command_predicts_a_request_whose_steps_copy_nothing(request_name):
         assert one["copies"] == [], one
     for one in line["programs"]:
         if one["name"] == "run_segment":
-            assert one["layer_kernels"] <= MOST_KERNELS, one
+            assert one["layer_kernels"] <= MOST_KERNELS[request_name], one
     assert 0 < line["floor_s"] < line["predicted_s"] < 4 * line["floor_s"]
 
 
