@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def largest_share(model) -> float:
     """Of a matrix of the layers, the largest part that one device holds."""
     found = parameters.by_name(model)
-    kernels = [leaf for name, leaf in found.items() if re.search(r"_layers/.*kernel$", name)]
+    kernels = [leaf for name, leaf in found.items() if re.search(r"_layers/.*kernel(_t)?$", name)]
     assert kernels
     return max(leaf.addressable_shards[0].data.size / leaf.size for leaf in kernels)
 
