@@ -242,7 +242,7 @@ def _pass_all(model, block, cells, rows, prompt, *, settings):
         cells,
         jnp.where(masked, state_of.NOT_DECODED, layout.GIVEN_BLOCK),
         rows,
-        state_of._see(model, prompt),
+        state_of._seen(model, prompt, None),
         None,
         jnp.int32(0),
     )
