@@ -64,7 +64,11 @@ DENSE_REQUESTS = {
     "edit_dense": ("edit", "edit1024/dense_lean/b1"),
 }
 # The same with matrices in 8 bits; compiled only if they are asked for.
-NARROW_REQUESTS = {f"image_{way}": ("quant", f"t2i1024/{way}/b1") for way in config.QUANTIZED}
+NARROW_REQUESTS = {
+    f"{name}_{way}": ("quant", case.format(way))
+    for name, case in (("image", "t2i1024/{}/b1"), ("reasoning", "reasoning/{}/b1/k8"))
+    for way in config.QUANTIZED
+}
 TOKENIZER = "tokenizer"
 IMPLEMENTATION = "pallas_gpu"
 LEAST_MATRIX = 1024  # rows and columns of a matrix of weights
