@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients are exactly zero between rival masked blocks, and from cached to later tokens."""
 
-import dataclasses
 import functools
 
 import jax
@@ -73,8 +72,7 @@ def test_rival_masked_blocks_predict_what_each_predicts_alone(kind):
 def keep_block(cut: diffusion.Blocks, number: int) -> diffusion.Blocks:
     """Returns the same blocks without the rivals of one masked block."""
     masked = cut.block == number
-    return dataclasses.replace(
-        cut,
+    return cut._replace(
         block=np.where(cut.masked & ~masked, diffusion.ABSENT, cut.block),
         masked=masked,
         masked_blocks=(number,),

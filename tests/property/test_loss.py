@@ -314,7 +314,7 @@ def test_uniform_loss_is_equation_1(policy, nodes):
     points, weights = np.polynomial.legendre.leggauss(nodes)
     loss = 0.0
     for u, share in zip((points + 1) / 2, weights / 2, strict=True):
-        t, _ = diffusion.time_from_uniform(policy, u)
+        t, _ = orders.time_from_uniform(policy, u)
         for masked in itertools.product([False, True], repeat=LENGTH):
             probability = t ** sum(masked) * (1 - t) ** (LENGTH - sum(masked))
             apart = np.arange(1, LENGTH + 1) / (LENGTH + 1)
@@ -332,9 +332,9 @@ def test_uniform_loss_is_equation_1(policy, nodes):
 def test_density_of_time_is_the_derivative_of_its_draw(policy):
     """p(t) = |du/dt|, by central differences; and t is in [0, 1]."""
     for u in np.linspace(0.005, 0.995, 199):
-        t, density = diffusion.time_from_uniform(policy, u)
+        t, density = orders.time_from_uniform(policy, u)
         step = 1e-6
-        before, after = (diffusion.time_from_uniform(policy, u + s)[0] for s in (-step, step))
+        before, after = (orders.time_from_uniform(policy, u + s)[0] for s in (-step, step))
         assert density == pytest.approx(abs(2 * step / (after - before)), rel=1e-4)
         assert 0 < t <= 1
 
@@ -342,17 +342,17 @@ def test_density_of_time_is_the_derivative_of_its_draw(policy):
 @pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
 def test_every_time_is_drawn_once(policy):
     """Time is monotone in u, so the density has one term; it has the right endpoints."""
-    times = [diffusion.time_from_uniform(policy, u)[0] for u in np.linspace(0, 1, 1001)]
+    times = [orders.time_from_uniform(policy, u)[0] for u in np.linspace(0, 1, 1001)]
     falling = np.diff(times) * (1 if times[-1] > times[0] else -1)
     assert (falling >= 0).all()
-    assert min(times) == pytest.approx(diffusion.MIN_TIME, abs=1e-2)
+    assert min(times) == pytest.approx(orders.MIN_TIME, abs=1e-2)
     assert max(times) == pytest.approx(1, abs=1e-2)
 
 
 @pytest.mark.parametrize("policy", ["uniform", "cosine", "logit_normal", "mode"])
 def test_weight_of_a_masked_token_is_one_over_t_and_its_density(policy):
     for u in (0.1, 0.5, 0.9):
-        t, density = diffusion.time_from_uniform(policy, u)
+        t, density = orders.time_from_uniform(policy, u)
         draws = np.array([t / 2, (1 + t) / 2, t / 3, (1 + t) / 2, (1 + t) / 2, t / 4])
         blocks = diffusion.uniform_blocks(
             Scripted([u, draws]), NONE_GIVEN, settings(blocks="uniform", time_policy=policy)

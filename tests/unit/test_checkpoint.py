@@ -149,9 +149,8 @@ def test_a_folder_is_written_anew_in_the_other_store(save, tmp_path, kind):
     assert (copied / arrays.TENSORS).read_text() == (folder / arrays.TENSORS).read_text()
 
 
-def test_large_parameters_lie_in_several_files(save, monkeypatch):
-    monkeypatch.setattr(tensors, "SHARD_BYTES", 60)
-    folder = save()
+def test_large_parameters_lie_in_several_files(save):
+    folder = save(most_bytes=60)
     placed = tensors.read_index(folder / tensors.INDEX)
     assert len(set(placed.values())) == len(sorted(folder.glob(stores.FILES))) > 2
     assert not (folder / tensors.SINGLE).exists()
