@@ -65,6 +65,7 @@ def test_what_is_kept_is_the_input_of_every_layer():
     assert kept[1] - kept[0] == 2 * 2 * tokens * 4  # two layers, two rows, float32
 
 
+@pytest.mark.slow
 def test_less_is_kept_than_of_whole_layers():
     """The difference between two depths: the tags of all layers are laid out once."""
     none, attention, layer = (
@@ -139,6 +140,7 @@ def test_the_branch_of_the_plan_is_that_of_the_config():
         assert parameters.by_name(ours) == parameters.by_name(theirs)
 
 
+@pytest.mark.slow
 def test_the_release_fits_as_it_should():
     """LoRA of the release, with the rows that `bench.training --plan` counts."""
     given = config.read(CONFIGS / "lavida_o_lora.py")

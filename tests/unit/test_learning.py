@@ -69,6 +69,7 @@ def test_every_cell_is_predicted_once_knowing_what_its_step_knows(ways, examples
             known[cells] = True
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_codes(ways, examples):
     for way in ("plan", "dense"):
         taken = learning.Likelihood(ways[way], examples, 16, together=4)

@@ -208,6 +208,7 @@ def test_operations_are_counted_in_loops_and_branches():
     assert work.operations(layers, x, w) == (3 + 1) * 2 * 4 * 8 * 8 + 2 * 4 * 4 * 8
 
 
+@pytest.mark.slow
 def test_rows_that_are_measured_together_are_timed_in_turn(monkeypatch):
     """Each turn has one request per row; the loop of partially timed rows is scaled."""
     cases, asked = suites.cases("cpu", SMALL), []
@@ -389,6 +390,7 @@ def suite_model(task):
     return fuse.for_inference(model, task=task, by_layer=True)
 
 
+@pytest.mark.slow
 def test_padding_above_the_bar_is_told():
     padding = {
         case.id: work_of(case).padding
