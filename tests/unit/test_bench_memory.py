@@ -80,6 +80,7 @@ def test_less_is_kept_than_of_whole_layers():
     assert none > 2 * attention > 2 * layer
 
 
+@pytest.mark.slow
 def test_the_state_of_a_run_is_as_large_as_planned():
     """Includes the average; the sum over microbatches is a second gradient."""
     given = stand_ins.settings(
@@ -94,6 +95,7 @@ def test_the_state_of_a_run_is_as_large_as_planned():
     assert planned.gradients == 2 * planned.average == 8 * planned.trained
 
 
+@pytest.mark.slow
 def test_a_device_of_a_mesh_holds_its_share_of_a_run():
     """Compared with the part of a real state on the first of four devices."""
     given = stand_ins.settings(

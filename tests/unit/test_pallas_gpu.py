@@ -140,7 +140,7 @@ def test_the_entry_runs_the_kernel_on_a_layer_of_a_stacked_cache(name):
 
 
 @needs_kernel
-@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize("splits", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_programs_that_share_the_keys_of_a_row_agree_with_the_reference(splits):
     """Some rows have fewer tiles than programs; others only padding, or nothing that they see."""
     for name in ("cache_tags", "nothing_seen", "padded_tags"):
