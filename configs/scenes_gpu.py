@@ -4,12 +4,14 @@ r"""A larger model of the bundled world for one GPU: 28.9 M parameters, heads of
     python -m sparse_lavida_jax.main --config=configs/scenes_gpu.py
     timeout -s TERM 570 python -m sparse_lavida_jax.main --config=configs/scenes_gpu.py  # a piece
     python -m sparse_lavida_jax.main --config=configs/scenes_gpu.py:tiny     # the same on a CPU
+    python -m sparse_lavida_jax.main --config=configs/scenes_gpu.py:twin     # to choose a rate
 
 It ends after 25 minutes of training or 20,000 steps, and scores itself in `report.md`. SIGTERM
 saves it, and the same line goes on: the second line may be typed until the run is finished.
 
-It was never run on a GPU. Guesses: the learning rate and the number of steps. The lessons are
-those of `configs/scenes_long.py`, as fractions of the run; `tiny` has one of them.
+It was never run on a GPU. The learning rate was chosen by short runs of `twin` (docs/training.md);
+the number of steps is a guess. The lessons are those of `configs/scenes_long.py`, as fractions of
+the run; `tiny` has one of them.
 """
 
 import ml_collections
@@ -48,7 +50,7 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
     )
     # Four examples share a row, each a segment of its own: about four tiles of the kernel.
     c.data.update(packing=4, shapes="run")
-    c.optimizer.update(learning_rate=1.5e-3, warmup_steps=200, b2=0.99, ema=0.999)
+    c.optimizer.update(learning_rate=3e-3, warmup_steps=200, b2=0.99, ema=0.999)
     c.train.update(
         train_steps=STEPS,
         batch_size=512,
