@@ -23,7 +23,7 @@ LONG_STEPS = 44_000  # of `configs/scenes_long.py`
 
 def get_config(size: str = "large") -> ml_collections.ConfigDict:
     if size not in ("large", "twin", "tiny"):
-        raise ValueError(f"there is no {size!r}. There are: large, twin, tiny.")
+        raise ValueError(f"scenes_gpu has no size {size!r}: choose large, twin or tiny.")
     c = scenes_long.get_config()
     c.name = "scenes_gpu"
 

@@ -82,7 +82,7 @@ TEXT = tuple(name for name in TASKS if name not in ("draw", "edit", "inpaint", "
 
 def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     if eyes not in ("open", "blind"):
-        raise ValueError(f"there is no {eyes!r}. There are: open, blind.")
+        raise ValueError(f"scenes_long has no variant {eyes!r}: choose open or blind.")
     c = scenes.get_config()
     c.name = "scenes_long"
     c.data.lessons = LESSONS

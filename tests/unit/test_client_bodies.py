@@ -165,15 +165,15 @@ def test_texts_that_are_empty_or_null_count_as_left_out():
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ({"role": "user", "content": "a", "images": ["x"]}, "a message with 'images' is not taken"),
-        ({"role": "assistant", "content": "a", "refusal": "no"}, "with 'refusal' is not taken"),
+        ({"role": "user", "content": "a", "images": ["x"]}, "a message has no field 'images'"),
+        ({"role": "assistant", "content": "a", "refusal": "no"}, "has no field 'refusal'"),
         ({"content": "a"}, "a message of '' is not known"),
         ({"role": "user", "content": 5}, "must be a text, or a list of parts"),
         ({"role": "user", "content": [{"type": "text"}]}, "of type 'text' is not known, or empty"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "is not known, or empty"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"min_pixels": 9}}]},
-         "a part with 'min_pixels'"),
-        ({"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}, "with 'file_id'"),
+         "a part has no field 'min_pixels'"),
+        ({"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}, "has no field 'file_id'"),
     ],
 )  # fmt: skip
 def test_what_a_message_cannot_hold_is_refused(message, told):

@@ -239,8 +239,8 @@ def _check_fields(what: str, given: dict[str, Any], known: set[str]) -> None:
     """Refuses fields that would be ignored; those that say nothing count as left out."""
     if unknown := [name for name, value in given.items() if value and name not in known]:
         raise RequestError(
-            f"a {what} with {unknown[0][:40]!r} is not taken: there is no such field here, and it"
-            " might change the answer: leave it out."
+            f"a {what} has no field {unknown[0][:40]!r}: remove it, as it might change the answer."
+            f" The fields are {', '.join(sorted(known))}."
         )
 
 
