@@ -173,7 +173,8 @@ def test_texts_that_are_empty_or_null_count_as_left_out():
         ({"role": "user", "content": [{"type": "image_url"}]}, "is not known, or empty"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"min_pixels": 9}}]},
          "a part has no field 'min_pixels'"),
-        ({"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}, "has no field 'file_id'"),
+        ({"role": "user", "content": [{"type": "input_image", "file_id": "x"}]},
+         "has no field 'file_id'"),
     ],
 )  # fmt: skip
 def test_what_a_message_cannot_hold_is_refused(message, told):
