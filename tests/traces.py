@@ -6,6 +6,7 @@
 in training, and runs the model once without a cache.
 """
 
+import contextlib
 import dataclasses
 import functools
 import unittest.mock
@@ -17,7 +18,7 @@ import tiny
 
 from sparse_lavida_jax import config, diffusion, orders, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.sampling import draw, plans, presets
+from sparse_lavida_jax.sampling import calls, draw, plans, presets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +75,15 @@ def plan(
 
 
 _prefill = tiny.quick_jit(
-    functools.partial(sample.prefill), static_argnames=("settings", "capacity")
+    functools.partial(calls.prefill), static_argnames=("settings", "capacity")
 )
-_pass_prompt = tiny.quick_jit(functools.partial(sample.pass_prompt), static_argnames=("kind",))
+_pass_prompt = tiny.quick_jit(functools.partial(calls.pass_prompt), static_argnames=("kind",))
 _gather = tiny.quick_jit(
-    functools.partial(sample.gather),
+    functools.partial(calls.gather),
     static_argnames=("first", "kind", "capacity", "prompt_len"),
 )
-_see = tiny.quick_jit(functools.partial(sample.see))
-_apart = tiny.quick_jit(functools.partial(sample.apart), static_argnames=("lengths",))
+_see = tiny.quick_jit(functools.partial(calls.see))
+_apart = tiny.quick_jit(functools.partial(calls.apart), static_argnames=("lengths",))
 _run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argnames=("settings",))
 
 
@@ -136,8 +137,14 @@ def _quick():
     return own | {"see": _see, "apart": _apart}
 
 
+@contextlib.contextmanager
 def _patched(**functions):
-    return unittest.mock.patch.multiple(sample, **functions)
+    """Replaces functions of the sampler, in the module that calls them."""
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            owner = sample if hasattr(sample, name) else calls
+            stack.enter_context(unittest.mock.patch.object(owner, name, function))
+        yield
 
 
 @functools.partial(tiny.quick_jit, static_argnames=("settings",))

@@ -30,7 +30,7 @@ from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import fuse, parameters, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.programs.kept import OVER_TPUS
-from sparse_lavida_jax.sampling.state import program_of
+from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, program_of, rows_of
 from sparse_lavida_jax.sequence import Response, Text
 
 MARGIN = 0.9  # share of a chip's memory that a program may use (ours)
@@ -335,9 +335,9 @@ def sampling(
     example = dataclasses.replace(case.example, parts=parts)
     case = dataclasses.replace(case, example=example, batch=images)
     chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    room = sample.capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
+    room = capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
     longest = max(steps, key=lambda part: len(part.block))
-    step = sample.StepTokens.of(longest)
+    step = StepTokens.of(longest)
     program = program_of(chosen, greedy=False)
     as_loaded = functools.partial(fuse.for_inference, by_layer=False, mesh=mesh)
     fused = jax.eval_shape(as_loaded, denoiser_shapes(model))
@@ -345,7 +345,7 @@ def sampling(
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
     )
-    requests = sample.rows_of(case.requests(range(images)), chosen)
+    requests = rows_of(case.requests(range(images)), chosen)
     rest = _whole((canvas, known, requests, prompt), mesh)
 
     def compiled(traced, *given) -> AotProgram:
@@ -354,7 +354,7 @@ def sampling(
         return AotProgram(topology, dict(axes), made, given, time.perf_counter() - begin)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = sample.prefill.over_tpus.trace(own, *rest, settings=program, capacity=room)
+        traced = prefill.over_tpus.trace(own, *rest, settings=program, capacity=room)
         prefilled = compiled(traced, own, *rest)
         state = _laid(traced.out_info, prefilled.program.output_shardings)
         given = (own, state, _whole(step, mesh), rest[-1])

@@ -49,6 +49,7 @@ from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, parameters, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.kept import Call, finish
+from sparse_lavida_jax.sampling import calls
 
 SUITE, MEMORY_SUITE, TOKENIZER_SUITE = "aot_requests", "aot_memory", "aot_tokenizer"
 # A name, and the suite and id of the request.
@@ -177,7 +178,7 @@ def programs(
     """
     settings, plan = case.settings(model.settings), case.plan(model.settings)
     examples, prompt = case.requests(range(case.batch)), case.prompt(model.settings)
-    batch = sample.prepared(model, examples, plan, settings=settings, prompt=prompt, in_trips=True)
+    batch = calls.prepared(model, examples, plan, settings=settings, prompt=prompt, in_trips=True)
     trips = [trip for segment in plan for trip in batch.begun.trips(segment)]
     runs, steps = collections.Counter(), collections.Counter()
     for trip in trips:
@@ -225,7 +226,7 @@ def programs(
 
     first_trip = 1 if len(batch.parts) <= 1 else len(batch.parts) + 1
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh), unchecked():
-        finish(batch.calls([*first.values()]), lower)
+        finish(sample.calls_of(batch, [*first.values()]), lower)
     return found
 
 

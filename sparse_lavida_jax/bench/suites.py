@@ -340,7 +340,7 @@ def _changes(model: config.Model, kind: str) -> list[str]:
     """Returns the changes that make a request fast on this device, each to be undone in a row.
 
     fused: one matrix for queries, keys and values; by_layer: separate arrays for every layer;
-    trips: segments in programs of `sample.STEPS` steps; tables_ahead: tables of attention made
+    trips: segments in programs of `calls.STEPS` steps; tables_ahead: tables of attention made
     before the loop; prefix: kept between requests; vq_dtype: used by the decoder, otherwise
     float32; tiled_head: no logits over the vocabulary.
     """

@@ -9,8 +9,9 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import main, pipeline, sample
+from sparse_lavida_jax import main, pipeline
 from sparse_lavida_jax.models.cache import KVCache
+from sparse_lavida_jax.sampling import calls
 from sparse_lavida_jax.scenes import tasks, world
 
 PROMPTS = ["a red circle", "two blue squares", "a green cross"]
@@ -56,14 +57,14 @@ def test_the_command_line_evaluates(finished, tmp_path, capsys):
 @pytest.fixture
 def rows(monkeypatch):
     """The numbers of requests and rows of each prefill."""
-    seen, gather = [], sample.gather
+    seen, gather = [], calls.gather
 
     def counting(model, canvas, decoded_at, row_key, parts, **more):
         caches = jax.tree.leaves(parts, is_leaf=lambda one: isinstance(one, KVCache))
         seen.append((len(canvas), sum(cache.block.shape[0] for cache in caches)))
         return gather(model, canvas, decoded_at, row_key, parts, **more)
 
-    monkeypatch.setattr(sample, "gather", counting)
+    monkeypatch.setattr(calls, "gather", counting)
     return seen
 
 

@@ -22,7 +22,7 @@ from dense_pass import FIRST, GIVEN
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.layout import make_layout
-from sparse_lavida_jax.sampling import presets, prompts, state
+from sparse_lavida_jax.sampling import calls, presets, prompts, state
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5  # float32 against float64; measured: 7e-6 at most
@@ -389,7 +389,7 @@ def registers_one_position_off():
         prompt = prompts.prepare(*args)
         return prompt.replace(length=prompt.length + 1)
 
-    return mock.patch.object(sample, "prepare", changed)
+    return mock.patch.object(calls, "prepare", changed)
 
 
 def visible_padding_of_prompts():

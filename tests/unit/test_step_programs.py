@@ -13,7 +13,7 @@ import traces
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.bench import requests
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.sampling import plans, prompts
+from sparse_lavida_jax.sampling import calls, plans, prompts
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 
 VOCABULARY, CODES = 53, 29  # sizes that nothing else has
@@ -104,7 +104,7 @@ def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
             for field in dataclasses.fields(plans.Segment)
         })  # fmt: skip
         numbered = dataclasses.replace(whole, block=np.arange(steps))
-        begun = sample.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, {}, in_trips)
+        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, {}, in_trips)
         found, own = [], []
         for trip in begun.trips(numbered):
             length = len(trip.steps.block)
@@ -146,9 +146,9 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
     )
     model, make, numbers = tiny.denoiser(model_settings), sample.make, []
 
-    def counted(calls, number):
+    def counted(made_ahead, number):
         numbers.append(number)
-        make(calls, number)
+        make(made_ahead, number)
         made.append([name for event, name in compiled if "backend" in event])
         del compiled[:]
 

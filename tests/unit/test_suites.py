@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from sparse_lavida_jax import config, sample
+from sparse_lavida_jax import config
 from sparse_lavida_jax.bench import requests, suites, table, work
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling import calls
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FULL = config.read(CONFIGS / "lavida_o.py")
@@ -367,7 +368,7 @@ def test_the_page_counts_programs():
             plan = case.timed_plan(FULL.model)
             own = trips and case.in_trips is not False
             for part in plan:
-                steps = sample.STEPS if own else part.num_steps
+                steps = calls.STEPS if own else part.num_steps
                 shapes = [x.shape[1:] for x in (part.clean, part.decode, part.rest)]
                 found.add((case.method, case.batch, steps, *shapes, bool(part.refresh[0])))
         return len(found)
