@@ -32,7 +32,7 @@ from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import checks, records
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.checks import Number, Numbers, Words
-from sparse_lavida_jax.inference.engine import Engine, Programs, TaskRun
+from sparse_lavida_jax.inference.engine import Engine, Programs
 from sparse_lavida_jax.inference.requests import (
     ROUNDS,
     ChangeOptions,
@@ -45,6 +45,7 @@ from sparse_lavida_jax.inference.requests import (
     recorded_image,
 )
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts

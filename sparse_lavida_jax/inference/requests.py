@@ -71,7 +71,7 @@ class Request(RowRequest):
         plan: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
         size: height and width of the image to draw, in pixels; None: the largest.
-        mask: cells of an image that are to be drawn anew; the others stay as they are.
+        mask: cells of an image to redraw; the others stay as they are.
         box: the place of the given image in an outpainted one: x1, y1, x2, y2 in pixels.
         rounds: the largest number of attempts at an image that the model judges itself.
         max_new_tokens: of an answer; None: the usual number.

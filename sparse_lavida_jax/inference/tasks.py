@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in, results out: how each task is done."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from sparse_lavida_jax import config, sequence
+from sparse_lavida_jax.data.example import Example, RowRequest
+from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
+from sparse_lavida_jax.inference import batches, regions
+from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference.engine import Engine, Programs
+from sparse_lavida_jax.inference.requests import (
+    TASKS,
+    Grid,
+    Pixels,
+    Request,
+    ShownImage,
+    grid_of,
+    of_row,
+)
+from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
+from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
+from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.sample import Callback
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling.content_cache import digest
+from sparse_lavida_jax.version import __version__
+
+_Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Canvas:
+    """An image to be drawn, as the model gets it.
+
+    Attributes:
+        words: with the box of the mask, for example.
+        cells: rows and columns of its grid.
+        image: what the vision tower sees; None: nothing.
+        pixels: what is given as codes, at the size of the image to be drawn.
+        mask: cells to redraw; None: all.
+    """
+
+    words: str
+    cells: tuple[int, int]
+    image: Pixels | None = None
+    pixels: Pixels | None = None
+    mask: Grid | None = None
+
+
+@dataclasses.dataclass
+class TaskRun:
+    """Requests of one task while they are being done: settings, and measurements so far.
+
+    Attributes:
+        engine, settings, prompts, codec, source: of the pipeline.
+        sampling: for all requests, except for settings of single requests.
+        callback, bucket, padding, programs: see `SparseLaViDa.run`.
+        seconds: the time of each stage.
+        first: the request of the first example, if requests are done one after another.
+        buckets: of the images decoded last.
+        tokens, layout_tokens: the number passed through the network for each request.
+        prompted: tokens in each request's first prompt (`Result.prompted`).
+    """
+
+    engine: Engine
+    settings: config.Config
+    prompts: PromptLanguage
+    codec: Any
+    source: Origin
+    sampling: config.Sampling
+    callback: Callback | None
+    bucket: Bucket | None
+    padding: Padding
+    programs: Programs
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    first: int = 0
+    buckets: list[Bucket] = dataclasses.field(default_factory=list)
+    tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    layout_tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    prompted: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def run(self, requests: Sequence[Request]) -> Result:
+        """Does the requests, which are all of one task."""
+        does = {"reflect": self.reflect, "ground": self.find_boxes}
+        by_kind = self.draw_images if TASKS[requests[0].task].draws else self.write_texts
+        return does.get(requests[0].task, by_kind)(requests)
+
+    def _texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
+        return [self.prompts.text(ids) for ids in responses]
+
+    def decode(
+        self,
+        making: str,
+        examples: Sequence[Example],
+        requests: Sequence[RowRequest],
+        sampling: config.Sampling | None = None,
+    ) -> list[Int[np.ndarray, "_l g"]]:
+        """Decodes examples, and records the buckets in which images were decoded."""
+        if making == "image" and self.bucket is not None:
+            for one in examples:
+                own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
+                batches.check(self.bucket, own + self.prompts.longest)
+        with self.timed(making):
+            decoded = self.engine.decode(
+                examples,
+                requests,
+                sampling or self.sampling,
+                making=making,
+                bucket=self.bucket if making == "image" else None,
+                padding=self.padding,
+                callback=self.callback,
+                programs=self.programs,
+            )
+        if making == "image":
+            self.buckets = decoded.buckets
+        tokens = self.layout_tokens if making == "layout" else self.tokens
+        for row, one in enumerate(examples, self.first):
+            tokens[row] += decoded.tokens[row - self.first]
+            self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
+        return decoded.responses
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time of a stage to `seconds`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
+
+    def result(self, requests: Sequence[Request], **found: Any) -> Result:
+        """Returns the result, with the records of images."""
+        records = ()
+        if "pixels" in found:
+            none = [None] * len(requests)
+            layouts = found.get("plans") or none
+            buckets = none if requests[0].task == "reflect" else self.buckets
+            records = tuple(map(self._record, requests, layouts, buckets))
+        return Result(
+            requests[0].task,
+            tuple(request.asked or request.words for request in requests),
+            tuple(request.seed for request in requests),
+            self.sampling,
+            self.source,
+            self.seconds,
+            records=records,
+            sentences=tuple(request.words for request in requests),
+            warnings=tuple(request.warning for request in requests),
+            prompted=tuple(self.prompted.get(row, (0, 0)) for row in range(len(requests))),
+            passed=tuple(self.tokens[row] for row in range(len(requests))),
+            layout_passed=tuple(self.layout_tokens[row] for row in range(len(requests))),
+            **found,
+        )
+
+    def _record(self, request: Request, plan: str | None, bucket: Bucket | None) -> dict[str, Any]:
+        """Returns what `replay` needs, for `json`."""
+        known = None if request.mask is None else (~request.mask).tolist()
+        recipe: dict[str, Any] = {
+            "generate": lambda: {"size": None if request.size is None else list(request.size)},
+            "edit": dict,
+            "inpaint": lambda: {"known": known},
+            "outpaint": lambda: {"box": list(request.box)} if request.box else {"known": known},
+            "reflect": lambda: {"rounds": request.rounds, "plan": request.plan},
+        }[request.task]()
+        return {
+            "format": FORMAT,
+            "sampler": SAMPLER_VERSION,
+            "task": request.task,
+            "prompt": request.words,
+            "asked": request.asked,
+            "seed": request.seed,
+            "recipe": recipe,
+            "plan": plan,
+            SHOWN_KEY: request.images[0].as_json() if request.images else None,
+            "bucket": None if bucket is None else dataclasses.asdict(bucket),
+            "sampling": dataclasses.asdict(of_row(self.sampling, request)),
+            "checkpoint": dataclasses.asdict(self.source),
+            "attention": implementation_of(self.engine.model.settings),
+            "step": step_implementation_of(self.engine.model),
+            "version": __version__,
+            "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
+        }
+
+    # -- images -----------------------------------------------------------------------------
+
+    def draw_images(self, requests: Sequence[Request]) -> Result:
+        """Draws the images of requests."""
+        canvases = [self._canvas(request) for request in requests]
+        if side_by_side.are_made_ahead():
+            for cells in {canvas.cells for canvas in canvases}:
+                self.codec.decoding(cells, self.sampling.vq_dtype)  # while the others are made
+        layouts = self._layouts(requests, canvases)
+        examples = [
+            self._image_example(canvas, layout)
+            for canvas, layout in zip(canvases, layouts or [None] * len(requests), strict=True)
+        ]
+        cells = self.decode("image", examples, requests)
+        pixels: list[Pixels] = []
+        with self.timed("pixels"):
+            pairs = zip(canvases, cells, strict=True)
+            for (rows, _), group in itertools.groupby(pairs, lambda pair: pair[0].cells):
+                own = np.stack([one for _, one in group])
+                pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
+        found = {"pixels": tuple(pixels), "plans": tuple(layouts or ())}
+        return self.result(requests, tokens=tuple(cells), **found)
+
+    def _canvas(self, request: Request) -> _Canvas:
+        side, grid = self.codec.image_size, self.settings.model.grid_size
+        if request.task == "generate":
+            cells = grid_of(request.size, side, self.settings.model)
+            return _Canvas(request.words, cells)
+        image, mask = request.pixels, request.mask
+        canvas = self.prompts.canvas(image, side)
+        if request.task == "edit":
+            return _Canvas(request.words, (grid, grid), image, canvas)
+        if request.box is not None:
+            canvas, mask = regions.placed(image, request.box, side, side // grid)
+        assert mask is not None
+        canvas = self.prompts.erased(canvas, mask)
+        words = self.prompts.fill_words(request.task, request.words, mask)
+        return _Canvas(words, (grid, grid), canvas, canvas, mask)
+
+    def _layouts(
+        self, requests: Sequence[Request], canvases: Sequence[_Canvas]
+    ) -> list[str] | None:
+        """Returns the layout of each image, given or by the model; None: without layouts."""
+        task, asked = requests[0].task, [request.plan for request in requests]
+        told = [layout for layout in asked if isinstance(layout, str)]
+        if told:
+            return told
+        learned = self.prompts.lays_out(task)
+        if asked[0] and not learned:
+            raise RequestError(f"this checkpoint was not trained to lay out images of {task!r}.")
+        if getattr(self.engine.model, "task", "both") == "image":  # `fuse.for_inference`
+            if asked[0]:
+                raise RequestError("parameters for images alone write no layout: use task='both'.")
+            return None
+        wanted = self.sampling.plan if asked[0] is None else asked[0]
+        if not wanted or not learned:
+            return None
+        examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
+        how = self._about_images(layout=task != "edit")
+        return self._texts(self.decode("layout", examples, _seeds(requests), how))
+
+    def _about_images(self, *, layout: bool) -> config.Sampling:
+        """Returns the settings for a text about an image to be drawn: a layout or a verdict.
+
+        Args:
+            layout: whether to use the temperature of layouts; edits use that of other texts.
+        """
+        how, changes = self.sampling, {}
+        if how.layout_block_len:
+            changes["text_block_len"] = how.layout_block_len
+        if layout and how.layout_temperature >= 0:
+            changes["text_temperature"] = how.layout_temperature
+        return dataclasses.replace(how, **changes)
+
+    def _image_example(
+        self, canvas: _Canvas, plan: str | None, attempts: Sequence[_Attempt] = ()
+    ) -> Example:
+        if canvas.pixels is None:
+            shape = math.prod(canvas.cells), self.settings.model.codes_per_token
+            blank = np.zeros(shape, np.int32)
+            more = {"plan": plan, "attempts": attempts, "grid": canvas.cells}
+            example = self.prompts.draw(canvas.words, blank, **more)
+        else:
+            codes = self._codes(canvas.pixels)
+            assert canvas.image is not None
+            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, plan)
+        return dataclasses.replace(example, grid=canvas.cells)
+
+    def _codes(self, pixels: Pixels) -> Int[np.ndarray, "l g"]:
+        """Returns the codes of the cells of an image, read-only."""
+        cache, names = self.engine.content_cache, [(self.codec, digest(pixels))]
+        found = cache.get("codes", names)
+        if found is None:
+            found = tuple(self.codec.encode(pixels[None]))
+            found[0].setflags(write=False)
+            cache.add("codes", names, found)
+        return found[0]
+
+    def reflect(self, requests: Sequence[Request]) -> Result:
+        """Draws and judges images; returns the last ones, with all attempts and their verdicts."""
+        done = []
+        for self.first, request in enumerate(requests):
+            done.append(self._reflect(request))
+        return self.result(
+            requests,
+            tokens=tuple(cells for cells, _ in done),
+            pixels=tuple(attempts[-1][0] for _, attempts in done),
+            texts=tuple(attempts[-1][1] for _, attempts in done),
+            attempts=tuple(tuple(attempts) for _, attempts in done),
+        )
+
+    def _reflect(self, request: Request) -> tuple[Int[np.ndarray, "_l g"], list[_Attempt]]:
+        """Returns the codes of the last image, and all images with their verdicts."""
+        attempts: list[_Attempt] = []
+        now = dataclasses.replace(request, task="generate")
+        while True:
+            canvas = self._canvas(now)
+            layouts = self._layouts([now], [canvas])
+            earlier = attempts if now.task == "generate" else ()
+            example = self._image_example(canvas, layouts[0] if layouts else None, earlier)
+            (cells,) = self.decode("image", [example], [now])
+            (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
+            judged = [self.prompts.judge(request.words, image)]
+            told = self.decode("text", judged, _seeds([now]), self._about_images(layout=False))
+            (verdict,) = self._texts(told)
+            attempts.append((image, verdict.strip()))
+            if self.prompts.accepts(verdict.strip()) or len(attempts) == request.rounds:
+                return cells, attempts
+            correction = self.prompts.correction(verdict.strip())
+            now = dataclasses.replace(request, task="generate", attempt=len(attempts))
+            if correction is not None:
+                shown = (ShownImage(image),)
+                now = dataclasses.replace(now, task="edit", words=correction, images=shown)
+
+    # -- text and boxes ---------------------------------------------------------------------
+
+    def write_texts(self, requests: Sequence[Request]) -> Result:
+        """Writes the texts of requests."""
+        required = requests[0].required
+        if required and not self.prompts.refusal("caption"):
+            plain = [
+                dataclasses.replace(one, task="caption", template=None, required=())
+                for one in requests
+            ]
+            free = self.write_texts(plain)
+            if all(f" {word.strip()} " in f" {free.text.strip()} " for word in required):
+                return dataclasses.replace(free, task=requests[0].task)
+        said = self.decode("text", [self._text_example(one) for one in requests], requests)
+        texts = (
+            self.prompts.answer(ids)
+            if request.template is None
+            else self.prompts.completed(request.template, ids)
+            for request, ids in zip(requests, said, strict=True)
+        )
+        return self.result(
+            requests, tokens=tuple(said), texts=tuple(text.strip() for text in texts)
+        )
+
+    def _text_example(self, request: Request) -> Example:
+        prompts, words, seen = self.prompts, request.words, request.seen
+        if request.template is not None:
+            words = prompts.fill_in if request.task == "infill" else prompts.describe_in
+            return prompts.complete(words, request.template, seen)
+        tokens = prompts.answer_tokens if request.task == "ask" else prompts.long_answer_tokens
+        if request.task == "caption":
+            words = prompts.describe
+        return prompts.ask(words, seen, request.max_new_tokens or tokens, request.earlier)
+
+    def find_boxes(self, requests: Sequence[Request]) -> Result:
+        """Finds the boxes of phrases, all in one image."""
+        image, named = requests[0].pixels, [request.words for request in requests]
+        examples, how = self.prompts.locate(named, image), self.sampling
+        if self.prompts.locates_in_one_step:
+            how = presets.one_pass(how, self.settings.model, len(examples[0].response))
+        found = self.decode("text", examples, requests[: len(examples)], how)
+        size = image.shape[1], image.shape[0]
+        boxes = tuple(self.prompts.boxes(named, found, size))
+        return self.result(requests, tokens=tuple(found), boxes=boxes)
+
+
+def _seeds(requests: Sequence[Request]) -> list[RowRequest]:
+    """Returns requests reduced to their noise, for text about an image to be drawn."""
+    return [RowRequest(seed=one.seed, attempt=one.attempt) for one in requests]
