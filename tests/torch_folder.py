@@ -7,12 +7,13 @@ import pathlib
 
 import chat_tokenizer
 import numpy as np
+import pytest
 import safetensors.numpy
 import tiny
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import tensors
-from sparse_lavida_jax.convert import names, settings
+from sparse_lavida_jax.convert import from_torch, names, settings
 
 INDEX = "model.safetensors.index.json"
 
@@ -96,3 +97,11 @@ def read(folder: pathlib.Path) -> dict[str, np.ndarray]:
         found |= safetensors.numpy.load_file(folder / file)
     assert set(found) == set(placed)
     return found
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A converted folder that tests must not change."""
+    scratch = tmp_path_factory.mktemp("converted")
+    from_torch.convert(write(scratch / "released"), scratch / "model")
+    return scratch / "model"

@@ -153,19 +153,15 @@ def model_types(
 
     def make() -> Denoiser:
         model = Denoiser(settings, rngs=nnx.Rngs(0))
-        return fuse.for_inference(model, task=task, by_layer=True)
-
-    def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        dtype = jnp.dtype(settings.compute_dtype) if x.dtype == jnp.float32 else x.dtype
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+        fused = fuse.for_inference(model, task=task, by_layer=True)
+        dtype = jnp.dtype(settings.compute_dtype)
+        held = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, fused)
+        return quantize.as_asked(held, method)
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    wide = jax.tree.map(leaf, jax.eval_shape(make))
-    with unchecked():
-        narrow = jax.eval_shape(lambda model: quantize.as_asked(model, method), wide)
-    return jax.tree.map(placed, narrow)
+    return jax.tree.map(placed, jax.eval_shape(make))
 
 
 def programs(

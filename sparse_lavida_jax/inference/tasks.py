@@ -283,7 +283,8 @@ class TaskRun:
 
     def _codes(self, pixels: Pixels) -> Int[np.ndarray, "l g"]:
         """Returns the codes of the cells of an image, read-only."""
-        cache, names = self.engine.content_cache, [(self.codec, digest(pixels))]
+        cache = self.engine.content_cache
+        names = [(self.codec, digest(pixels) if cache.most_bytes else "")]
         found = cache.get("codes", names)
         if found is None:
             found = tuple(self.codec.encode(pixels[None]))

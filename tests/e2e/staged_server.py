@@ -6,14 +6,20 @@ import contextlib
 import dataclasses
 import io
 
-import openai
 import pytest
 import staged
 from PIL import Image
-from serving_on_loopback import served
 
-from sparse_lavida_jax.apps import server
-from sparse_lavida_jax.apps.serving import Limits, Service
+WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
+pytest.importorskip("fastapi", reason=WHY)
+pytest.importorskip("prometheus_client", reason=WHY)
+httpx = pytest.importorskip("httpx2", reason=WHY)
+openai = pytest.importorskip("openai", reason=WHY)
+
+from serving_on_loopback import served  # noqa: E402
+
+from sparse_lavida_jax.apps import server  # noqa: E402
+from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
 
 KEY = "a key"
 

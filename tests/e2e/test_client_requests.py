@@ -5,15 +5,8 @@ import dataclasses
 import json
 
 import pytest
-
-WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
-pytest.importorskip("fastapi", reason=WHY)
-pytest.importorskip("prometheus_client", reason=WHY)
-httpx = pytest.importorskip("httpx2", reason=WHY)
-openai = pytest.importorskip("openai", reason=WHY)
-
-import staged_server  # noqa: E402
-from staged_server import png, said, uri  # noqa: E402
+import staged_server
+from staged_server import httpx, png, said, uri
 
 free, service, address = staged_server.free, staged_server.service, staged_server.address
 client = staged_server.client

@@ -13,23 +13,15 @@ import zlib
 import numpy as np
 import pytest
 import staged
+import staged_server
 from PIL import Image, PngImagePlugin
+from staged_server import KEY, client_of, httpx, openai, png, said, serving, uri
 
-WHY = "pip install 'sparse-lavida-jax[serve]' openai to test the server"
-pytest.importorskip("fastapi", reason=WHY)
-pytest.importorskip("prometheus_client", reason=WHY)
-httpx = pytest.importorskip("httpx2", reason=WHY)
-openai = pytest.importorskip("openai", reason=WHY)
-
-
-import staged_server  # noqa: E402
-from staged_server import KEY, client_of, png, said, serving, uri  # noqa: E402
-
-from sparse_lavida_jax.apps import hosting, server  # noqa: E402
-from sparse_lavida_jax.apps.api import guards  # noqa: E402
-from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
-from sparse_lavida_jax.data import image_files  # noqa: E402
-from sparse_lavida_jax.data.image_files import ImageError  # noqa: E402
+from sparse_lavida_jax.apps import hosting, server
+from sparse_lavida_jax.apps.api import guards
+from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.image_files import ImageError
 
 free, service, address = staged_server.free, staged_server.service, staged_server.address
 client = staged_server.client

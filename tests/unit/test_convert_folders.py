@@ -32,12 +32,7 @@ def folder(tmp_path):
     return torch_folder.write(tmp_path / "released")
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    """A converted folder that tests must not change."""
-    scratch = tmp_path_factory.mktemp("converted")
-    from_torch.convert(torch_folder.write(scratch / "released"), scratch / "model")
-    return scratch / "model"
+converted = torch_folder.converted
 
 
 @pytest.fixture

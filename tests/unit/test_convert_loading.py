@@ -10,15 +10,9 @@ import torch_folder
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.checkpoints import arrays, model_folder, stores, tensors
-from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.models import denoiser, fuse
 
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    scratch = tmp_path_factory.mktemp("loading")
-    from_torch.convert(torch_folder.write(scratch / "released"), scratch / "model")
-    return scratch / "model"
+converted = torch_folder.converted
 
 
 @pytest.fixture(scope="module")

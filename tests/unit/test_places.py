@@ -45,11 +45,7 @@ def released(tmp_path):
     return torch_folder.write(tmp_path / "released")
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    scratch = tmp_path_factory.mktemp("converted")
-    from_torch.convert(torch_folder.write(scratch / "released"), scratch / "model")
-    return scratch / "model"
+converted = torch_folder.converted
 
 
 def litter(folder):
