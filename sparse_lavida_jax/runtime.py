@@ -210,6 +210,17 @@ def return_freed_memory() -> None:
         libc.malloc_trim(0)
 
 
+def memory_of(device: Any) -> int:
+    """Returns the memory of a device in bytes; for a CPU, that of the machine; 0 if unknown."""
+    known = device.memory_stats() or {}
+    if "bytes_limit" in known:
+        return known["bytes_limit"]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not available on this operating system
+        return 0
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the memory of the host or of a device is not enough."""
     if isinstance(error, jax.errors.JaxRuntimeError):

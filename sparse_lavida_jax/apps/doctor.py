@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.checkpoints import model_folder, room
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import circumstances
@@ -37,7 +38,11 @@ SECONDS = 10  # to wait for nvidia-smi
 def report() -> dict[str, Any]:
     """Returns versions, devices with their memory in bytes, models, and what fits, for `json`."""
     devices = [
-        {"kind": device.device_kind, "platform": device.platform, "memory": _memory(device)}
+        {
+            "kind": device.device_kind,
+            "platform": device.platform,
+            "memory": runtime.memory_of(device),
+        }
         for device in jax.devices()
     ]
     sizes = {name: _size(name) for name in model_folder.bundled_models()}
@@ -142,17 +147,6 @@ def kernels_text(found: dict[str, Any]) -> str:
         )
     columns = ("check", "same bits twice", "off by", "kernel, us", "without, us")
     return f"{ran}, {found['device']}: {verdict}\n\n{markdown.table(columns, rows)}"
-
-
-def _memory(device: Any) -> int:
-    """Returns the memory of a device in bytes; for a CPU, that of the machine."""
-    known = device.memory_stats() or {}
-    if "bytes_limit" in known:
-        return known["bytes_limit"]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not available on this operating system
-        return 0
 
 
 def _size(name: str) -> int:

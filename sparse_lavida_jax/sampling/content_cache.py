@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from sparse_lavida_jax import runtime
 from sparse_lavida_jax.sampling.prompts import Prompt
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -33,8 +34,8 @@ MOST_GB = 10_000
 
 def default_bytes() -> int:
     """Returns the bytes that are kept if nobody says how many."""
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    return int(min(DEFAULT_BYTES, DEFAULT_FRACTION * limit))
+    memory = runtime.memory_of(jax.devices()[0]) or math.inf
+    return int(min(DEFAULT_BYTES, DEFAULT_FRACTION * memory))
 
 
 class ContentCache:

@@ -4,6 +4,7 @@
 import concurrent.futures
 import dataclasses
 import gc
+import os
 import re
 import weakref
 from unittest import mock
@@ -441,6 +442,11 @@ def test_contents_are_told_apart_by_shape_type_and_value():
 def test_the_usual_bound_is_a_share_of_the_device(monkeypatch):
     device = mock.Mock()
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    for stats, most in ((None, 4e9), ({"bytes_limit": 16e9}, 0.8e9), ({"bytes_limit": 1e12}, 4e9)):
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4000, "SC_PHYS_PAGES": 2_000_000}.get)
+    for stats, most in (
+        (None, 0.4e9),
+        ({"bytes_limit": 16 * 10**9}, 0.8e9),
+        ({"bytes_limit": 10**12}, 4e9),
+    ):
         device.memory_stats.return_value = stats
         assert default_bytes() == ContentCache().most_bytes == most
