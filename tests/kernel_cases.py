@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape
+from sparse_lavida_jax.kernels.common import Shape
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
 S, T = 40, 70  # queries and keys; neither a whole number of any tile
@@ -98,11 +98,11 @@ def as_arrays(tags):
     return tuple(None if tag is None else jnp.asarray(tag, jnp.int32) for tag in tags)
 
 
-def draw(rng, heads, kv_heads, head_dim, dtype=jnp.float32, lengths=(S, T)):
+def draw(rng, heads, kv_heads, head_dim, dtype=jnp.float32, lengths=(S, T), rows=2):
     """Returns q, k, v and the gradient of the output."""
     s, t = lengths
-    shapes = [(2, s, heads), (2, t, kv_heads), (2, t, kv_heads), (2, s, heads)]
-    return tuple(jnp.asarray(rng.normal(size=(b, n, h * head_dim)), dtype) for b, n, h in shapes)
+    shapes = [(s, heads), (t, kv_heads), (t, kv_heads), (s, heads)]
+    return tuple(jnp.asarray(rng.normal(size=(rows, n, h * head_dim)), dtype) for n, h in shapes)
 
 
 def reference(q, k, v, tags, head_dim):
@@ -114,47 +114,6 @@ def reference(q, k, v, tags, head_dim):
 def reference_and_gradients(q, k, v, pulled, pulled_lse, tags, head_dim):
     found, pull_back = jax.vjp(lambda *qkv: reference(*qkv, tags, head_dim), q, k, v)
     return found, pull_back((pulled, pulled_lse))
-
-
-def check_output_and_gradients(run, tags, rng, heads, kv_heads, head_dim):
-    """Checks `run(q, k, v, pulled, pulled_lse, tags)` against the reference; returns its parts."""
-    *qkv, pulled = draw(rng, heads, kv_heads, head_dim)
-    seen = np.asarray(reference(*qkv, tags, head_dim)[1]) < NOTHING_SEEN_LSE
-    pulled_lse = jnp.asarray(rng.normal(size=seen.shape) * seen, jnp.float32)
-    (out, lse), gradients = run(*qkv, pulled, pulled_lse, tags)
-    (wanted, wanted_lse), wanted_gradients = reference_and_gradients(
-        *qkv, pulled, pulled_lse, tags, head_dim
-    )
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=TOLERANCE)
-    assert not np.asarray(out)[~seen.any(axis=1)].any()
-    assert (np.asarray(lse)[~seen] == np.float32(NOTHING_SEEN_LSE)).all()
-    for found, expected in zip(gradients, wanted_gradients, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=TOLERANCE)
-
-
-def check_bfloat16_twice(run, tags):
-    """Checks two heads of 8 in bfloat16: near the reference, and the same bits on repetition."""
-    *qkv, pulled = draw(np.random.default_rng(0), 2, 2, 8, jnp.bfloat16)
-    nothing = jnp.zeros((2, 2, S))
-    first, again = (run(*qkv, pulled, nothing, tags) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    wide = (x.astype(jnp.float32) for x in (*qkv, pulled))
-    wanted = reference_and_gradients(*wide, nothing, tags, 8)
-    for found, expected in zip(jax.tree.leaves(first), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2e-2, atol=2e-2)
-
-
-def check_drawn_blocks(run, drawn):
-    """Checks one head of 8 with tags drawn by `any_blocks`."""
-    query_block, key_block, num_clean = drawn
-    tags = as_arrays((query_block, horizons(query_block, num_clean), key_block, None, None))
-    *qkv, pulled = draw(np.random.default_rng(0), 1, 1, 8)
-    nothing = jnp.zeros((2, 1, S))
-    found = run(*qkv, pulled, nothing, tags)
-    wanted = reference_and_gradients(*qkv, pulled, nothing, tags, 8)
-    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=TOLERANCE)
 
 
 def records_of_races(monkeypatch, module, name: str) -> list:
