@@ -82,17 +82,6 @@ def test_segments_tell_the_story_of_the_plan(plan_and_given, passes_clean, passe
         assert (plan.decoded_at[row][given_row] == 1).all()
 
 
-@hypothesis.given(image_plans())
-def test_clean_sets_and_the_last_step_rebuild_the_image(plan_and_given):
-    plan, given = plan_and_given
-    parts = plans.segments(plan, passes_clean="newest", passes_rest=False)
-    for row, given_row in enumerate(given):
-        passed = [valid(part.clean[:, row]) for part in parts]
-        last = [valid(parts[-1].decode[-1, row])] if parts else []
-        passed = np.concatenate([np.zeros(0, int), *passed, *last])
-        np.testing.assert_array_equal(np.sort(passed), np.flatnonzero(~given_row))
-
-
 @hypothesis.given(
     st.integers(1, 4), st.integers(1, 6), st.integers(1, 8), st.integers(0, 2**32 - 1),
     st.sampled_from([0.0, 0.3, 0.9]), st.sampled_from(["newest", "all"]), st.booleans(),

@@ -104,6 +104,37 @@ def test_sampler_logits_are_training_logits_at_every_step(case):
     np.testing.assert_array_equal(predicted > 0, ~given)
 
 
+# Steps, registers of the model, and the share of given cells in each row: the limits of each range.
+EDGES = {
+    "one step": (1, 2, (0.0, 0.0, 0.0)),
+    "as many steps as cells": (9, 2, (0.0, 0.0, 0.0)),
+    "more steps than cells": (12, 2, (0.0, 0.0, 0.0)),
+    "no registers": (3, 0, (0.0, 0.0, 0.0)),
+    "nothing, everything and all but one cell given": (3, 2, (0.0, 1.0, 8 / 9)),
+}
+WORDS = (0, 1, 13)  # an empty prompt, one of one word, one that fills its bucket
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_sampler_logits_are_training_logits_at_the_limits_of_every_range(edge):
+    num_steps, registers, shares = EDGES[edge]
+    model = tiny.denoiser(tiny.model_settings(num_registers=registers))
+    asked = [
+        tiny.request("image", model.settings, i, words=words, given=share)
+        for i, (words, share) in enumerate(zip(WORDS, shares, strict=True))
+    ]
+    settings = traces.settings_of("sparse", "image", model.settings)
+    plan = traces.plan(asked, settings, num_steps)
+    steps, canvas = traces.moments(model, asked, plan, settings)
+    assert len(steps) == min(num_steps, 9)
+    assert (canvas != model.settings.image_mask_id).all()
+    for row, one in zip(canvas, asked, strict=True):
+        np.testing.assert_array_equal(row[one.given], one.response[one.given])
+    trained = traces.training_logits(model, asked, steps, settings)
+    for moment, logits in zip(steps, trained, strict=True):
+        np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
+
+
 def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
     """Edits with and without given cells, from rows as made by `diffusion.blocks="plan"`."""
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4))

@@ -17,7 +17,6 @@ import pytest
 import raw_data
 import stand_ins
 import tiny
-import traces
 from flax import nnx
 from PIL import Image
 
@@ -125,24 +124,6 @@ def test_text_of_which_nothing_is_masked_has_no_loss():
     (value, _), gradient = grad(tiny.denoiser(settings.model), batch)
     assert value == 0.0
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradient))
-
-
-def test_texts_of_a_batch_have_a_dual_cache_each():
-    """That of the release supports a single row (behaviour 7)."""
-    model = tiny.model_settings()
-    requests = [tiny.request("text", model, seed, words=3 + 2 * seed) for seed in range(2)]
-    sampling = config.Sampling(text_preset="fast_dllm_dual", text_steps=2)
-    settings = presets.step_settings(sampling, model, "text")
-
-    def finished(chosen):
-        given = np.stack([request.given for request in chosen])
-        plan = presets.plan(sampling, settings, model, given, tiny.TEXT_BLOCK_LEN)
-        return traces.finished(tiny.denoiser(model), chosen, plan, settings)
-
-    together = finished(requests)
-    assert (together[0] != together[1]).any()
-    for row, request in enumerate(requests):
-        np.testing.assert_array_equal(together[row], finished([request])[0])
 
 
 def test_the_tests_that_the_table_names_exist():

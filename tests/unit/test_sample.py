@@ -435,24 +435,30 @@ def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
     assert min(passes for _, passes in alone) < most < tiny.TEXT_LEN
 
 
-def test_an_image_does_not_know_that_another_has_given_cells():
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_row_does_not_know_what_others_have_given(kind):
+    """An image has given cells; a text has a text block completely given, another not at all."""
     model = tiny.denoiser(SETTINGS)
-    requests = [*image_requests(3), tiny.request("image", SETTINGS, 1, words=3, given=0.4)]
-    settings, options = image_settings(), {"buckets": (4,)}
-    batch = traces.finished(model, requests, traces.plan(requests, settings, **options), settings)
+    if kind == "image":
+        requests = [*image_requests(3), tiny.request("image", SETTINGS, 1, words=3, given=0.4)]
+        settings, options = image_settings(), {"buckets": (4,)}
+    else:
+        requests, settings = text_requests((3, 0.0), (5, 0.0)), text_settings()
+        given = np.arange(tiny.TEXT_LEN) < tiny.TEXT_BLOCK_LEN
+        requests[1] = dataclasses.replace(requests[1], given=given)
+        options = {"num_steps": 2}
+    plan = traces.plan(requests, settings, **options)
+    batch = traces.finished(model, requests, plan, settings, stop_early=False)
     np.testing.assert_array_equal(alone(model, requests, settings, **options), batch)
 
 
-def test_a_text_does_not_know_that_another_has_given_words():
-    """One row has a text block completely given, the other not at all."""
-    model = tiny.denoiser(SETTINGS)
-    requests = text_requests((3, 0.0), (5, 0.0))
-    given = np.arange(tiny.TEXT_LEN) < tiny.TEXT_BLOCK_LEN
-    requests[1] = dataclasses.replace(requests[1], given=given)
-    settings = text_settings()
-    plan = traces.plan(requests, settings, 2)
-    batch = traces.finished(model, requests, plan, settings, stop_early=False)
-    np.testing.assert_array_equal(alone(model, requests, settings, num_steps=2), batch)
+def test_a_model_of_full_attention_is_sampled_sparsely_if_that_is_asked_for_by_name():
+    full = dataclasses.replace(SETTINGS, trained_attention="full")
+    asked = [tiny.request("image", full, i, words=3) for i in range(2)]
+    settings = traces.settings_of("sparse", "image", full)
+    assert settings.preset.truncate and not settings.preset.full_attention
+    done = traces.finished(tiny.denoiser(full), asked, traces.plan(asked, settings), settings)
+    assert (done != full.image_mask_id).all()
 
 
 def test_given_tokens_come_back_as_they_were():
