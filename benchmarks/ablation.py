@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The paper's claims in miniature: small models, trained in several ways, scored exactly.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py --seeds=1
-    python -m sparse_lavida_jax.bench.ablation --report=docs
+    python -m benchmarks.ablation --config=configs/ablation_registers.py
+    python -m benchmarks.ablation --config=configs/ablation_registers.py --seeds=1
+    python -m benchmarks.ablation --report=docs
 
 Besides `get_config`, the settings shared by all ways to train, the file has `get_ablation`: see
 `comparison.Ablation`. Each way and seed is a run in `--runs`, resumed if it exists; ways of
@@ -18,10 +18,10 @@ import sys
 
 from absl import flags, logging
 
+from benchmarks import ablation_report, command
+from benchmarks.comparison import SUITE, Study
+from benchmarks.record import Bench, read_rows
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import ablation_report, command
-from sparse_lavida_jax.bench.comparison import SUITE, Study
-from sparse_lavida_jax.bench.record import Bench, read_rows
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.training import runs
@@ -45,10 +45,10 @@ def main(_: list[str]) -> None:
             return
         _run()
     except (config.ConfigError, model_folder.CheckpointError, runs.RunError) as error:
-        print(f"bench.ablation: {error}", file=sys.stderr)
+        print(f"benchmarks.ablation: {error}", file=sys.stderr)
         sys.exit(2)
     except runs.Interrupted as stop:
-        print(f"bench.ablation: {stop}", file=sys.stderr)
+        print(f"benchmarks.ablation: {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)
 
 

@@ -8,15 +8,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks import record, table
+from benchmarks.comparison import SUITE
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import record, table
-from sparse_lavida_jax.bench.comparison import SUITE
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.scorers import mean_and_spread, spread
 from sparse_lavida_jax.sampling import costs
 
 SPEED_BATCHES = (1, 2, 4)
-BEGIN, END = "<!-- from here on written by bench.ablation -->", "<!-- up to here -->"
+BEGIN, END = "<!-- from here on written by benchmarks.ablation -->", "<!-- up to here -->"
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -92,7 +92,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
     if speed := of_bundled_model(record.read_rows("sampling")):
         parts += [
             "## What do cache and truncation bring?",
-            "`python -m sparse_lavida_jax.bench.sampling --batch=1`, and with 2 and 4, with the"
+            "`python -m benchmarks.sampling --batch=1`, and with 2 and 4, with the"
             " bundled model. Times are medians of rows that were timed in turn. "
             + costs.DEFINITION
             + " Here no layout was written, which leaves a drawing a shorter prompt, and texts have"

@@ -5,9 +5,9 @@ This needs no hardware and no arrays: `libtpu` compiles from shapes on any Linux
 per chip and traffic between chips are properties of the program. Time is not: seconds are
 projected, from the compiler's estimate and the vendors' specifications.
 
-`bench.training --aot` calls this. For a GPU that is only described see `bench/aot_requests.py`:
+`benchmarks.training --aot` calls this. For a GPU that is only described (`aot_requests.py`):
 
-    python -m sparse_lavida_jax.bench.aot --device=h200
+    python -m benchmarks.aot --device=h200
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks import hlo, suites
 from sparse_lavida_jax import config, sample
-from sparse_lavida_jax.bench import hlo, memory, suites
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import fuse, parameters, sharding
@@ -32,6 +32,7 @@ from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.programs.kept import OVER_TPUS
 from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, program_of, rows_of
 from sparse_lavida_jax.sequence import Response, Text
+from sparse_lavida_jax.training import memory
 
 MARGIN = 0.9  # share of a chip's memory that a program may use (ours)
 KERNEL_SHARE = 0.5  # of its peak that attention is assumed to reach; the compiler has no figure
@@ -378,6 +379,6 @@ def _whole(tree: Any, mesh: Mesh) -> Any:
 
 
 if __name__ == "__main__":
-    from sparse_lavida_jax.bench import aot_requests, command
+    from benchmarks import aot_requests, command
 
     command.run(aot_requests.main)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Requests at full size, lowered and compiled for a GPU that is only described.
 
-    python -m sparse_lavida_jax.bench.aot --device=h200
-    python -m sparse_lavida_jax.bench.aot --device=h200 --requests=image --layers=0
-    python -m sparse_lavida_jax.bench.aot --device=h200 --requests=tokenizer
-    python -m sparse_lavida_jax.bench.aot --memory --requests=image,image_dense,tokenizer
+    python -m benchmarks.aot --device=h200
+    python -m benchmarks.aot --device=h200 --requests=image --layers=0
+    python -m benchmarks.aot --device=h200 --requests=tokenizer
+    python -m benchmarks.aot --memory --requests=image,image_dense,tokenizer
 
 Needs `pip install -e '.[aot-cuda]'` and `ptxas`, no GPU, and makes no arrays. The programs are
 those of the sampler, with the parameters fused as on a GPU; all of their layers are lowered.
@@ -41,11 +41,11 @@ from absl import flags, logging
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from benchmarks import hlo, suites, table, work
+from benchmarks.described import DEVICES, DescribedGpu
+from benchmarks.record import Bench
+from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config, sample
-from sparse_lavida_jax.bench import hlo, suites, table, work
-from sparse_lavida_jax.bench.described import DEVICES, DescribedGpu
-from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, parameters, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.kept import Call, finish
@@ -564,7 +564,7 @@ def main(_: list[str]) -> None:
             print(f"\n{table.table('aot_programs', programs_told)}", flush=True)
             print(f"\n{table.table(SUITE, [row])}\n\n{line_of(row)}", flush=True)
     except config.ConfigError as error:
-        sys.exit(f"bench.aot: {error}")
+        sys.exit(f"benchmarks.aot: {error}")
 
 
 def _tell(text: str) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Training steps, and the loss over a vocabulary, compiled for devices that are only described.
 
-    python -m sparse_lavida_jax.bench.aot_training --loss
-    python -m sparse_lavida_jax.bench.aot_training --configs=configs/lavida_o_lora.py --rows=4
-    python -m sparse_lavida_jax.bench.aot_training --configs=configs/sft_1024.py --chips=v5p:4x4x4
+    python -m benchmarks.aot_training --loss
+    python -m benchmarks.aot_training --configs=configs/lavida_o_lora.py --rows=4
+    python -m benchmarks.aot_training --configs=configs/sft_1024.py --chips=v5p:4x4x4
 
-Needs what `bench/aot.py` needs for TPUs, and `bench/aot_requests.py` for an H200. Nothing is timed.
+Needs what `aot.py` needs for TPUs, and `aot_requests.py` for an H200. Nothing is timed.
 On a GPU every kernel takes max(operations / rate of products, bytes / bandwidth); on TPUs seconds
-are those of `bench/aot.py`. MFU is of the vendor's peak, and counts what a batch needs
+are those of `aot.py`. MFU is of the vendor's peak, and counts what a batch needs
 (`training/flops.py`), not what is computed twice. Every token of a batch has a loss and sees all.
 """
 
@@ -23,13 +23,13 @@ import numpy as np
 from absl import flags, logging
 from jax.sharding import Mesh
 
+from benchmarks import aot, command, hlo, objectives, table
+from benchmarks.aot_requests import IMPLEMENTATION, unchecked
+from benchmarks.described import DEVICES, DescribedGpu
+from benchmarks.record import Bench
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot, command, hlo, memory, objectives, table
-from sparse_lavida_jax.bench.aot_requests import IMPLEMENTATION, unchecked
-from sparse_lavida_jax.bench.described import DEVICES, DescribedGpu
-from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.training import flops, loss
+from sparse_lavida_jax.training import flops, loss, memory
 
 SUITE, LOSS_SUITE = "aot_training", "aot_loss"
 GPU = DEVICES["h200"]
@@ -183,7 +183,7 @@ def main(_: list[str]) -> None:
             chips = CHIPS.value.replace(":", "-") or "h200"
             bench.write(f"{settings.name}/{settings.model.remat}/{chips}", row)
     except config.ConfigError as error:
-        sys.exit(f"bench.aot_training: {error}")
+        sys.exit(f"benchmarks.aot_training: {error}")
     for suite, rows in ((LOSS_SUITE, losses.rows()), (SUITE, bench.rows())):
         if rows:
             print(f"\n{table.table(suite, rows)}")

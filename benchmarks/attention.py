@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Attention on the frozen shapes: our kernel against all alternatives that a user has.
 
-        python -m sparse_lavida_jax.bench.attention                # on a GPU; 8 minutes per case
-        python -m sparse_lavida_jax.bench.attention --dry-run      # anywhere: agreement, no times
-        python -m sparse_lavida_jax.bench.attention --tune         # measures tiles instead
+        python -m benchmarks.attention                # on a GPU; 8 minutes per case
+        python -m benchmarks.attention --dry-run      # anywhere: agreement, no times
+        python -m benchmarks.attention --tune         # measures tiles instead
 
 All methods run in one process in random order on the same random numbers, 32 heads of 128 in
 bfloat16: ours; cuDNN without a mask (the peak of dense attention, with another result), with the
@@ -12,7 +12,7 @@ plain `lax`, used on other GPUs; PyTorch's FlexAttention. A method that is not i
 left out, and the reason given. Rows are written as they are measured, so an interrupted run keeps
 them. A call of a short shape takes little more than its launch: its row also has its time on the
 device, as the profiler reports it. At the end the ratios are compared with `bars.toml`, as
-`bench/table.py` does for the committed rows.
+`benchmarks/table.py` does for the committed rows.
 """
 
 import functools
@@ -26,9 +26,9 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from sparse_lavida_jax.bench import command, device_time, methods, table, timing, tune
-from sparse_lavida_jax.bench.methods import Case, Program
-from sparse_lavida_jax.bench.record import Bench
+from benchmarks import command, device_time, methods, table, timing, tune
+from benchmarks.methods import Case, Program
+from benchmarks.record import Bench
 from sparse_lavida_jax.kernels import attention, shapes
 
 SHAPES = flags.DEFINE_list(
@@ -62,7 +62,7 @@ def main(_: list[str]) -> None:
         return
     if attention.device_kernel() is None:
         sys.exit(
-            "bench.attention: there is no kernel for this device, so nothing to measure;"
+            "benchmarks.attention: there is no kernel for this device, so nothing to measure;"
             " --dry-run checks on small shapes that everything agrees."
         )
     bench, calibration = Bench("attention"), timing.calibrate()

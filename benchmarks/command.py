@@ -10,7 +10,7 @@ from absl import app
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Runs the `main` of a benchmark. Ctrl-C ends it with exit code 130 and without a traceback."""
-    name = f"bench.{pathlib.Path(sys.argv[0]).stem}"
+    name = f"benchmarks.{pathlib.Path(sys.argv[0]).stem}"
 
     def begin(argv: list[str]) -> None:
         print(f"{name}: started; compiling may take minutes.", file=sys.stderr)

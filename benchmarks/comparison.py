@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to train small models, and their scores (`bench/ablation.py`)."""
+"""Ways to train small models, and their scores (`benchmarks/ablation.py`)."""
 
 import collections
 import dataclasses
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.record import Bench, differing, path_of
 from sparse_lavida_jax import config, sample, schema, train
-from sparse_lavida_jax.bench.record import Bench, differing, path_of
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import runs

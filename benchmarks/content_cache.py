@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What is saved when an image or a prompt comes again (`sampling/content_cache.py`).
 
-    python -m sparse_lavida_jax.bench.content_cache                              # the bundled model
-    python -m sparse_lavida_jax.bench.content_cache --config=configs/lavida_o.py    # counts only
+    python -m benchmarks.content_cache                              # the bundled model
+    python -m benchmarks.content_cache --config=configs/lavida_o.py    # counts only
 
 Each turn takes a new image, and asks with and without a cache for a first result, for other words
 about the same image, and for the first words with another seed. With `--config` nothing runs: the
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from benchmarks import command, record, suites, timing
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import command, record, suites, timing
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.sampling import costs, prompts, state

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What a device day measured, with bars and with what was measured by hand before.
 
-    python -m sparse_lavida_jax.bench.device_day sparse_lavida_jax/bench/results/device_day
+    python -m benchmarks.device_day benchmarks/results/device_day
 
 `launch/device_day.sh` ends with this table, which can be committed.
 """
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sparse_lavida_jax.bench import table
-from sparse_lavida_jax.bench.record import read_rows
+from benchmarks import table
+from benchmarks.record import read_rows
 from sparse_lavida_jax.evals.circumstances import device
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax.bench import record, requests
-from sparse_lavida_jax.bench.suites import RequestCase
+from benchmarks import record, requests
+from benchmarks.suites import RequestCase
 
 SUITE = "profile"
 LONGEST = 12  # kernels by name in a row

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Seconds from the start of a process to its first image: nothing compiled before, then all.
 
-    python -m sparse_lavida_jax.bench.first_image --config=configs/lavida_o.py   # random weights
-    python -m sparse_lavida_jax.bench.first_image                                # the bundled model
+    python -m benchmarks.first_image --config=configs/lavida_o.py   # random weights
+    python -m benchmarks.first_image                                # the bundled model
 
 Two processes keep their programs in one new folder: "cold" finds nothing there, "warm" finds what
 the first has kept. With `--config` the image is that of the suite headline; otherwise `generate`
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from absl import flags, logging
 
+from benchmarks import command, record, requests, suites
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import command, record, requests, suites
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
@@ -41,12 +41,12 @@ def main(_: list[str]) -> None:
         try:
             _measure(STATE.value, BEGUN.value)
         except config.ConfigError as error:
-            sys.exit(f"bench.first_image: {error}")
+            sys.exit(f"benchmarks.first_image: {error}")
         return
     with tempfile.TemporaryDirectory() as folder:
         kept = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
         for state in ("cold", "warm"):
-            words = [sys.executable, "-m", "sparse_lavida_jax.bench.first_image"]
+            words = [sys.executable, "-m", "benchmarks.first_image"]
             words += [f"--state={state}", f"--config={CONFIG.value}", f"--begun={time.time()}"]
             status = subprocess.run(words, env=kept).returncode
             if status:

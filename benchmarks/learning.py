@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Compares ways to train at an equal number of operations, and at equal CPU time.
 
-    taskset -c 0 python -m sparse_lavida_jax.bench.learning --world=scenes
-    taskset -c 0 python -m sparse_lavida_jax.bench.learning --world=fine --seeds=0 --ways=plan,dense
-    python -m sparse_lavida_jax.bench.learning --table
+    taskset -c 0 python -m benchmarks.learning --world=scenes
+    taskset -c 0 python -m benchmarks.learning --world=fine --seeds=0 --ways=plan,dense
+    python -m benchmarks.learning --table
 
 Every way trains a small model from the same random parameters on the same examples, at a constant
 learning rate, until both budgets are spent. At each quarter of a budget, the negative
@@ -12,8 +12,8 @@ the averaged parameters, which sampling uses. Step-causal training is judged by 
 sparse sampler, dense training by that of the dense sampler. Images of the world `scenes` have 6 x 6
 cells; `fine` has the same scenes in 16 x 16 cells of 13 colours, without a layout in text.
 
-Writes one row per way and seed to `bench/results/<device>/learning`. Time is the CPU time of the
-process, including batches but not compilation: give it one core.
+Writes one row per way and seed to `results/<device>/learning`. Time is the CPU time of the process,
+including batches but not compilation: give it one core.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from absl import flags, logging
 from flax import nnx
 from jaxtyping import Int
 
+from benchmarks import command
+from benchmarks.record import Bench, path_of, read_rows
 from sparse_lavida_jax import config, diffusion, orders
-from sparse_lavida_jax.bench import command
-from sparse_lavida_jax.bench.record import Bench, path_of, read_rows
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
 from sparse_lavida_jax.data.example import Example
@@ -375,7 +375,7 @@ def main(_: list[str]) -> None:
     shared = config.changed(config.read(pathlib.Path(f"configs/{here.file}.py")), here.changes)
     ways = ways_of(shared)
     if unknown := set(WAYS.value) - set(ways):
-        sys.exit(f"bench.learning: no way {', '.join(unknown)}; there are {', '.join(ways)}.")
+        sys.exit(f"benchmarks.learning: no way {', '.join(unknown)}; there are {', '.join(ways)}.")
     for seed in map(int, SEEDS.value):
         for name in WAYS.value or ways:
             row_id = f"{WORLD.value}/{name}/s{seed}"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax.bench import timing
+from benchmarks import timing
 from sparse_lavida_jax.kernels import attention, shapes, tables
 from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from benchmarks import timing
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import memory, timing
 from sparse_lavida_jax.data.batch import GroupShape, TrainingRow, longest_of, make_row
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Corrupted
@@ -27,7 +27,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.prompts import Encoder
 from sparse_lavida_jax.sequence import Response, Text
-from sparse_lavida_jax.training import flops
+from sparse_lavida_jax.training import flops, memory
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
 
 LENGTH_MULTIPLE = 8  # tokens, as for the scenes

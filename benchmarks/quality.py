@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Exact scores of small models on the scenes, with 95 % intervals.
 
-    python -m sparse_lavida_jax.bench.quality --checkpoint=scenes --prompts=2000
-    python -m sparse_lavida_jax.bench.quality --checkpoint=runs/scenes_dense --method=dense
-    python -m sparse_lavida_jax.bench.quality --checkpoint=scenes --card=scenes-with-card
+    python -m benchmarks.quality --checkpoint=scenes --prompts=2000
+    python -m benchmarks.quality --checkpoint=runs/scenes_dense --method=dense
+    python -m benchmarks.quality --checkpoint=scenes --card=scenes-with-card
 
-Writes one row per task and method to `bench/results/<device>/quality`. Scores depend on the device
-only through rounding; it is recorded all the same. With --card nothing is scored: the rows of the
+Writes one row per task and method to `results/<device>/quality`. Scores depend on the device only
+through rounding; it is recorded all the same. With --card nothing is scored: the rows of the
 checkpoint go into the README of a copy of its folder.
 """
 
@@ -15,9 +15,9 @@ import sys
 
 from absl import flags, logging
 
+from benchmarks import card, command
+from benchmarks.record import Bench
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import card, command
-from sparse_lavida_jax.bench.record import Bench
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -43,7 +43,7 @@ def main(_: list[str]) -> None:
         else:
             _score()
     except (config.ConfigError, model_folder.CheckpointError) as error:
-        print(f"bench.quality: {error}", file=sys.stderr)
+        print(f"benchmarks.quality: {error}", file=sys.stderr)
         sys.exit(2)
 
 

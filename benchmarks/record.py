@@ -21,7 +21,7 @@ SCHEMA = "sparse-lavida-bench/1"
 RESULTS = pathlib.Path(
     os.environ.get("SPARSE_LAVIDA_RESULTS") or pathlib.Path(__file__).with_name("results")
 )
-PACKAGE = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +82,13 @@ def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 def code() -> str:
-    """Returns a digest of the package's code, without the tables, which measure nothing."""
-    paths = [*PACKAGE.rglob("*.py"), *PACKAGE.glob("kernels/*.json")]
+    """Returns a digest of the code, without the tables, which measure nothing."""
+    package = ROOT / "sparse_lavida_jax"
+    paths = [*package.rglob("*.py"), *package.glob("kernels/*.json")]
+    paths += {*ROOT.glob("benchmarks/*.py")} - {ROOT / "benchmarks" / "table.py"}
     digest = hashlib.sha256()
-    for path in sorted(set(paths) - {PACKAGE / "bench" / "table.py"}):
-        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(paths):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks import record, suites, timing, work
+from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config, sample, sequence
-from sparse_lavida_jax.bench import record, suites, timing, work
-from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import admit_kernel_for

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Speed of sampling: every preset of the ablation, and Fast-dLLM for text, against dense.
 
-    python -m sparse_lavida_jax.bench.sampling --checkpoint=scenes --batch=16
-    python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o.py --random-weights
+    python -m benchmarks.sampling --checkpoint=scenes --batch=16
+    python -m benchmarks.sampling --config=configs/lavida_o.py --random-weights
 
 All presets take turns on the same weights, so that a machine whose speed drifts affects all of them
 alike. The time covers plan, prefill and decoding of an image, or of a text response of the largest
 length, but not the VQ decoder. Quality is not measured: weights do not affect speed, so they may be
-random. `bench/table.py` reads the rows and computes ratios; at the end a table of seconds, tokens
+random. `table.py` reads the rows and computes ratios; at the end a table of seconds, tokens
 and ratios is printed.
 
-    python -m sparse_lavida_jax.bench.sampling --suite=headline --config=configs/lavida_o.py \
+    python -m benchmarks.sampling --suite=headline --config=configs/lavida_o.py \
         --random-weights
 
-measures whole requests, from prompt to pixels (`bench/suites.py`): headline, ablation, batch, edit,
+measures whole requests, from prompt to pixels (`suites.py`): headline, ablation, batch, edit,
 reasoning, quant, fastpath, cpu. A row is written as soon as it is measured; `--missing` continues
 the newest run of this code, model, software and device, and measures the rows that it lacks.
 Measurements under other conditions, such as other `XLA_FLAGS`, get a name: `--variant`.
 `--profile` instead runs one request of each row under jax's profiler, and says where the time of
-the device goes, by kind of kernel (`bench/device_time.py`).
+the device goes, by kind of kernel (`benchmarks/device_time.py`).
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ import sys
 import numpy as np
 from absl import flags, logging
 
+from benchmarks import command, device_time, record, requests, suites, table
+from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import command, device_time, record, requests, suites, table
-from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
@@ -70,7 +70,7 @@ def main(_: list[str]) -> None:
     keep_programs()
     if bool(CONFIG.value) != RANDOM.value:
         sys.exit(
-            "bench.sampling: --config and --random-weights go together, as a file has no weights."
+            "benchmarks.sampling: --config and --random-weights go together: it has no weights."
         )
     suite = SUITE.value or suites.PRESETS_SUITE
     try:
@@ -84,7 +84,7 @@ def main(_: list[str]) -> None:
         how = {"variant": VARIANT.value, "missing": MISSING.value, "minutes": MINUTES.value}
         run = requests.run_suite(subject, suite, cases, runs=RUNS.value, **how)
     except (model_folder.CheckpointError, config.ConfigError) as error:
-        sys.exit(f"bench.sampling: {error}")
+        sys.exit(f"benchmarks.sampling: {error}")
     if not SUITE.value:
         rows = [row for row in record.read_rows(suite) if row["run"] == run]
         print(f"\n{table.table('sampling_seconds', rows)}")

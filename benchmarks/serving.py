@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A server under load: images per minute, latencies, refusals, batch sizes and memory.
 
-    python -m sparse_lavida_jax.bench.serving --code 13c59e4 . --clients 1 4 16 64
-    python -m sparse_lavida_jax.bench.serving --code . --rate 20 --mix generate:8=9 generate:32=1
-    python -m sparse_lavida_jax.bench.serving --address http://127.0.0.1:8000 --clients 16
-    python -m sparse_lavida_jax.bench.serving --code . --name soak --clients 8 --seconds 1200 \
+    python -m benchmarks.serving --clients 1 4 16 64
+    python -m benchmarks.serving --rate 20 --mix generate:8=9 generate:32=1
+    python -m benchmarks.serving --address http://127.0.0.1:8000 --clients 16
+    python -m benchmarks.serving --name soak --clients 8 --seconds 1200 \
         --mix generate:any=4 ask=3 broken=2 leave=1
 
-Servers of several commits are started one after another, with the same model folder and the same
-options, and get the same requests. With `--rate` requests are due at the times of a Poisson process
-that does not wait for answers. Latency is measured from the time a request was due, so a server
-that falls behind gets no lighter load. Without `--rate` each client sends its next request as soon
-as the last one is answered, or after the `Retry-After` seconds of a refusal. "broken" requests are
-damaged bodies and uploads, which must be refused; with "leave" the client disconnects at a random
-time. Writes one row per server and number of clients to `bench/results/<device>/serving`.
+Starts a server, unless it is given the address of one, and puts load on it. With `--rate` requests
+are due at the times of a Poisson process that does not wait for answers. Latency is measured from
+the time a request was due, so a server that falls behind gets no lighter load. Without `--rate`
+each client sends its next request as soon as the last one is answered, or after the `Retry-After`
+seconds of a refusal. "broken" requests are damaged bodies and uploads, which must be refused; with
+"leave" the client disconnects at a random time. Writes one row per number of clients to
+`benchmarks/results/<device>/serving`.
 """
 
 import argparse
@@ -24,7 +24,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import pathlib
 import random
 import re
@@ -32,7 +31,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -40,8 +38,6 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-HERE = pathlib.Path(__file__).parents[2]
-MODEL = pathlib.Path("sparse_lavida_jax/assets/models/scenes")
 # Statuses of HTTP that are no failure; 0: no answer.
 EXPECTED = {"broken": (400, 413, 429), "leave": (0, 200, 429)}
 START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 1800.0, 60.0, 600.0
@@ -224,30 +220,14 @@ def percentile(values: list[float], share: int) -> float:
 
 
 @contextlib.contextmanager
-def code_of(commit: str) -> Iterator[pathlib.Path]:
-    """Yields a folder with the code of a commit; ".": the working tree."""
-    if commit == ".":
-        yield HERE
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        packed = subprocess.run(
-            ["git", "-C", str(HERE), "archive", commit, "sparse_lavida_jax"],
-            check=True, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        subprocess.run(["tar", "-x", "-C", folder], check=True, input=packed.stdout)
-        yield pathlib.Path(folder)
-
-
-@contextlib.contextmanager
-def started(code: pathlib.Path, words: list[str]) -> Iterator[tuple[str, int]]:
-    """Yields address and process of a server with this code, once it is ready."""
+def started(words: list[str]) -> Iterator[tuple[str, int]]:
+    """Yields address and process of a server with these options, once it is ready."""
     command = [sys.executable, "-m", "sparse_lavida_jax", "serve", "--port=0", "--warmup", *words]
-    env = {**os.environ, "PYTHONPATH": str(code)}
-    process = subprocess.Popen(command, cwd=code, env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         if (told := re.search(r"http://[^/\s]+", process.stdout.readline())) is None:
-            raise RuntimeError(f"the server in {code} did not start.")
+            raise RuntimeError("the server did not start: see what it printed above.")
         _wait_until_ready(told.group())
         yield told.group(), process.pid
     finally:
@@ -264,10 +244,7 @@ def _wait_until_ready(address: str) -> None:
         try:
             with urllib.request.urlopen(f"{address}/ready", timeout=ANSWER_SECONDS):
                 return
-        except urllib.error.HTTPError as error:
-            if error.code == 404:  # older servers compile before they listen
-                return
-        except OSError:
+        except OSError:  # refused, or not ready yet
             pass
         time.sleep(0.2)
     raise RuntimeError(f"the server at {address} was not ready after {START_SECONDS:g} seconds.")
@@ -284,7 +261,7 @@ def memory(process: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures every server with every number of clients, and writes and prints the rows."""
+    """Measures a server with every number of clients, and writes and prints the rows."""
     asked = _parser().parse_args()
     mix = tuple((task, float(share)) for task, share in (one.split("=") for one in asked.mix))
     how = {"before": asked.before, "rate": asked.rate, "mix": mix}
@@ -307,14 +284,11 @@ def main() -> None:
 
     if asked.address:
         measure("running", asked.address, None)
-    with contextlib.ExitStack() as stack:
-        folders = {commit: stack.enter_context(code_of(commit)) for commit in asked.code}
-        for commit, folder in folders.items():
-            model = asked.checkpoint or next(iter(folders.values())) / MODEL
-            with started(folder, [f"--checkpoint={model}", *asked.option]) as (address, process):
-                measure("this" if commit == "." else commit, address, process)
+    else:
+        with started([f"--checkpoint={asked.checkpoint}", *asked.option]) as server:
+            measure("this", *server)
     # Last, because it occupies the device.
-    from sparse_lavida_jax.bench.record import Bench
+    from benchmarks.record import Bench
 
     bench = Bench("serving")
     for row_id, values in rows:
@@ -322,12 +296,11 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench.serving", description="Measures servers.")
+    parser = argparse.ArgumentParser(prog="benchmarks.serving", description="Measures servers.")
     add = parser.add_argument
-    add("--address", default="", help="address of a running server")
-    add("--code", nargs="*", default=[], help="commits to start servers of; . is this code")
-    add("--checkpoint", default="", help="model of all servers; by default scenes of the first")
-    add("--option", action="append", default=[], help="option of all servers: --option=--x=1")
+    add("--address", default="", help="of a running server; by default one is started")
+    add("--checkpoint", default="scenes", help="model of the server that is started")
+    add("--option", action="append", default=[], help="option of that server: --option=--x=1")
     add("--clients", nargs="+", type=int, default=[1, 4, 16, 64], help="numbers of clients")
     add("--seconds", type=float, default=30.0, help="seconds to measure")
     add("--before", type=float, default=5.0, help="seconds of load before measuring")

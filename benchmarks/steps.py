@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Training steps a second of a config, as a person starts it, with everything that a run does.
 
-    python -m sparse_lavida_jax.bench.steps --config=configs/scenes.py --seconds=60
-    python -m sparse_lavida_jax.bench.steps --config=configs/scenes.py --workdir=runs/scenes
-    python -m sparse_lavida_jax.bench.steps --config=configs/scenes.py --examples=512
+    python -m benchmarks.steps --config=configs/scenes.py --seconds=60
+    python -m benchmarks.steps --config=configs/scenes.py --workdir=runs/scenes
+    python -m benchmarks.steps --config=configs/scenes.py --examples=512
 
 Counts from the first step that is reported, so without compiling. The run ends as SIGTERM ends it;
 with `--workdir` it is kept, and continued if it is there. With `--examples` nothing is trained: it
@@ -22,9 +22,9 @@ from typing import Any
 from absl import flags
 from flax import nnx
 
+from benchmarks import command, record
+from benchmarks.timing import times
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import command, record
-from sparse_lavida_jax.bench.timing import times
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import sources
 from sparse_lavida_jax.training.metrics import read_metrics
@@ -107,7 +107,9 @@ def _trained(workdir: pathlib.Path) -> tuple[int, float]:
     if status:
         sys.exit(status)
     if len(reports) < 2:
-        sys.exit(f"bench.steps: fewer than two reports in --seconds={SECONDS.value}: take more.")
+        sys.exit(
+            f"benchmarks.steps: --seconds={SECONDS.value} is too short for two reports: take more."
+        )
     (begun, first), (ended, last) = reports[0], reports[-1]
     return last - first, ended - begun
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Tables from the committed rows, compared with the bars.
 
-    python -m sparse_lavida_jax.bench.table
-    python -m sparse_lavida_jax.bench.table README.md    # rewrites the tables in that file
+    python -m benchmarks.table
+    python -m benchmarks.table README.md    # rewrites the tables in that file
 
 `tables.toml` defines the tables. Ratios are formed only between rows of one run.
 """
@@ -18,15 +18,14 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sparse_lavida_jax.bench.record import read_rows
-from sparse_lavida_jax.bench.release import ALL_LAYERS
+from benchmarks.record import read_rows
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")
 TABLES = tomllib.loads(BARS.with_name("tables.toml").read_text())
-BEGIN, END = "<!-- written by bench.table README.md -->", "<!-- up to here -->"
+BEGIN, END = "<!-- written by benchmarks.table README.md -->", "<!-- up to here -->"
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -217,7 +216,7 @@ def requests_table(rows: Rows) -> str:
 
 def full_size_table(rows: Rows) -> str:
     """Returns whole requests to a model of the release's size, sparse compared with dense."""
-    full = [row for row in rows if (row["size"], row["layers"]) == ("release", ALL_LAYERS)]
+    full = [row for row in rows if (row["size"], row["layers"]) == ("release", 32)]
     return table("full_size", _compared(full, "dense_lean", "dense_cached"))
 
 
@@ -446,7 +445,7 @@ def main() -> None:
         try:
             page.write_text(markdown.with_part(page.read_text(), BEGIN, END, readme_tables()))
         except (OSError, ValueError) as error:
-            sys.exit(f"bench.table: {name}: {error}")
+            sys.exit(f"benchmarks.table: {name}: {error}")
     if not sys.argv[1:]:
         for name, asked in TABLES.items():
             if "title" in asked and (rows := rows_of(name)):

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Training: the throughput of a step, whether a run fits in memory, and the full run on TPUs.
+r"""Training: the throughput of a step, and the full run on TPUs.
 
-    python -m sparse_lavida_jax.bench.training                                  # the bundled model
-    python -m sparse_lavida_jax.bench.training --config=configs/lavida_o_lora.py --batch=8 --runs=12
-    python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_lora.py
-    python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o.py --device-gb=80
-    python -m sparse_lavida_jax.bench.training --plan --config=configs/sft_1024.py --devices=64
-    python -m sparse_lavida_jax.bench.training --aot --config=configs/lavida_o.py      # 15 minutes
+    python -m benchmarks.training                                  # the bundled model
+    python -m benchmarks.training --config=configs/lavida_o_lora.py --batch=8 --runs=12
+    python -m benchmarks.training --aot --config=configs/lavida_o.py      # 15 minutes
 
 Without a mode, three ways to train take turns on this device and on the same examples: step-causal
 training with tiles skipped (by the kernel, or in plain lax if there is none), the same with an
@@ -14,36 +11,28 @@ explicit mask, and masked diffusion with full attention as in LaViDa-O. It compa
 loss per second and per TFLOP, and how much the loss of a batch varies. With `--config` the
 parameters are random, which does not affect speed; their loss is meaningless.
 
-`--plan` prints the memory, in 1e9 bytes, of several ways to train a model of this size on one
-device, and of the config itself in the last row: with its batch, microbatches and mesh
-(`bench/memory.py` says how it is counted). Exits with status 2 if that does not fit. Nothing is
-allocated: any machine will do.
-
 `--aot` compiles the training step of a config for 64 TPU chips, and sampling for 8, on any Linux
-machine, without any of the chips (`bench/aot.py`).
+machine, without any of the chips (`benchmarks/aot.py`).
 """
 
 import dataclasses
 import pathlib
 import sys
 
-import rich.console
-import rich.table
 from absl import flags, logging
 from flax import nnx
 
+from benchmarks import aot, command, objectives
+from benchmarks.record import Bench
+from benchmarks.table import table
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot, command, memory, objectives
-from sparse_lavida_jax.bench.record import Bench
-from sparse_lavida_jax.bench.table import table
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.training import optimizer
+from sparse_lavida_jax.training import memory, optimizer
 
-PLAN = flags.DEFINE_boolean("plan", False, "Print a table of the memory needed.")
 AOT = flags.DEFINE_boolean("aot", False, "Compile for TPUs that this machine does not have.")
 TARGETS = flags.DEFINE_list("targets", [*aot.TRAINING, *aot.SAMPLING], "Targets of --aot.")
 CONFIG = flags.DEFINE_string("config", "", "A config file.")
@@ -53,15 +42,6 @@ CHECKPOINT = flags.DEFINE_string(
 BATCH = flags.DEFINE_integer("batch", 16, "Examples per step.", lower_bound=1)
 RUNS = flags.DEFINE_integer("runs", 24, "Timed steps of each way, each with its own batch.",
     lower_bound=2,
-)  # fmt: skip
-DEVICE_GB = flags.DEFINE_float(
-    "device-gb", 141.0, "Memory of the device in GiB (2**30 bytes, a vendor's GB); 141: an H200.",
-    lower_bound=0.0,
-)  # fmt: skip
-CARDS = (24, 48)  # GB of other devices in the table of --plan
-DEVICES = flags.DEFINE_integer(
-    "devices", 0, "Of --plan: devices that train.mesh is laid over; 0: as many as it names.",
-    lower_bound=0,
 )  # fmt: skip
 TEXT_TOKENS = flags.DEFINE_integer(
     "text-tokens", 1024, "Understanding tokens of an example.", lower_bound=1
@@ -78,16 +58,14 @@ def main(_: list[str]) -> None:
     """Runs one of the modes."""
     logging.set_verbosity(logging.WARNING)
     if (PLAN.value or AOT.value) and not CONFIG.value:
-        sys.exit("bench.training: this mode wants --config=FILE, such as configs/lavida_o.py.")
+        sys.exit("benchmarks.training: this mode wants --config=FILE, such as configs/lavida_o.py.")
     try:
-        if PLAN.value:
-            _print_plan(config.read(pathlib.Path(CONFIG.value)))
-        elif AOT.value:
+        if AOT.value:
             _compile(config.read(pathlib.Path(CONFIG.value)))
         else:
             _compare()
     except config.ConfigError as error:
-        print(f"bench.training: {error}", file=sys.stderr)
+        print(f"benchmarks.training: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -135,27 +113,6 @@ def _image_tokens(settings: config.Config) -> int:
         return 0
     asked = IMAGE_TOKENS.value
     return memory.image_tokens(settings) if asked < 0 else asked
-
-
-def _print_plan(settings: config.Config) -> None:
-    """Prints the memory used on one device; refuses what does not fit."""
-    axes, packing = memory.axes_of(settings.train.mesh, DEVICES.value), settings.data.packing
-    images = _image_tokens(settings)
-    rows = memory.rows_of(settings, axes)
-    batch = memory.BatchSize(rows, TEXT_TOKENS.value * packing, images * packing)
-    plans, device = memory.plans(settings, batch, axes), round(DEVICE_GB.value * 2**30)
-    columns, cards = (*memory.PARTS, "total"), sorted({*CARDS, DEVICE_GB.value})
-    titles = (f"{card:g} GiB" for card in cards)
-    shown = rich.table.Table("GB (1e9)", "trained", "remat", *columns, *titles)
-    for name, one in plans.items():
-        numbers = [f"{getattr(one, column) / memory.GB:.1f}" for column in columns]
-        fits = ("fits" if one.fits(round(card * 2**30)) else "too large" for card in cards)
-        shown.add_row(name, f"{one.trained / 1e9:.2f} B", one.remat, *numbers, *fits)
-    # In a file, use the width of a wide terminal: wrapped rows of numbers are unreadable.
-    rich.console.Console(width=170).print(shown)
-    if not plans[settings.name].fits(device):
-        print(f"bench.training: {memory.refusal(plans, settings.name, device)}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles measured on this device: `python -m sparse_lavida_jax.bench.attention --tune`.
+"""Tiles measured on this device: `python -m benchmarks.attention --tune`.
 
 Every candidate in `kernels/devices.py` is timed on the frozen shapes, together with the rule's
 choice, in random order. Lengths that share an entry of the table get one choice: the candidate with
@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax.bench import methods
-from sparse_lavida_jax.bench.methods import HEAD_DIM, Case
-from sparse_lavida_jax.bench.record import commit
+from benchmarks import methods
+from benchmarks.methods import HEAD_DIM, Case
+from benchmarks.record import commit
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.kernels import attention, devices, shapes
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
@@ -55,7 +55,7 @@ def main(names: Sequence[str], runs: int, *, dry: bool) -> None:
     implementation = methods.interpreted() if dry else attention.device_kernel()
     if implementation is None:
         raise SystemExit(
-            "bench.attention --tune: there is no kernel for this device, so there are no tiles;"
+            "benchmarks.attention --tune: this device has no kernel, and so no tiles;"
             " --dry-run goes the whole way without measuring."
         )
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench.suites import RequestCase
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.prompts import Prompt, parted

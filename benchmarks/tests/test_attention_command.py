@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sparse_lavida_jax.bench import attention, methods, record, timing
+from benchmarks import attention, methods, record, timing
 from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import attention as kernel_entry
 from sparse_lavida_jax.kernels import devices, shapes
@@ -15,7 +15,7 @@ from sparse_lavida_jax.kernels import devices, shapes
 
 def run(*words):
     return subprocess.run(
-        [sys.executable, "-m", "sparse_lavida_jax.bench.attention", *words],
+        [sys.executable, "-m", "benchmarks.attention", *words],
         capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.bench import attention, methods
-from sparse_lavida_jax.bench.methods import Case
+from benchmarks import attention, methods
+from benchmarks.methods import Case
 from sparse_lavida_jax.kernels import shapes
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sparse_lavida_jax.bench import table
+from benchmarks import table
 from sparse_lavida_jax.kernels import shapes
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -35,15 +35,13 @@ def measured(rows):
 def test_the_tables_of_the_readme_are_those_of_the_committed_rows():
     page = (CHECKOUT / "README.md").read_text()
     part = page.partition(table.BEGIN)[2].partition(table.END)[0]
-    assert part.strip() == table.readme_tables(), (
-        "python -m sparse_lavida_jax.bench.table README.md"
-    )
+    assert part.strip() == table.readme_tables(), "python -m benchmarks.table README.md"
 
 
 def test_a_reader_that_has_enough_ends_it_without_a_word():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "sparse_lavida_jax.bench.table"]
+    command = [sys.executable, "-m", "benchmarks.table"]
     done = subprocess.run(command, cwd=CHECKOUT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
@@ -108,7 +106,7 @@ def test_every_bar_of_the_suite_is_listed_even_if_nothing_was_measured():
 
 
 def test_bars_name_shapes_and_methods_that_there_are():
-    from sparse_lavida_jax.bench import methods
+    from benchmarks import methods
 
     known = {"tables_8192", "memory"}
     for name in shapes.names():

@@ -11,9 +11,9 @@ import pytest
 import stand_ins
 import tiny
 
+from benchmarks import ablation_report, comparison, record
+from benchmarks.comparison import Study
 from sparse_lavida_jax import config, sample, train
-from sparse_lavida_jax.bench import ablation_report, comparison, record
-from sparse_lavida_jax.bench.comparison import Study
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.scenes import batches as data_batches
@@ -38,7 +38,7 @@ def _quick(monkeypatch, tmp_path):
 def test_every_way_of_a_file_can_be_trained(path):
     study = Study.read(path)
     shared, found = study.shared, study.ablation
-    assert f"bench.ablation --config=configs/{path.name}" in path.read_text()
+    assert f"benchmarks.ablation --config=configs/{path.name}" in path.read_text()
     assert shared.name == path.stem
     assert not shared.train.eval_prompts and not shared.train.image_seconds
     for way in found.ways:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sparse_lavida_jax.bench import device_day, device_time, record
+from benchmarks import device_day, device_time, record
 
 KIND = "NVIDIA H200"
 

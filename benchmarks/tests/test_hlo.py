@@ -13,9 +13,10 @@ import stand_ins
 import tiny
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks import aot, hlo
 from sparse_lavida_jax import config, train
-from sparse_lavida_jax.bench import aot, hlo, memory
 from sparse_lavida_jax.models import parameters, sharding
+from sparse_lavida_jax.training import memory
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 PROGRAM = """\

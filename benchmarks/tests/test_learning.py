@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.learning`: likelihoods of whole plans, the finer world, budgets, and the table."""
+"""`benchmarks.learning`: likelihoods of whole plans, the finer world, budgets, and the table."""
 
 import dataclasses
 import math
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import learning
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import learning
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import Encoder

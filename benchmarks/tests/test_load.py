@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from sparse_lavida_jax.bench import serving
-from sparse_lavida_jax.bench.serving import Answered, Load
+from benchmarks import serving
+from benchmarks.serving import Answered, Load
 
 SECONDS = 0.05  # per answer
 

@@ -11,7 +11,7 @@ import segment_programs
 import stand_ins
 import tiny
 
-from sparse_lavida_jax.bench import objectives, table
+from benchmarks import objectives, table
 from sparse_lavida_jax.training import loss
 from sparse_lavida_jax.visibility import PAD_BLOCK
 

@@ -12,8 +12,8 @@ import jax
 import pytest
 from flax import nnx
 
+from benchmarks import command, record, requests, suites, timing
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import command, record, requests, suites, timing
 from sparse_lavida_jax.models.denoiser import Denoiser
 
 SMALL = config.read(pathlib.Path(__file__).parents[2] / "configs" / "speed_cpu.py")
@@ -58,15 +58,18 @@ def rows():
 
 def test_a_benchmark_says_that_it_starts_and_that_it_was_stopped(monkeypatch, capsys):
     def main(argv):
-        assert argv == ["bench/vq.py"] and "bench.vq: started" in capsys.readouterr().err
+        assert (
+            argv == ["benchmarks/steps.py"]
+            and "benchmarks.steps: started" in capsys.readouterr().err
+        )
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys, "argv", ["bench/vq.py"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks/steps.py"])
     monkeypatch.setattr(command.app, "run", lambda begin: begin(sys.argv))
     with pytest.raises(SystemExit) as ended:
         command.run(main)
     assert ended.value.code == 130
-    assert "bench.vq: stopped. Rows that are written are kept." in capsys.readouterr().err
+    assert "benchmarks.steps: stopped. Rows that are written are kept." in capsys.readouterr().err
 
 
 def test_what_is_missing_is_measured_in_the_same_run(run):

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from benchmarks import suites, table
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import suites, table
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -34,7 +34,7 @@ def get_config():
 PROGRAM = """
 import pathlib, sys
 from absl import app
-from sparse_lavida_jax.bench import record, sampling
+from benchmarks import record, sampling
 record.RESULTS = pathlib.Path(sys.argv.pop())
 app.run(sampling.main)
 """

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from sparse_lavida_jax.bench import record, table
+from benchmarks import record, table
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "speed.md").read_text()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars of whole requests, from invented rows; no files are written."""
 
-from sparse_lavida_jax.bench import table
+from benchmarks import table
 
 
 def row(row_id, seconds, model="lavida_o", run="a", loop_flops=1e14, **others):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from benchmarks import requests, suites, table, work
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import requests, suites, table, work
 from sparse_lavida_jax.models import fuse, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import calls

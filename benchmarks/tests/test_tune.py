@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.bench import tune
-from sparse_lavida_jax.bench.methods import Case
+from benchmarks import tune
+from benchmarks.methods import Case
 from sparse_lavida_jax.kernels import devices, shapes
 from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
 

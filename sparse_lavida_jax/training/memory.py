@@ -34,7 +34,7 @@ from flax import nnx
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
-from sparse_lavida_jax import config, orders, train
+from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.layout import Stream, TokenLayout
@@ -104,7 +104,12 @@ class MemoryPlan:
 
     def fits(self, device_bytes: int) -> bool:
         """Whether a device has this much memory, with some to spare."""
-        return self.total <= USABLE * device_bytes
+        return fits(self.total, device_bytes)
+
+
+def fits(total: int, device_bytes: int) -> bool:
+    """Whether a device has room for so many bytes, with some to spare."""
+    return total <= USABLE * device_bytes
 
 
 PARTS = tuple(field.name for field in dataclasses.fields(MemoryPlan))[2:]
@@ -214,7 +219,7 @@ def parts(
     return optimizer.parted(settings, lora.begin(settings, model, jax.random.key(settings.seed)))
 
 
-def first_state(settings: config.Config, model: Denoiser | None = None) -> train.TrainState:
+def first_state(settings: config.Config, model: Denoiser | None = None) -> step.TrainState:
     """Returns the state of a run at step 0, whatever it starts from.
 
     Without a model the parameters are random: to be called while tracing.
@@ -224,8 +229,8 @@ def first_state(settings: config.Config, model: Denoiser | None = None) -> train
 
 
 def lowered_step(settings: config.Config, state, batch, learning_rate_scale) -> jax.stages.Lowered:
-    """Returns a training step to be compiled, called as in `train.train`."""
-    return train.train_step.lower(
+    """Returns a training step to be compiled, called as in `train.py`."""
+    return step.train_step.lower(
         state,
         batch,
         learning_rate_scale,

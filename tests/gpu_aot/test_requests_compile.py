@@ -23,7 +23,7 @@ import pathlib
 import sys
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot_requests
+from benchmarks import aot_requests
 
 place = aot_requests.DEVICES["h200"].place()
 settings = config.read(pathlib.Path(sys.argv[2]))
@@ -44,7 +44,7 @@ import sys
 
 from absl import flags
 
-from sparse_lavida_jax.bench import aot_requests
+from benchmarks import aot_requests
 
 flags.FLAGS(["aot", f"--config={sys.argv[1]}", f"--requests={sys.argv[2]}", "--layers=6"])
 aot_requests.Bench = lambda suite: aot_requests  # rows are not written
@@ -58,7 +58,7 @@ import pathlib
 import sys
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot_requests, hlo
+from benchmarks import aot_requests, hlo
 
 place = aot_requests.DEVICES["h200"].place()
 settings = config.read(pathlib.Path(sys.argv[2]))
@@ -88,7 +88,7 @@ import pathlib
 import sys
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot_requests
+from benchmarks import aot_requests
 
 device = aot_requests.DEVICES["h200"]
 settings = config.read(pathlib.Path(sys.argv[1]))

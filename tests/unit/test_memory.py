@@ -15,10 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sparse_lavida_jax import config, diffusion, orders, train
-from sparse_lavida_jax.bench import memory
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.training import optimizer
+from sparse_lavida_jax.training import memory, optimizer
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 LAYERS, LENGTHS, WIDTHS = 3, (64, 32), (32, 24)  # of `tiny`, and a batch
@@ -144,7 +143,7 @@ def test_the_branch_of_the_plan_is_that_of_the_config():
 
 @pytest.mark.slow
 def test_the_release_fits_as_it_should():
-    """LoRA of the release, with the rows that `bench.training --plan` counts."""
+    """LoRA of the release, with the rows that `sparse-lavida fits` counts."""
     given = config.read(CONFIGS / "lavida_o_lora.py")
     found = memory.plan(given, memory.BatchSize(1, 1024, memory.image_tokens(given)))
     assert found.fits(32 * 2**30) and not found.fits(24 * 2**30)
@@ -156,7 +155,7 @@ def test_the_release_fits_as_it_should():
 
 def command(*words):
     return subprocess.run(
-        [sys.executable, "-m", "sparse_lavida_jax.bench.training", *words],
+        [sys.executable, "-m", "sparse_lavida_jax", "fits", *words],
         capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
 
@@ -166,9 +165,9 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
     path = tmp_path / "small.py"
     model = config.to_dict(tiny.model_settings(codes_per_token=4))
     path.write_text(f"def get_config():\n    return {{'name': 'small', 'model': {model}}}\n")
-    words = ("--plan", f"--config={path}", "--image-tokens=36", "--text-tokens=64")
+    words = (path, "--image-tokens=36", "--text-tokens=64")
     done = command(*words, "--device-gb=0.001")
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "small needs 0." in done.stderr and "nothing of the above" in done.stderr
     assert "too large" in done.stdout  # for this device; it fits the larger ones of the table
     assert "Traceback" not in done.stderr
