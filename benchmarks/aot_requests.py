@@ -66,9 +66,9 @@ DENSE_REQUESTS = {
 }
 # The same with matrices in 8 bits; compiled only if they are asked for.
 NARROW_REQUESTS = {
-    f"{name}_{way}": ("quant", case.format(way))
-    for name, case in (("image", "t2i1024/{}/b1"), ("reasoning", "reasoning/{}/b1/k8"))
-    for way in config.QUANTIZED
+    f"{name}_{method}": (name, method)
+    for name in ("image", "edit", "reasoning")
+    for method in config.QUANTIZED
 }
 TOKENIZER = "tokenizer"
 IMPLEMENTATION = "pallas_gpu"
@@ -133,13 +133,14 @@ def case_of(name: str, settings: config.Config) -> RequestCase:
     Raises:
         ConfigError: there is no such request, for a model of this size.
     """
-    known_requests = REQUESTS | DENSE_REQUESTS | NARROW_REQUESTS
-    suite, row_id = known_requests.get(name, ("headline", ""))
+    known_requests = REQUESTS | DENSE_REQUESTS
+    whole, method = NARROW_REQUESTS.get(name, (name, ""))
+    suite, row_id = known_requests.get(whole, ("headline", ""))
     found = [case for case in suites.cases(suite, settings) if case.id == row_id]
     if not found:
-        known = ", ".join(known_requests)
+        known = ", ".join([*known_requests, *NARROW_REQUESTS])
         raise config.ConfigError(f"--requests={name}: it takes {known}, at full size.")
-    return found[0]
+    return suites.quantized(found[0], method) if method else found[0]
 
 
 def model_types(

@@ -312,12 +312,15 @@ def _named(case: RequestCase, method: str, **changes) -> RequestCase:
     return dataclasses.replace(case, id=name, method=method, **changes)
 
 
+def quantized(case: RequestCase, method: str) -> RequestCase:
+    """Returns a sparse request with matrices in 8 bits, or as they are if `method` is empty."""
+    sampling = dataclasses.replace(case.sampling, quantize=method)
+    return _named(case, method or "sparse", sampling=sampling)
+
+
 def _quantized(settings: config.Config) -> list[RequestCase]:
-    return [
-        _named(case, way or "sparse", sampling=dataclasses.replace(case.sampling, quantize=way))
-        for case in _both(settings)
-        for way in ("", *config.QUANTIZED)
-    ]
+    methods = ("", *config.QUANTIZED)
+    return [quantized(case, method) for case in _both(settings) for method in methods]
 
 
 def _fast_path(settings: config.Config) -> list[RequestCase]:

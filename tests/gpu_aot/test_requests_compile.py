@@ -144,7 +144,9 @@ def test_the_command_predicts_a_request_whose_steps_copy_nothing(request_name):
     assert 0 < line["floor_s"] < line["predicted_s"] < 4 * line["floor_s"]
 
 
-@pytest.mark.parametrize("request_name", ["image_fp8", "reasoning_fp8", "image_int8"])
+@pytest.mark.parametrize(
+    "request_name", ["image_fp8", "edit_fp8", "reasoning_fp8", "image_int8", "edit_int8"]
+)
 def test_products_in_8_bits_take_their_matrices_as_they_are(request_name):
     """In float8 four a layer, by the library; no matrix is transposed or copied."""
     told, _ = run(NARROW, request_name, CONFIG)
