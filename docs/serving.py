@@ -2,7 +2,7 @@
 r"""Writes the measurements of `docs/serving.md`: two tables, and `docs/serving.png`.
 
 python -m benchmarks.serving --clients 1 4 16 64
-python -m benchmarks.serving --rate 20 --name open --clients 1 4 16 64 --mix generate:8=9 generate:32=1
+python -m benchmarks.serving --rate 20 --clients 1 4 16 64 --mix generate:8=9 generate:32=1
 python -m benchmarks.serving --name light --clients 1 --mix generate:8=1
 python -m benchmarks.serving --name heavy --clients 1 --mix generate:32=1
 python -m benchmarks.serving --name turns --clients 16 --seconds 60 \

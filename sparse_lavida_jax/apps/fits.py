@@ -62,7 +62,9 @@ def text(found: dict[str, Any]) -> str:
         verdicts = ["fits" if one else "too large" for one in fit]
         shown.add_row(name, f"{plan['trained'] / 1e9:.2f} B", plan["remat"], *numbers, *verdicts)
     # As on a wide terminal, also in a file: wrapped rows of numbers are unreadable.
-    console = rich.console.Console(width=170, file=io.StringIO())
-    console.print(shown)
-    sizes = "rows on a device: {rows}; tokens of each: {understanding} of text, {generation} of images"
-    return f"{sizes.format(**found['batch'])}\n{console.file.getvalue()}".rstrip()
+    page = io.StringIO()
+    rich.console.Console(width=170, file=page).print(shown)
+    rows = (
+        "rows on a device: {rows}; tokens of each: {understanding} of text, {generation} of images"
+    )
+    return f"{rows.format(**found['batch'])}\n{page.getvalue()}".rstrip()
