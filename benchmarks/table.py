@@ -25,7 +25,7 @@ from sparse_lavida_jax.evals.scorers import wilson_interval
 
 BARS = pathlib.Path(__file__).with_name("bars.toml")
 TABLES = tomllib.loads(BARS.with_name("tables.toml").read_text())
-BEGIN, END = "<!-- written by benchmarks.table README.md -->", "<!-- up to here -->"
+BEGIN, END = "<!-- {} written by benchmarks.table -->", "<!-- up to here -->"
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -214,10 +214,10 @@ def requests_table(rows: Rows) -> str:
     return table("requests", found) if found else ""
 
 
-def full_size_table(rows: Rows) -> str:
+def full_size(rows: Rows) -> Rows:
     """Returns whole requests to a model of the release's size, sparse compared with dense."""
     full = [row for row in rows if (row["size"], row["layers"]) == ("release", 32)]
-    return table("full_size", _compared(full, "dense_lean", "dense_cached"))
+    return [*_compared(full, "dense_lean", "dense_cached")]
 
 
 def _scored(rows: Rows) -> Iterator[View]:
@@ -247,15 +247,16 @@ def twins_table(rows: Rows) -> str:
     return table("twins", [row for row in _twins(rows).values() if ": " not in row["task"]])
 
 
-def bundled_table(rows: Rows, parts: bool = True) -> str:
+def bundled_table(rows: Rows, *, parts: bool = True, name: str = "bundled") -> str:
     """Returns the scores of the bundled model and its twins for all tasks with a bar.
 
     Args:
         parts: includes the parts of tasks, such as "draw: position".
+        name: of the table.
     """
     twins = _twins(rows)
     asked = [task for task in bars()["quality"] if parts or ": " not in task]
-    return table("bundled", [twins.get(task, {"task": task}) for task in asked])
+    return table(name, [twins.get(task, {"task": task}) for task in asked])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -431,19 +432,40 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return [row for suite in TABLES[name]["suites"] for row in read_rows(suite)]
 
 
-def readme_tables() -> str:
-    """Returns the tables of README.md: full size, accelerators, quality of the bundled model."""
-    full, whole = full_size_table(read_rows("rehearsal")), requests_table(rows_of("whole_requests"))
-    quality = bundled_table(read_rows("quality"), parts=False)
-    return "\n\n".join(filter(None, [full, whole, quality]))
+def speed_tables(full_size_rows: Rows, rows: Rows) -> str:
+    """Returns sparse requests against dense ones: at full size on a CPU, and on accelerators."""
+    tables = table("speed", full_size(full_size_rows)), requests_table(rows)
+    return "\n\n".join(filter(None, tables))
+
+
+# Parts of pages, by the name in the line before them.
+PARTS: dict[str, Callable[[], str]] = {
+    "speed": lambda: speed_tables(read_rows("rehearsal"), rows_of("whole_requests")),
+    "scores": lambda: bundled_table(read_rows("quality"), parts=False, name="scores"),
+    "bundled": lambda: bundled_table(read_rows("quality"), parts=False),
+}
+
+
+def renewed(page: str) -> str:
+    """Returns a page with its parts written again.
+
+    Raises:
+        ValueError: it has none, or one has no end.
+    """
+    found = [name for name in PARTS if BEGIN.format(name) in page]
+    if not found:
+        raise ValueError(f"it has no line such as {BEGIN.format('scores')}.")
+    for name in found:
+        page = markdown.with_part(page, BEGIN.format(name), END, PARTS[name]())
+    return page
 
 
 def main() -> None:
-    """Prints every table that has rows, or rewrites those in the given file."""
+    """Prints every table that has rows, or rewrites those in the given pages."""
     for name in sys.argv[1:]:
         page = pathlib.Path(name)
         try:
-            page.write_text(markdown.with_part(page.read_text(), BEGIN, END, readme_tables()))
+            page.write_text(renewed(page.read_text()))
         except (OSError, ValueError) as error:
             sys.exit(f"benchmarks.table: {name}: {error}")
     if not sys.argv[1:]:

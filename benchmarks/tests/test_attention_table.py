@@ -32,10 +32,10 @@ def measured(rows):
     return {(name, batch): (value, held) for name, batch, _, value, held in cells if value}
 
 
-def test_the_tables_of_the_readme_are_those_of_the_committed_rows():
-    page = (CHECKOUT / "README.md").read_text()
-    part = page.partition(table.BEGIN)[2].partition(table.END)[0]
-    assert part.strip() == table.readme_tables(), "python -m benchmarks.table README.md"
+@pytest.mark.parametrize("name", ["README.md", "docs/evaluation.md"])
+def test_the_tables_of_a_page_are_those_of_the_committed_rows(name):
+    page = (CHECKOUT / name).read_text()
+    assert page == table.renewed(page), f"python -m benchmarks.table {name}"
 
 
 def test_a_reader_that_has_enough_ends_it_without_a_word():

@@ -42,7 +42,7 @@ def test_the_speed_of_the_bundled_model_is_that_of_the_rows():
     assert shown in page("docs/ablations.md")
     (faster,) = re.findall(r"draw, 4, 8 \| sparse \| \d+ \| ([\d.]+)", shown)
     told = f"the bundled model draws {float(faster):.1f} times as fast as sampled densely"
-    assert told in on_one_line(page("README.md"))
+    assert told in on_one_line(page("docs/evaluation.md"))
 
 
 @pytest.mark.parametrize("name", ["content_cache", "content_cache_counted"])
@@ -84,16 +84,11 @@ def test_full_size_is_as_it_was_measured():
         if (row["size"], row["layers"]) == ("release", 32)
     ]
     for shown in (
-        table.full_size_table(rows),
+        table.table("full_size", table.full_size(rows)),
         table.table("rehearsal_presets", rows),
     ):
         assert shown in page("docs/speed.md")
     assert table.table("rehearsal", rows) in page("docs/log/2026-11-full-size.md")
-    image = {row["method"]: row["median_s"] for row in rows if row["part"] == "presets_image"}
-    dense, sparse = image["dense_lean"], image["sparse"]
-    told = on_one_line(page("README.md"))
-    assert f"draws {dense / sparse:.1f} times as fast as densely on two CPU cores" in told
-    assert f"in {sparse / 60:.0f} minutes instead of {dense / 60:.0f}" in told
 
 
 def test_what_was_measured_by_hand_is_told_with_its_bars():
