@@ -2,6 +2,7 @@
 """The arguments of the commands of `cli.py`: names, values, defaults and help."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,30 @@ def _whole(text: str) -> int:
     if not -(2**63) <= (number := int(text)) < 2**63:
         raise ValueError(text)
     return number
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """Returns a reader of whole numbers that are not less."""
+
+    def read(text: str) -> int:
+        try:
+            if (number := _whole(text)) >= least:
+                return number
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+
+    return read
+
+
+def _positive(text: str) -> float:
+    """Reads a number above 0."""
+    try:
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -203,6 +228,30 @@ ARGUMENTS = {
     "grid": _argument("--grid", "put all images on one sheet", None),
     "save_steps": _argument(
         "--save-steps", "write an animation of how the first image unmasks", _path, metavar="GIF"
+    ),
+    # Memory of training.
+    "config": _argument("config", "a config file, such as configs/lavida_o_lora.py"),
+    "device_gb": _argument(
+        "--device-gb",
+        "memory of a device in GiB (2**30 bytes, a vendor's GB); an H200 has 141",
+        _positive,
+        141.0,
+        metavar="GIB",
+    ),
+    "devices": _argument(
+        "--devices",
+        "devices that train.mesh is laid over; by default as many as it names",
+        _at_least(1),
+        metavar="N",
+    ),
+    "text_tokens": _argument(
+        "--text-tokens", "text tokens of an example", _at_least(1), 1024, metavar="N"
+    ),
+    "image_tokens": _argument(
+        "--image-tokens",
+        "image tokens of an example; by default those of the longest row of the config",
+        _at_least(0),
+        metavar="N",
     ),
     "kernels": _argument("--kernels", "check the attention kernel on this device", None),
     "json": _argument("--json", "print each result as a line of JSON", None),
