@@ -121,8 +121,8 @@ part generate 60 "$python" -m benchmarks.first_image
 part scenes 90 "$python" -m benchmarks.steps --config=configs/scenes.py "${scenes[@]}"
 part attention 150 "$python" -m benchmarks.attention "${attention[@]}"
 part profile 90 "${sampling[@]}" --config="$config" --suite=headline --rows="$image/$sparse" --profile
-part tests_1 300 "$python" -m pytest -q tests/gpu --half=1
-part tests_2 300 "$python" -m pytest -q tests/gpu --half=2
+part tests_1 300 "$python" -m pytest -q tests/devices/gpu --half=1
+part tests_2 300 "$python" -m pytest -q tests/devices/gpu --half=2
 part lora 240 "$python" -m benchmarks.training "${lora[@]}"
 
 # Trains as long as there is time, in pieces: the same command goes on with the run until it has

@@ -11,8 +11,9 @@ import jax
 import kept_programs
 import pytest
 
-FOLDERS = ("unit", "property", "parity", "gpu", "gpu_aot", "tpu_aot", "e2e")
-CHECKOUT = pathlib.Path(__file__).parents[1]
+TESTS = pathlib.Path(__file__).parent
+CHECKOUT = TESTS.parent
+FOLDERS = {path.parent.name for path in TESTS.rglob("test_*.py")}
 MOST_MAPS = 20_000
 KEEPING = ("test_programs", "test_warmup", "test_warm_start")
 # The suite spends more time compiling than computing; these flags cut compilation to a fifth.
@@ -29,8 +30,8 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config):
-    for folder in FOLDERS:
-        config.addinivalue_line("markers", f"{folder}: the tests in tests/{folder}")
+    for folder in sorted(FOLDERS):
+        config.addinivalue_line("markers", f"{folder}: the tests in a folder of this name")
     config.addinivalue_line("markers", "slow: run with SLOW_TESTS=1, as `.ci/run --full` does")
     folders = {part for argument in config.args for part in pathlib.Path(argument).parts}
     if "gpu" not in folders:
@@ -48,7 +49,8 @@ def pytest_configure(config):
             config.add_cleanup(lambda: kept_programs.keep(kept, pathlib.Path(folder)))
         os.environ["XDG_CACHE_HOME"] = folder
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        # Most programs are tiny: together they take longer to compile than the large ones.
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         # The keys of programs would hold the name of this run's folder.
         os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
         # With a limit, jax scans the whole folder at every write.

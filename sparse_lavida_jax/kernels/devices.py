@@ -129,8 +129,8 @@ def tile_sizes(
     The rule takes the largest tiles that need no more padding than `SMALLEST_TILE`; failing that,
     the largest that pad by at most `MOST_FILLED`. Multiples of 1024 get the largest tiles, and
     caches, multiples of `SLOTS`, are never padded. `PARTS` were chosen so that the kernels fit the
-    memory of v5e, v5p and v6e (`tests/tpu_aot`). Measured tiles that would add more padding are not
-    used.
+    memory of v5e, v5p and v6e (`tests/devices/tpu_aot`). Measured tiles that would add more padding
+    are not used.
 
     Args:
         device: kind of the device; by default the one that programs are compiled for.
@@ -229,8 +229,8 @@ def tpu_candidates(query_len: int, key_len: int) -> list[TileSizes]:
 def gpu_candidates(head_dim: int, implementation: str = "pallas_gpu") -> dict[str, list[GpuSizes]]:
     """Returns the candidate tiles for a GPU, separately for the kernels of the backward pass.
 
-    They compile for Hopper without spilling registers (`tests/gpu_aot`); other sizes do not. Those
-    of Triton may need more memory than a GPU has.
+    They compile for Hopper without spilling registers (`tests/devices/gpu_aot`); other sizes do
+    not. Those of Triton may need more memory than a GPU has.
     """
     if implementation == "pallas_triton":
         forward = dq = dkv = list(itertools.product((64, 128), (3, 4)))

@@ -10,7 +10,7 @@ luck. These are stored in `shapes.json`, in runs of equal tags, and never change
 | t2i_1536 | a training row of text to image: a prompt of 256, 1,024 cells in 4 clean blocks and 4 masked ones, half of the cells each, blocks drawn uniformly, 64 registers for every masked block |
 | edit_3456 | the same after 871 vision tokens, 1,024 source cells and the words of an edit |
 | single_8152 | the same after 3,800 tokens, with 4,096 cells in 8 clean blocks |
-| packed_8192 | a row of `configs/sft_1024.py` with `data.packing=6`: six examples of text to image, each a segment (`tests/unit/test_shapes.py` recreates it) |
+| packed_8192 | a row of `configs/sft_1024.py` with `data.packing=6`: six examples of text to image, each a segment (`tests/kernels/test_shapes.py` recreates it) |
 | decode_early, _mid, _late | step 8, 32 or 56 of 64 of an image: newest, decoded and register tokens, padded to a multiple of 64, over a cache of 1,536 slots |
 | full_8192 | one block: the cost of generality if nothing is skipped |
 """  # noqa: E501

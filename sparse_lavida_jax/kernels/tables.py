@@ -184,7 +184,8 @@ GPU_ROWS = 128  # per program: two warpgroups of 64
 class GpuSizes:
     """Tiles that the three kernels read, and how many of them are in flight at a time.
 
-    Larger ones do not fit the shared memory of Hopper, or spill registers (`tests/gpu_aot`).
+    Larger ones do not fit the shared memory of Hopper, or spill registers
+    (`tests/devices/gpu_aot`).
 
     Attributes:
         forward_keys, forward_stages: keys per tile in the forward pass; number of tile buffers.

@@ -134,7 +134,7 @@ def digest(batch) -> str:
 ELSEWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import test_data_pipeline as tests
+import test_batches as tests
 tests.scene_batches.LENGTH_PROBE = 16
 dataset = tests.make_batches().dataset()
 print(tests.digest(dataset[12]), tests.digest(dataset[7]))
@@ -175,7 +175,7 @@ WORKERS = """
 import json, sys
 from absl import flags
 sys.path.insert(0, sys.argv[1])
-import test_data_pipeline as tests
+import test_batches as tests
 if __name__ == "__main__":
     flags.FLAGS.mark_as_parsed()
     tests.scene_batches.LENGTH_PROBE = 16
@@ -448,7 +448,7 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
         for number in masked:
             assert (row.is_register & (row.block == number)).sum() == model.num_registers
         assert row.is_register.sum() == len(masked) * model.num_registers
-        # tests/property/test_loss.py shows that `sees` is right.
+        # tests/proofs/test_loss.py shows that `sees` is right.
         last_clean = [row.blocks.sees.get(b, row.blocks.num_clean) for b in row.block.tolist()]
         np.testing.assert_array_equal(row.horizon, np.minimum(row.block, last_clean))
     if kind == "plan":

@@ -15,7 +15,7 @@ from sparse_lavida_jax.training import own_images
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
-UNIT_TESTS = {path.name for path in (CHECKOUT / "tests/unit").glob("*.py")}
+TESTS = {path.name for path in (CHECKOUT / "tests").rglob("test_*.py")}
 PAGES = ("gpus", "lavida_o", "method", "extending", "serving", "troubleshooting")
 # A command is in backticks, or on a line of its own after a prompt sign.
 COMMANDS = re.compile(
@@ -72,10 +72,9 @@ def test_files_that_are_named_exist(page):
             CHECKOUT,
             PACKAGE,
             PACKAGE / "kernels",
-            CHECKOUT / "tests/unit",
             CHECKOUT / "docs",
         )
-        assert any((place / name).is_file() for place in places) or name in UNIT_TESTS, name
+        assert any((place / name).is_file() for place in places) or name in TESTS, name
 
 
 def test_troubleshooting_quotes_what_is_printed():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that need a GPU: run them separately with `pytest tests/gpu`."""
+"""Tests that need a GPU: run them separately with `pytest tests/devices/gpu`."""
 
 import jax
 import pytest
@@ -20,4 +20,6 @@ def gpu() -> jax.Device:
     try:
         return jax.devices("gpu")[0]
     except RuntimeError:
-        pytest.skip("no GPU in use: on a machine that has one, run `pytest tests/gpu` by itself")
+        pytest.skip(
+            "no GPU in use: on a machine that has one, run `pytest tests/devices/gpu` by itself"
+        )

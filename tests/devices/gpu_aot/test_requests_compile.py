@@ -13,7 +13,7 @@ from test_gpu_kernels_compile import run
 
 pytestmark = needs_plugin
 
-CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "lavida_o.py")
+CONFIG = str(pathlib.Path(__file__).parents[3] / "configs" / "lavida_o.py")
 MOST_MB, MOST_MODULES = 1.5, 2
 # That a layer adds to a step. XLA splits some products of the others, and adds up their parts.
 MOST_KERNELS = {"image": 10, "edit": 11, "reasoning": 11}

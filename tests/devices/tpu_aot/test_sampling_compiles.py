@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="compiling for TPUs needs libtpu: pip install -e '.[aot]'",
 )
-CONFIG = pathlib.Path(__file__).parents[2] / "configs/lavida_o.py"
+CONFIG = pathlib.Path(__file__).parents[3] / "configs/lavida_o.py"
 LARGE = 2**22  # elements; 8 MB in bfloat16
 CASES = [
     *(pytest.param((topology, 1), id=topology) for topology in aot.SAMPLING),

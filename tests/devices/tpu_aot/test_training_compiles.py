@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="compiling for TPUs needs libtpu: pip install -e '.[aot]'",
 )
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 LARGE = 2**22  # elements; 16 MB in float32
 
 
