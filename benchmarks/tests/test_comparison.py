@@ -110,7 +110,7 @@ def test_a_way_learns_its_own_tasks_and_no_others():
     }
 
 
-def test_ways_that_make_no_sense_are_told():
+def test_ways_that_make_no_sense_are_reported():
     with pytest.raises(config.ConfigError, match="'b' starts after 'c', which is none of b"):
         comparison.Ablation(question="?", tasks=("draw",), ways={"b": comparison.Way(after="c")})
     with pytest.raises(config.ConfigError, match="'a b' is part of file names"):

@@ -91,7 +91,7 @@ def test_full_size_is_as_it_was_measured():
     assert table.table("rehearsal", rows) in page("docs/log/2026-11-full-size.md")
 
 
-def test_what_was_measured_by_hand_is_told_with_its_bars():
+def test_what_was_measured_by_hand_is_reported_with_its_bars():
     assert table.by_hand_table() in page("docs/speed.md")
     by_hand = {tuple(line["bar"]): line.get("value") for line in table.bars()["by_hand"]}
     for name in ("README.md", "docs/speed.md"):

@@ -88,7 +88,7 @@ def test_random_weights_are_timed_by_every_preset_that_is_asked_for(run, tmp_pat
         (["--checkpoint=nowhere"], "nowhere"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(run, words, told):
+def test_mistakes_are_reported_in_a_sentence(run, words, told):
     done = run(*words)
     assert done.returncode == 1
     assert told in done.stderr and "Traceback" not in done.stderr

@@ -392,7 +392,7 @@ def suite_model(task):
 
 
 @pytest.mark.slow
-def test_padding_above_the_bar_is_told():
+def test_padding_above_the_bar_is_reported():
     padding = {
         case.id: work_of(case).padding
         for suite in ("headline", "ablation", "edit", "reasoning")

@@ -83,7 +83,7 @@ def test_bytes_are_those_of_the_release():
     assert [f"{size / 1e9:.1f}" for size in [*bytes_of.values()][2:]] == ["14.8", "12.5"]
 
 
-def test_a_card_that_is_too_small_is_told_with_what_fits(card, monkeypatch):
+def test_a_card_that_is_too_small_is_reported_with_what_fits(card, monkeypatch):
     card(18)
     said = refusal(dtype=SAMPLED)
     assert said.startswith("the parameters of models/lavida-o need ")

@@ -179,7 +179,7 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["doctor", "--sed"], "unrecognized arguments: --sed"),
     ],
 )
-def test_a_command_line_with_a_mistake_is_told(asked, capsys, tmp_path, words, part):
+def test_a_command_line_with_a_mistake_is_reported(asked, capsys, tmp_path, words, part):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mixture.json").touch()
     assert part in complaint(capsys, *words)
@@ -207,12 +207,12 @@ def test_a_typed_conversation_goes_on_after_a_mistake(asked, capsys, monkeypatch
     assert "'caption' takes no words" in third
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_reported(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"{sparse_lavida_jax.__version__}\n"
 
 
-def test_a_device_that_is_not_there_is_told_with_what_to_do(monkeypatch, capsys):
+def test_a_device_that_is_not_there_is_reported_with_what_to_do(monkeypatch, capsys):
     def missing(*_):
         raise RuntimeError("Unable to initialize backend 'cuda': no such platform.")
 
@@ -222,7 +222,7 @@ def test_a_device_that_is_not_there_is_told_with_what_to_do(monkeypatch, capsys)
     assert "JAX_PLATFORMS=cpu takes the CPU" in said
 
 
-def test_a_platform_without_a_package_is_told_with_what_to_do():
+def test_a_platform_without_a_package_is_reported_with_what_to_do():
     """Then jax fails an assertion of its own, without a message."""
     words = [sys.executable, "-m", "sparse_lavida_jax.cli", "doctor"]
     surroundings = os.environ | {"JAX_PLATFORMS": "cuda"}
@@ -277,7 +277,7 @@ def test_a_mode_that_is_stopped_says_what_is_kept(monkeypatch, capsys, mode, tol
 
 
 @pytest.mark.parametrize(("found", "told"), [("0.4.30", "this is jax 0.4.30"), (None, "is none")])
-def test_an_old_jax_is_told_with_what_to_install(monkeypatch, found, told):
+def test_an_old_jax_is_reported_with_what_to_install(monkeypatch, found, told):
     def version(_):
         if found is None:
             raise importlib.metadata.PackageNotFoundError
@@ -352,7 +352,7 @@ def test_an_answer_is_written_to_no_file(asked, tmp_path, capsys):
         (["--num-images=2", f"--out={'x' * 250}.png"], "File name too long"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_a_model_is_loaded(
+def test_what_cannot_be_written_is_reported_before_a_model_is_loaded(
     asked, capsys, monkeypatch, tmp_path, words, told
 ):
     (tmp_path / "out-1.png").mkdir()

@@ -187,7 +187,7 @@ def test_an_image_is_not_written_to_a_device(place):
         (ValueError("Out of memory allocating 9 bytes"), False),
     ],
 )
-def test_a_want_of_memory_is_told(monkeypatch, capsys, error, holds):
+def test_a_want_of_memory_is_reported(monkeypatch, capsys, error, holds):
     assert runtime.out_of_memory(error) == holds
     monkeypatch.setattr(commands, "run", lambda *_: (_ for _ in ()).throw(error))
     assert cli.main(["sparse-lavida", "generate", "x"]) == 1

@@ -67,7 +67,7 @@ def test_without_a_checkout_it_says_where_configs_are(folder, capsys):
     assert "in the folder configs/ of its repository, not in the package" in message
 
 
-def test_a_mode_that_there_is_not_is_told_with_those_there_are(folder, capsys):
+def test_a_mode_that_there_is_not_is_reported_with_those_there_are(folder, capsys):
     assert "value should be one of <train|" in complaint(capsys, "--mode=trian")
     assert "prepare>. See --help." in complaint(capsys, "--mode=trian")
 
@@ -77,7 +77,7 @@ def test_a_mistyped_setting_lists_the_settings_of_its_section(folder, capsys):
     assert "config.train has no 'train_step'. It has: stage, train_steps" in message
 
 
-def test_a_setting_within_a_value_is_told(folder, capsys):
+def test_a_setting_within_a_value_is_reported(folder, capsys):
     message = complaint(capsys, "--config=configs/toy.py", "--config.seed.first=5")
     assert "config.seed has no 'first'. It has: no parts: it is a value." in message
 
@@ -95,7 +95,7 @@ def test_a_setting_within_a_value_is_told(folder, capsys):
         ("200", "'200' is no setting. Write settings as --name=value."),
     ],
 )
-def test_a_mistyped_value_is_told(folder, capsys, word, part):
+def test_a_mistyped_value_is_reported(folder, capsys, word, part):
     assert part in complaint(capsys, "--config=configs/toy.py", word)
 
 
@@ -136,7 +136,7 @@ def test_sampling_without_a_prompt_asks_for_one(folder, capsys):
     assert "--prompt" in complaint(capsys, "--mode=sample", "--checkpoint=scenes")
 
 
-def test_a_run_directory_of_another_config_is_told(folder, capsys, monkeypatch):
+def test_a_run_directory_of_another_config_is_reported(folder, capsys, monkeypatch):
     trained = []
 
     def train(settings, run, profile):
@@ -270,7 +270,7 @@ def test_steps_to_trace_are_read(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["10", "13:10", "a:b", "5:5"])
-def test_steps_to_trace_that_are_none_are_told(folder, capsys, words):
+def test_steps_to_trace_that_are_none_are_reported(folder, capsys, words):
     told = complaint(capsys, "--config=configs/toy.py", f"--profile_steps={words}")
     assert f"--profile_steps={words} is no range of steps: write 10:13" in told
 

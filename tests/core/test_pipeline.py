@@ -66,7 +66,7 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
         ("scenes_g9", {}, "scenes_g1, scenes_g4"),
     ],
 )
-def test_a_codec_that_does_not_fit_the_model_is_told(name, changes, told):
+def test_a_codec_that_does_not_fit_the_model_is_reported(name, changes, told):
     with pytest.raises(config.ConfigError, match=told):
         vq.ImageCodec(name, config.Model(**changes))
 

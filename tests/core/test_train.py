@@ -843,7 +843,9 @@ def test_a_run_of_as_many_steps_as_asked_for_is_not_too_short(loop, capsys, seco
     assert "fitted into" not in capsys.readouterr().out
 
 
-def test_a_disk_without_room_for_states_and_model_is_told_before_the_first_step(loop, monkeypatch):
+def test_a_disk_without_room_for_states_and_model_is_reported_before_the_first_step(
+    loop, monkeypatch
+):
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
     with pytest.raises(model_folder.WriteError, match=r"3 MB free and .* MB are needed"):

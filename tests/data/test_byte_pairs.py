@@ -38,7 +38,7 @@ def test_the_contents_are_those_of_the_library():
     assert byte_pairs.train(iter(texts), *how) == train_byte_level(texts, *how)
 
 
-def test_a_training_that_dies_is_told(monkeypatch):
+def test_a_training_that_dies_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(OSError, match="perhaps for want of memory"):
         byte_pairs.train(["a"] * 10**6, [], [], 300)

@@ -210,7 +210,7 @@ def test_an_image_that_cannot_be_read_is_named(finished, tmp_path, complaint, ki
     assert not out.exists()
 
 
-def test_an_image_that_cannot_be_written_is_told(finished, tmp_path, complaint):
+def test_an_image_that_cannot_be_written_is_reported(finished, tmp_path, complaint):
     (tmp_path / "file").write_text("")
     words = ["--mode=sample", f"--checkpoint={finished.folder}", "--prompt=a red circle"]
     for out in (tmp_path / "file" / "image.png", tmp_path / "image.unknown"):

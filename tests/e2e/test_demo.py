@@ -310,7 +310,7 @@ def test_programs_send_a_painted_layer_as_the_mask(address, shown, service, tmp_
     np.testing.assert_array_equal(masks[0], layer[..., 3] > 0)
 
 
-def test_programs_that_send_a_broken_image_are_told(address, shown, broken):
+def test_programs_that_send_a_broken_image_are_reported(address, shown, broken):
     client = pytest.importorskip("gradio_client")
     page, words = client.Client(address, verbose=False), ("squares", 2, 0, 3, "as trained", 0)
     good, bad = client.handle_file(str(shown)), client.handle_file(str(broken))

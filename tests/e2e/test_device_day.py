@@ -98,7 +98,7 @@ def test_a_part_is_skipped_rather_than_cut(tmp_path, python):
     assert ended.returncode == 0 and set(parts(tmp_path).values()) == {"done"}
 
 
-def test_what_failed_or_had_no_time_is_told_and_gone_on_with(tmp_path, python):
+def test_what_failed_or_had_no_time_is_reported_and_gone_on_with(tmp_path, python):
     some = {"PARTS": "edit attention lora"}
     then = 'case "$*" in *attention*) exit 3 ;; *suite=edit*) echo "no time for edit64" ;; esac'
     ended = run("--dry-run", tmp_path, PYTHON=python(then), **some)

@@ -180,7 +180,7 @@ def test_tasks_take_turns(pipe):
         talk.say("paint", "x")
 
 
-def test_control_tokens_in_a_prompt_are_told(pipe):
+def test_control_tokens_in_a_prompt_are_reported(pipe):
     with pytest.raises(RequestError, match="control token"):
         pipe.generate(f"a robot {chat.END_OF_TURN}")
 
@@ -193,7 +193,7 @@ def test_a_plan_that_was_given_stands_before_the_image(pipe, monkeypatch):
     assert len(pipe.generate("a robot", plan=True).plans) == 1
 
 
-def test_more_steps_than_codes_are_told(pipe):
+def test_more_steps_than_codes_are_reported(pipe):
     sampling = dataclasses.replace(pipe.settings.sampling, num_steps=37)
     with pytest.raises(config.ConfigError, match="1 to 36 are allowed"):
         pipe.generate("a robot", sampling=sampling)

@@ -61,7 +61,9 @@ def front(*words):
     return cli.main(["sparse-lavida", *map(str, words)])
 
 
-def test_too_many_broken_images_are_told_before_a_tokenizer_is_trained(images, tmp_path, capsys):
+def test_too_many_broken_images_are_reported_before_a_tokenizer_is_trained(
+    images, tmp_path, capsys
+):
     strict = "--config.prepare.max_bad_fraction=0.01"
     assert front("prepare", images, tmp_path / "prepared", strict) == 2
     said = capsys.readouterr().err
@@ -233,7 +235,7 @@ def told(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_what_cannot_be_done_is_told(images, tmp_path, capsys):
+def test_what_cannot_be_done_is_reported(images, tmp_path, capsys):
     out = tmp_path / "out"
     assert "No image tokenizer at 'x'" in told(
         capsys, "prepare", images, out, "--image-tokenizer=x"

@@ -454,7 +454,7 @@ def test_an_empty_field_is_left_out_and_no_number_is_refused_in_a_sentence(page,
     assert (ok, told in str(output)) == (not told, True), output
 
 
-def test_words_may_be_null_and_layers_of_two_sizes_are_told(page):
+def test_words_may_be_null_and_layers_of_two_sizes_are_reported(page):
     (path,) = page.upload(png()).json()
     file = {"path": path, "meta": META}
     ok, output = page.done(page.number("", "ask"), [file, None, *SETTINGS["ask"]])

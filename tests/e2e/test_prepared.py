@@ -87,12 +87,12 @@ def changed(given, section, **changes):
     return dataclasses.replace(given, **{section: new})
 
 
-def test_a_folder_that_is_not_there_is_told(given, tmp_path, capsys):
+def test_a_folder_that_is_not_there_is_reported(given, tmp_path, capsys):
     said = complaint(changed(given, "data", folder=str(tmp_path / "no")), tmp_path, capsys)
     assert "no/mixture.json cannot be read" in said and "is the preparation of" in said
 
 
-def test_a_missing_shard_is_told(given, tmp_path, capsys):
+def test_a_missing_shard_is_reported(given, tmp_path, capsys):
     copied = tmp_path / "copy"
     shutil.copytree(given.data.folder, copied)
     shard = next(copied.glob("*/*.arrayrecord"))
@@ -101,14 +101,14 @@ def test_a_missing_shard_is_told(given, tmp_path, capsys):
     assert f"the shard {shard} is missing: copy it again" in said
 
 
-def test_a_base_that_is_not_there_is_told(given, tmp_path, capsys):
+def test_a_base_that_is_not_there_is_reported(given, tmp_path, capsys):
     said = complaint(changed(given, "train", init_from=str(tmp_path / "no")), tmp_path, capsys)
     assert "there is no model in" in said
     said = complaint(changed(given, "train", init_from=""), tmp_path, capsys)
     assert "or one that `prepare` made in data.folder: there is no tokenizer" in said
 
 
-def test_a_tokenizer_of_another_model_is_told(given, tmp_path, capsys):
+def test_a_tokenizer_of_another_model_is_reported(given, tmp_path, capsys):
     said = complaint(changed(given, "model", text_mask_id=7), tmp_path, capsys)
     assert re.search(r"has another model than the config: text_mask_id \d+, not 7\. `sparse", said)
     said = complaint(changed(given, "train", init_from="scenes"), tmp_path, capsys)

@@ -219,7 +219,7 @@ def test_a_warm_pipeline_compiles_nothing_for_its_first_image(model):
     assert sample.run_segment._cache_size() == traced
 
 
-def test_an_image_of_another_program_is_told(tmp_path, model, capsys):
+def test_an_image_of_another_program_is_reported(tmp_path, model, capsys):
     path = tmp_path / "old.png"
     image_files.write(path, stand_ins.EMPTY, {"format": "another/1"})
     words = ["replay", str(path), f"--checkpoint={model}", f"--out={tmp_path / 'new.png'}"]
@@ -277,11 +277,11 @@ def complaint(model, tmp_path, capsys):
         (["a", "--registers=2:3"], "number of registers such as 64 or 64:8"),
     ],
 )
-def test_a_request_out_of_range_is_told(complaint, words, part):
+def test_a_request_out_of_range_is_reported(complaint, words, part):
     assert part in complaint("generate", *words)
 
 
-def test_a_box_outside_and_a_mask_of_another_size_are_told(complaint, image, tmp_path):
+def test_a_box_outside_and_a_mask_of_another_size_are_reported(complaint, image, tmp_path):
     said = complaint("inpaint", image, "a", "--box=0,0,97,10")
     assert "the box 0,0,97,10 is not inside the image: x1 < x2 lie in 0..96" in said
     mask = tmp_path / "mask.png"
@@ -292,7 +292,7 @@ def test_a_box_outside_and_a_mask_of_another_size_are_told(complaint, image, tmp
     assert "leaves nothing to draw" in complaint("outpaint", image, "a", "--box=0,0,96,96")
 
 
-def test_a_checkpoint_of_another_model_is_told(complaint, image, tmp_path, finished):
+def test_a_checkpoint_of_another_model_is_reported(complaint, image, tmp_path, finished):
     said = complaint("edit", image, "remove the circle", of=finished.folder)
     assert "this checkpoint was not trained to edit: it was trained on answer, draw" in said
     released = tmp_path / "released"
@@ -301,7 +301,7 @@ def test_a_checkpoint_of_another_model_is_told(complaint, image, tmp_path, finis
     assert "is a PyTorch folder: convert it first" in complaint("generate", "a", of=released)
 
 
-def test_a_record_of_another_checkpoint_is_told(run, tmp_path, finished, capsys):
+def test_a_record_of_another_checkpoint_is_reported(run, tmp_path, finished, capsys):
     out = tmp_path / "out.png"
     run("generate", PROMPT, f"--out={out}")
     words = ["replay", str(out), f"--checkpoint={finished.folder}", f"--out={tmp_path / 'x.png'}"]

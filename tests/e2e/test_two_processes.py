@@ -81,7 +81,7 @@ def test_two_processes_train_and_stop_together_and_one_goes_on(commands, alone, 
     assert_same_losses(tiny_run.lines(run), alone, 1e-5)
 
 
-def test_processes_with_other_settings_are_told(commands, tmp_path):
+def test_processes_with_other_settings_are_reported(commands, tmp_path):
     pair = together(commands, tmp_path, tmp_path / "run")
     assert [training.code() for training in pair] == [2, 2]
     for training in pair:

@@ -167,7 +167,7 @@ def test_json_of_another_kind_is_named(tmp_path, name, file):
         load(name, data)
 
 
-def test_a_mistake_in_json_lines_is_told_with_its_line(tmp_path):
+def test_a_mistake_in_json_lines_is_reported_with_its_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": "one\u2028line"}\n\n{"a": 2\n', encoding="utf-8")
     with pytest.raises(EvaluationError, match=r"Expecting ',' delimiter in line 3, column 8\. Get"):

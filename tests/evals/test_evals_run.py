@@ -135,7 +135,7 @@ def test_shards_share_the_items(data, asked, tmp_path):
 
 
 @pytest.mark.parametrize("shard", ["3/3", "1", "a/b", "1/0", "-1/2"])
-def test_a_shard_that_is_none_is_told(data, asked, tmp_path, shard):
+def test_a_shard_that_is_none_is_reported(data, asked, tmp_path, shard):
     with pytest.raises(EvaluationError, match="is no shard: write i/n"):
         run.evaluate(settings(data), "scenes", tmp_path / "run", shard=shard)
 
@@ -168,7 +168,7 @@ def test_a_start_that_was_killed_or_raced_does_no_harm(data, asked, tmp_path):
         run.evaluate(settings(data), "scenes", folder, shard="1/2")
 
 
-def test_every_machine_that_took_part_is_told(data, asked, tmp_path, monkeypatch):
+def test_every_machine_that_took_part_is_reported(data, asked, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     commits = iter(["aaaa", "aaaa", "bbbb"])
     monkeypatch.setattr(run, "commit", lambda: {"commit": next(commits), "dirty": False})

@@ -63,12 +63,12 @@ def test_one_of_either_goes_with_all_of_the_other():
         ("\n", None, "the prompt is empty"),
     ],
 )
-def test_rows_that_do_not_go_together_are_told(words, shown, told):
+def test_rows_that_do_not_go_together_are_reported(words, shown, told):
     with pytest.raises(RequestError, match=told):
         requests.paired(words, shown)
 
 
-def test_seeds_are_told():
+def test_seeds_are_reported():
     assert checks.row_seeds(3, 2) == [3, 4]
     with pytest.raises(RequestError, match="1 seeds were given for 2 rows"):
         checks.row_seeds([3], 2)
@@ -94,7 +94,7 @@ def test_numbers_are_those_of_all_rows_or_of_each():
 
 
 @pytest.mark.parametrize("words", ["a \ud800 circle", ["a", "b\udfff"]])
-def test_half_a_character_is_told(words):
+def test_half_a_character_is_reported(words):
     with pytest.raises(RequestError, match="of the prompt is half a character: leave it out"):
         requests.paired(words, None)
     with pytest.raises(RequestError, match="half a character"):

@@ -4,7 +4,8 @@
 `tests/data/witnesses` has the results of commit cd99a17: images as PNG, token ids and codes as
 SHA-256. A change of any of them needs a new `results.SAMPLER_VERSION`, a line in CHANGELOG.md, and
 new files: `python tests/inference/test_witnesses.py`. Pixels may differ by one level, since
-compilers round differently. Only `passed` is newer: what counts as a token changed, not what is drawn.
+compilers round differently. Only `passed` is newer: what counts as a token changed, not what is
+drawn.
 """
 
 import dataclasses

@@ -156,7 +156,7 @@ def test_an_answer_ends_where_the_task_says(model, until):
     assert model.generate_until([asked("what?", 7, until=until)]) == ["what?"]
 
 
-def test_what_it_cannot_do_is_told(model):
+def test_what_it_cannot_do_is_reported(model):
     for refused in (model.loglikelihood, model.generate_until_multi_round):
         with pytest.raises(NotImplementedError, match="whose output_type is generate_until"):
             refused([])

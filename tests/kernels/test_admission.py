@@ -149,7 +149,7 @@ def test_a_device_that_cannot_be_used_is_tried_again_the_next_time():
         ({"kernel_us": 50.0, "blocks_us": 40.0}, "it takes 1.25 times as long as blocks"),
     ],
 )
-def test_what_is_wrong_is_told(found, why):
+def test_what_is_wrong_is_reported(found, why):
     verdict = admission.judged([GPU, {"check": "a", **found}], "")
     assert verdict.why == (why and f"pallas_gpu is refused on a GPU: {why}")
 

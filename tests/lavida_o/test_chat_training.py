@@ -466,7 +466,7 @@ def test_only_an_answer_that_nothing_follows_may_be_sampled_longer(mixer, made):
     assert len(moved) != 1  # none, or several
 
 
-def test_an_unknown_kind_is_told(mixer):
+def test_an_unknown_kind_is_reported(mixer):
     made = dataclasses.replace(RELEASED["verdict"][0], kind="poem")
     for make in (mixer.sequence, mixer.example):
         with pytest.raises(RecordError, match="of the kind poem"):

@@ -246,7 +246,7 @@ def test_a_text_is_what_stands_before_its_end_without_special_tokens(converted, 
     assert converted.prompts.text(np.array(tokenizer.encode(said))[:, None]) == "a cat sits"
 
 
-def test_a_request_that_is_too_long_is_told_and_not_cut(converted):
+def test_a_request_that_is_too_long_is_reported_and_not_cut(converted):
     with pytest.raises(RequestError, match="at most 8192 fit"):
         converted.prompts.ask("a" * 8192, [], 8)
 

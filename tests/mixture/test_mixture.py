@@ -287,7 +287,7 @@ def test_nothing_is_held_back_of_few_records(folder, tokenizer):
 # --- mistakes ----------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_not_finished_is_told(tmp_path, tokenizer):
+def test_a_folder_that_is_not_finished_is_reported(tmp_path, tokenizer):
     with pytest.raises(
         RecordError, match=r"mixture.json cannot be read .* finished\? Run it again"
     ):
@@ -304,7 +304,7 @@ def test_a_missing_shard_is_named(tmp_path, folder, tokenizer):
         batches(tmp_path / "copy", tokenizer)
 
 
-def test_codes_of_another_tokenizer_are_told(folder, tokenizer):
+def test_codes_of_another_tokenizer_are_reported(folder, tokenizer):
     given = raw_data.settings(tokenizer)
     larger = config.build(
         config.Config,
@@ -316,13 +316,13 @@ def test_codes_of_another_tokenizer_are_told(folder, tokenizer):
         MixtureBatches(folder, larger, tokenizer)
 
 
-def test_batches_that_do_not_divide_are_told(folder, tokenizer):
+def test_batches_that_do_not_divide_are_reported(folder, tokenizer):
     told = r"group change \(train.batch_size=4 times 0.5\): 2 examples do not divide over 4"
     with pytest.raises(config.ConfigError, match=told):
         batches(folder, tokenizer, process=(0, 4))
 
 
-def test_sequences_longer_than_allowed_are_told(folder, tokenizer):
+def test_sequences_longer_than_allowed_are_reported(folder, tokenizer):
     with pytest.raises(RecordError, match=r"longer than data.max_sequence_len=10"):
         batches(folder, tokenizer, data={"max_sequence_len": 10}).batch("draw", 0)
 

@@ -158,7 +158,7 @@ def test_a_broken_image_is_named_and_left_out(tmp_path):
     assert "- metadata.jsonl:3: its image 2.png is not an image that can be read" in told
 
 
-def test_what_is_not_understood_is_told(tmp_path):
+def test_what_is_not_understood_is_reported(tmp_path):
     raw_data.images(tmp_path, 1)
     with pytest.raises(PrepareError, match=r"add metadata\.jsonl with file_name and text"):
         read(tmp_path)

@@ -57,7 +57,7 @@ def test_hidden_states_and_logits_are_those_of_the_unfused_model(model):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_what_was_left_out_is_told(model):
+def test_what_was_left_out_is_reported(model):
     image, text = (fuse.for_inference(model, task=task) for task in ("image", "text"))
     assert not hasattr(image, "text_head") and not hasattr(text, "image_head")
     hidden = jnp.zeros((1, 1, SETTINGS.width))

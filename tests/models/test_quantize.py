@@ -72,7 +72,7 @@ def test_a_response_may_be_sampled_in_8_bits():
     assert (canvas < SETTINGS.codebook_size).all()
 
 
-def test_what_cannot_be_is_told():
+def test_what_cannot_be_is_reported():
     model = tiny.denoiser(SETTINGS)
     with pytest.raises(config.ConfigError, match="quantize='int4' is unknown: use one of int8,"):
         quantize.quantized(model, "int4")

@@ -39,7 +39,7 @@ def test_gaps_are_read(text):
     assert all(piece.startswith(" ") for piece in template if isinstance(piece, str))
 
 
-def test_a_text_without_gaps_is_told():
+def test_a_text_without_gaps_is_reported():
     with pytest.raises(RequestError, match="has no gap to fill"):
         templates.parse_template("a red circle")
     with pytest.raises(RequestError, match=r"a gap of 0 tokens is out of range: 1\.\.512"):
@@ -105,7 +105,7 @@ def test_a_fault_becomes_an_edit(prompts, verdict, edit):
     assert prompts.accepts(verdict) == (verdict == "is correct")
 
 
-def test_what_was_not_learned_is_told(prompts):
+def test_what_was_not_learned_is_reported(prompts):
     small = ScenePrompts(stand_ins.encoder(stand_ins.settings()))
     small.check_task("generate")
     assert not small.lays_out("generate")
@@ -114,7 +114,7 @@ def test_what_was_not_learned_is_told(prompts):
         small.check_task("ground")
 
 
-def test_a_prompt_that_is_too_long_is_told(prompts):
+def test_a_prompt_that_is_too_long_is_reported(prompts):
     with pytest.raises(RequestError, match="at most 96 fit"):
         prompts.ask("red " * 95, [stand_ins.EMPTY], 8)
     with pytest.raises(RequestError, match="one image, it was given 2"):

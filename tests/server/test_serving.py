@@ -190,7 +190,7 @@ def test_other_addresses_and_broken_images_are_refused(service, uri, told):
 # The address.
 
 
-def test_a_port_in_use_is_told_before_a_model_is_loaded():
+def test_a_port_in_use_is_reported_before_a_model_is_loaded():
     with hosting.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match="another program has it: choose another with --port"):
@@ -204,7 +204,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded():
         ("192.0.2.1", 0, "it is no address of this machine"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_told(host, port, told):
+def test_an_address_that_cannot_be_used_is_reported(host, port, told):
     with pytest.raises(UsageError, match=told):
         hosting.listen(host, port)
 
@@ -218,7 +218,7 @@ def test_options_of_the_queue_have_ranges(option, capsys):
     assert f"{option} is out of range:" in capsys.readouterr().err
 
 
-def test_an_unknown_host_is_told(monkeypatch):
+def test_an_unknown_host_is_reported(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -227,7 +227,7 @@ def test_an_unknown_host_is_told(monkeypatch):
         hosting.listen("nowhere", 0)
 
 
-def test_a_missing_extra_is_told_with_what_to_install(monkeypatch, capsys):
+def test_a_missing_extra_is_reported_with_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(hosting.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["sparse-lavida", "demo"]) == cli.MISTAKE
     said = capsys.readouterr().err
