@@ -108,6 +108,22 @@ def programs_of_commands_end(request, monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def every_task(tmp_path_factory) -> pathlib.Path:
+    """The folder of a tiny model that says it learned every task; tests must not change it."""
+    import stand_ins
+
+    return stand_ins.model_of_every_task(tmp_path_factory.mktemp("every_task") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory) -> pathlib.Path:
+    """A model folder, converted from a tiny released one; tests must not change it."""
+    import torch_folder
+
+    return torch_folder.convert(tmp_path_factory.mktemp("converted"))
+
+
+@pytest.fixture(scope="session")
 def golden_dir() -> pathlib.Path:
     """The recorded cases of the released model: $GOLDEN_DIR, or a folder next to the checkout."""
     folder = pathlib.Path(os.environ.get("GOLDEN_DIR", CHECKOUT.parent / "shared" / "golden"))

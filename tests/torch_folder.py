@@ -7,7 +7,6 @@ import pathlib
 
 import chat_tokenizer
 import numpy as np
-import pytest
 import safetensors.numpy
 import tiny
 
@@ -99,9 +98,7 @@ def read(folder: pathlib.Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    """A converted folder that tests must not change."""
-    scratch = tmp_path_factory.mktemp("converted")
+def convert(scratch: pathlib.Path) -> pathlib.Path:
+    """Writes a released folder and converts it."""
     from_torch.convert(write(scratch / "released"), scratch / "model")
     return scratch / "model"

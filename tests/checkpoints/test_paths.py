@@ -45,9 +45,6 @@ def released(tmp_path):
     return torch_folder.write(tmp_path / "released")
 
 
-converted = torch_folder.converted
-
-
 def litter(folder):
     """Leaves in a folder, and in the folders in it, what systems and editors leave."""
     for place in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:

@@ -32,9 +32,6 @@ def folder(tmp_path):
     return torch_folder.write(tmp_path / "released")
 
 
-converted = torch_folder.converted
-
-
 @pytest.fixture
 def complaint(tmp_path):
     """Converts a folder that must fail; returns the error. No files may be left behind."""

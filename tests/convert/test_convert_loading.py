@@ -6,13 +6,10 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import torch_folder
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.checkpoints import arrays, model_folder, stores, tensors
 from sparse_lavida_jax.models import denoiser, fuse
-
-converted = torch_folder.converted
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import types
 
 import numpy as np
 import pytest
-import stand_ins
 
 from sparse_lavida_jax.scenes import tasks, world
 
@@ -52,9 +51,8 @@ def package():
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("comfyui") / "tiny")
-    return SparseLaViDa.from_pretrained(folder)
+def pipe(every_task):
+    return SparseLaViDa.from_pretrained(every_task)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import time
 import numpy as np
 import pytest
 import staged
-import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
@@ -46,9 +45,8 @@ ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftsh
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("demo") / "tiny")
-    pipe = SparseLaViDa.from_pretrained(folder)
+def service(every_task):
+    pipe = SparseLaViDa.from_pretrained(every_task)
     return Service(pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False)))
 
 

@@ -15,7 +15,6 @@ import urllib.parse
 
 import numpy as np
 import pytest
-import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -94,9 +93,8 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("strangers") / "tiny")
-    pipe = SparseLaViDa.from_pretrained(folder)
+def page(every_task):
+    pipe = SparseLaViDa.from_pretrained(every_task)
     sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
     service, guards = Service(pipe.with_sampling(sampling)), []
 

@@ -14,7 +14,6 @@ import time
 
 import numpy as np
 import pytest
-import stand_ins
 from numpy.testing import assert_array_equal
 from PIL import Image
 
@@ -41,8 +40,7 @@ def launched():
 
 
 @pytest.fixture(scope="module")
-def address(launched, tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("ray") / "tiny")
+def address(launched, every_task):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     path = os.pathsep.join(set(sys.path) - {str(LAUNCH)})  # as with `serve run --app-dir launch`
@@ -51,7 +49,7 @@ def address(launched, tmp_path_factory):
     try:
         serve.start(http_options={"port": port})
         how = {"least": 2, "most": 2, "warmup": False, "key": KEY, "routers": 1, "batch_size": 2}
-        serve.run(launched.app(launched.Settings(checkpoint=str(folder), **how)))
+        serve.run(launched.app(launched.Settings(checkpoint=str(every_task), **how)))
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()

@@ -45,9 +45,8 @@ slow_test = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("serve") / "tiny")
-    pipe = SparseLaViDa.from_pretrained(folder)
+def service(every_task):
+    pipe = SparseLaViDa.from_pretrained(every_task)
     pipe = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False))
     return Service(pipe, Limits(upload=200_000))
 

@@ -8,7 +8,6 @@ import statistics
 import jax
 import numpy as np
 import pytest
-import stand_ins
 
 from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -26,9 +25,8 @@ SETTINGS = [*(("generate", how) for how in DRAWN), *(("ask", how) for how in SAI
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("memory") / "tiny")
-    return SparseLaViDa.from_pretrained(folder, batch_size=2)
+def pipe(every_task):
+    return SparseLaViDa.from_pretrained(every_task, batch_size=2)
 
 
 def resident() -> int:

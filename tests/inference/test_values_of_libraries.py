@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import SparseLaViDa, SparseLaViDaPipeline, config
@@ -57,8 +56,8 @@ def png(image):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return stand_ins.model_of_every_task(tmp_path_factory.mktemp("foreign") / "tiny")
+def folder(every_task):
+    return every_task
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,9 @@ OF_TEXT = {"messages", "add_generation_prompt", "gen_length", "eos_early_stop", 
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("diffusers") / "tiny")
+def pipe(every_task):
     with stand_ins.quick_compilation():
-        yield sparse_lavida_jax.SparseLaViDaPipeline.from_pretrained(folder)
+        yield sparse_lavida_jax.SparseLaViDaPipeline.from_pretrained(every_task)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-import stand_ins
 import tiny
 
 from sparse_lavida_jax import cli
@@ -24,8 +23,8 @@ ROUNDING = 2e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return stand_ins.model_of_every_task(tmp_path_factory.mktemp("mesh") / "tiny")
+def folder(every_task):
+    return every_task
 
 
 def largest_share(model) -> float:

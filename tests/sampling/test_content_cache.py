@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import stand_ins
 import tiny
 import traces
 
@@ -303,8 +302,8 @@ def test_entries_are_found_only_for_their_model_and_the_kind_of_response():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return stand_ins.model_of_every_task(tmp_path_factory.mktemp("kept") / "tiny")
+def folder(every_task):
+    return every_task
 
 
 @pytest.fixture(scope="module")

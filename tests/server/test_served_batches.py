@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import pytest
-import stand_ins
 
 from sparse_lavida_jax.apps import serving
 from sparse_lavida_jax.apps.serving import Limits, Service
@@ -22,9 +21,8 @@ PROMPTS = ("a red circle", "two squares", "a red circle above a blue square", LO
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory):
-    folder = stand_ins.model_of_every_task(tmp_path_factory.mktemp("company") / "tiny")
-    return SparseLaViDa.from_pretrained(folder, batch_size=4)
+def pipe(every_task):
+    return SparseLaViDa.from_pretrained(every_task, batch_size=4)
 
 
 def served(pipe, made, **how):
