@@ -16,6 +16,7 @@ import segment_programs
 
 from benchmarks import aot
 from sparse_lavida_jax import config
+from sparse_lavida_jax.training import memory
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
