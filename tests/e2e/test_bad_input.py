@@ -283,18 +283,3 @@ def test_a_mistake_ends_the_process_with_code_2(tmp_path):
 def test_every_error_of_ours_is_a_mistake_and_not_a_crash():
     assert issubclass(train.DivergedError, main.OURS)
     assert issubclass(config.ConfigError, main.OURS)
-
-
-@pytest.mark.parametrize(
-    ("word", "part"),
-    [
-        ("--tasks=draw,drow", "scenes_long has no task drow; scored are plan, answer,"),
-        ("--checkpoint=nowhere", "nowhere"),
-    ],
-)
-def test_a_score_of_what_is_not_there_is_refused(word, part):
-    command = [sys.executable, "-m", "benchmarks.quality", word]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("benchmarks.quality: ") and part in done.stderr
-    assert "Traceback" not in done.stderr
