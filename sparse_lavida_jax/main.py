@@ -149,7 +149,7 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
     if settings.data.source == "none":
         raise UsageError(
             f"the config {settings.name} has no data to train on (data.source='none'):"
-            " choose scenes, digits or prepared."
+            " choose scenes or prepared."
         )
     if together is not None and settings.train.stage == "vq":
         raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")

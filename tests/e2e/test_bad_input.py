@@ -152,13 +152,13 @@ def test_a_run_directory_of_another_config_is_left_as_it_is(finished, complaint)
 
 
 def test_a_missing_checkpoint_lists_the_bundled_ones(tmp_path, monkeypatch, complaint):
-    for name in ("digits", "scenes"):
+    for name in ("photos", "scenes"):
         (tmp_path / "models" / name / "params").mkdir(parents=True)
     monkeypatch.setattr(model_folder, "BUNDLED", tmp_path / "models")
     asked = ["--prompt=a red circle", f"--out={tmp_path / 'image.png'}"]
     sentence = complaint("--mode=sample", "--checkpoint=scene", *asked)
     assert "there is no model in scene. " in sentence
-    assert "bundled model (digits, scenes)" in sentence
+    assert "bundled model (photos, scenes)" in sentence
     assert not (tmp_path / "image.png").exists()
 
 
@@ -178,11 +178,11 @@ def test_a_damaged_checkpoint_names_the_file(finished, tmp_path, complaint):
     assert f"{tokenizer} is damaged" in sentence
 
 
-def test_digits_are_not_judged_as_scenes(tmp_path, complaint):
+def test_another_world_is_not_judged_as_scenes(tmp_path, complaint):
     (tmp_path / "params").mkdir()
-    given = stand_ins.settings(data={"source": "digits"})
+    given = stand_ins.settings(data={"source": "prepared"})
     model_folder.write_config(tmp_path, given)
-    assert "Digits" in complaint("--mode=evaluate", f"--checkpoint={tmp_path}")
+    assert "judges models of scenes" in complaint("--mode=evaluate", f"--checkpoint={tmp_path}")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import stand_ins
 from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, orders
-from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.evals import benchmark, exact
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -38,7 +37,7 @@ def read(name) -> config.Config:
 DENOISERS = [
     name
     for name in CONFIGS
-    if read(name).train.stage == "denoiser" and read(name).data.source in ("scenes", "digits")
+    if read(name).train.stage == "denoiser" and read(name).data.source == "scenes"
 ]
 PREPARED = [name for name in CONFIGS if read(name).data.source == "prepared"]
 each = pytest.mark.parametrize("name", CONFIGS)
@@ -78,11 +77,8 @@ def test_the_model_knows_the_tokenizer(name):
 def test_the_codes_of_the_images_fit_the_model(name):
     given = read(name)
     codec = vq.ImageCodec(given.data.image_codec, given.model)  # raises if they do not
-    if given.data.source == "scenes":
-        assert given.model.grid_size == world.GRID
-        assert codec.image_size == given.vq.image_size
-    else:
-        assert (given.model.grid_size, given.model.codebook_size) == (grey.SIDE, grey.LEVELS)
+    assert given.model.grid_size == world.GRID
+    assert codec.image_size == given.vq.image_size
 
 
 @each_denoiser
@@ -90,10 +86,6 @@ def test_tasks_are_known_and_of_the_source(name):
     data = read(name).data
     known = {task for group in batches.GROUPS.values() for task in group}
     assert data.tasks.keys() <= known
-    if data.source == "digits":
-        assert data.tasks.keys() == {"digit"}
-    else:
-        assert data.tasks.keys() <= {*tasks.TABLE}
 
 
 @each_denoiser
@@ -150,8 +142,6 @@ def test_batches_come_out(name, monkeypatch):
     given = read(name)
     few = dataclasses.replace(given.train, batch_size=min(given.train.batch_size, 32))
     given = dataclasses.replace(given, train=few)
-    if given.data.source == "digits":
-        pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
     table = np.zeros((world.NUM_APPEARANCES + 1, given.model.codes_per_token), int)
     made = batches.SceneBatches(
         given,
