@@ -28,7 +28,7 @@ from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.programs.kept import Program, kept, shapes_of
 
-BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
+BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
 FORMAT = "sparse-lavida-vq/1"
 FILES = ("config.json", "params.safetensors")
 MOST_SETTINGS = 2**20  # bytes of config.json
@@ -500,24 +500,31 @@ def copy(folder: pathlib.Path, new: pathlib.Path) -> None:
 
 
 def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
-    """Returns the folder of a bundled image tokenizer, given its name, or the given folder.
+    """Returns the folder of an image tokenizer.
+
+    Args:
+        folder_or_name: that folder, a folder of a model or a run, or the name of a bundled model.
 
     Raises:
-        VQError: neither exists; the message lists the bundled names.
+        VQError: there is none; the message lists the bundled models.
     """
-    for folder in (BUNDLED / folder_or_name, pathlib.Path(folder_or_name)):
+    given = pathlib.Path(folder_or_name)
+    places = (BUNDLED / given / "vq", given / "vq", given / "model" / "vq", given)
+    if (given / "params.safetensors").is_file():
+        return given
+    for folder in places:
         if folder.is_dir():
             return folder
-    bundled = sorted(path.name for path in BUNDLED.iterdir() if path.is_dir())
+    bundled = sorted(path.parent.name for path in BUNDLED.glob("*/vq"))
     raise VQError(
         f"No image tokenizer at {str(folder_or_name)!r}. Give a folder with config.json and"
-        f" params.safetensors, or a bundled name: {', '.join(bundled)}."
+        f" params.safetensors, the folder of a model, or a bundled model: {', '.join(bundled)}."
     )
 
 
 @jax_settings.defaults()
 def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
-    """Returns a saved image tokenizer, given a folder or the name of a bundled one.
+    """Returns a saved image tokenizer; see `find` for where it may lie.
 
     Raises:
         VQError: it does not exist, or one of its files is missing, unreadable or inconsistent.
@@ -576,7 +583,7 @@ class ImageCodec:
     """The image tokenizer of a checkpoint: converts pixels to cells of codes and back.
 
     Args:
-        name_or_folder: a bundled VQ, or a folder with one.
+        name_or_folder: see `find`.
         model: its cells are made of these codes.
 
     Raises:
@@ -635,18 +642,14 @@ class ImageEncoder:
     Its parameters are read when the first image is encoded, in the process that encodes it.
 
     Args:
-        name_or_folder: a bundled VQ, a folder with one, or a model folder or run directory with
-            one.
+        name_or_folder: see `find`.
 
     Raises:
         VQError: there is no such VQ.
     """
 
     def __init__(self, name_or_folder: str):
-        folder = pathlib.Path(name_or_folder)
-        inside = (folder / "vq", folder / "model" / "vq")
-        found = next((path for path in inside if path.is_dir()), None)
-        self.folder = found or find(name_or_folder)
+        self.folder = find(name_or_folder)
         settings = read_settings(self.folder)
         self.side, self.factor = settings.image_size, settings.factor
         self.codebook_size = settings.codebook_size

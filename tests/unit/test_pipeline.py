@@ -36,7 +36,7 @@ def _quick():
 def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     """Four codes per cell, in the order of the shipped tokenizer's grid."""
     model = config.Model(codes_per_token=4, codebook_size=256)
-    codec = vq.ImageCodec("scenes_g4", model)
+    codec = vq.ImageCodec(stand_ins.FOUR_CODES, model)
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
     (cells,) = codec.encode(world.render(scene)[None])
     np.testing.assert_array_equal(cells, prompts.appearance_codes(codec)[np.array(scene.cells)])
@@ -48,13 +48,13 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("scenes_g4", {}, "makes 12x12 codes of 256 kinds, and the model takes 6x6 of 64"),
+        (stand_ins.FOUR_CODES, {}, "makes 12x12 codes of 256 kinds, and the model takes 6x6 of 64"),
         (
-            "scenes_g1",
+            "scenes",
             {"codebook_size": 49},
             "6x6 codes of 64 kinds, and the model takes 6x6 of 49",
         ),
-        ("scenes_g9", {}, "scenes_g1, scenes_g4"),
+        ("scenes_g9", {}, "No image tokenizer at 'scenes_g9'"),
     ],
 )
 def test_a_codec_that_does_not_fit_the_model_is_told(name, changes, told):

@@ -19,7 +19,7 @@ KNOWN = vocabulary.of_source("scenes")
 
 def prompts_of(*trained):
     settings = config.Config(data=config.Data(tasks=dict.fromkeys(trained, 1.0)))
-    codec = vq.ImageCodec("scenes_g1", settings.model)
+    codec = vq.ImageCodec("scenes", settings.model)
     return settings, ScenePrompts.of(Tokenizer(), settings, codec)
 
 
