@@ -195,8 +195,7 @@ def _losses(path: pathlib.Path) -> str:
 
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
-    folders = ("images", "pictures")  # the second is the name in older versions
-    sheets = [path for name in folders for path in folder.glob(f"{name}/[0-9]*.png")]
+    sheets = [*folder.glob("images/[0-9]*.png")]
     if not sheets:
         return []
     newest = max(sheets, key=lambda path: path.name)

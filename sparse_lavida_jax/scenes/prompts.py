@@ -85,13 +85,13 @@ class Encoder:
     Attributes:
         tokenizer: of the text.
         appearance_codes: codes [49 g] of an empty cell and of every appearance in a scene, from the
-            image tokenizer, or a function that returns them.
+            image tokenizer, or a function that returns them; None if no scene is drawn.
     """
 
     tokenizer: Tokenizer
     data: config.Data
     model: config.Model
-    appearance_codes: Int[np.ndarray, "a g"] | Callable[[], Int[np.ndarray, "a g"]]
+    appearance_codes: Int[np.ndarray, "a g"] | Callable[[], Int[np.ndarray, "a g"]] | None
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
         """Returns the image of a scene at the input size of the vision tower."""
@@ -101,6 +101,7 @@ class Encoder:
     def scene_codes(self, scene: world.Scene) -> Int[np.ndarray, "l g"]:
         """Returns the codes of an image of `scene`, cell by cell."""
         codes = self.appearance_codes
+        assert codes is not None
         return (codes() if callable(codes) else codes)[scene.appearances]
 
     def text_example(

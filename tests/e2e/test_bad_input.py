@@ -201,7 +201,7 @@ def test_an_image_that_cannot_be_read_is_named(finished, tmp_path, complaint, ki
         path.write_bytes(path.read_bytes()[:100])
     out = tmp_path / "out.png"
     sentence = complaint(
-        "--mode=sample", f"--checkpoint={finished.folder}", "--task=edit", f"--picture={path}",
+        "--mode=sample", f"--checkpoint={finished.folder}", "--task=edit", f"--image={path}",
         "--prompt=add a circle", f"--out={out}",
     )  # fmt: skip
     told = {"missing": f"there is no image {path}.", "folder": f"{path} is not a regular file"}
