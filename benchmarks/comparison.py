@@ -203,7 +203,7 @@ def digest(settings: config.Config, base: str = "") -> str:
             sampling=config.Sampling(**{name: sampling[name] for name in SAMPLED_FROM}),
         )
     )
-    text = json.dumps([DEFAULTS, schema.with_old_names(told)], sort_keys=True)
+    text = json.dumps([DEFAULTS, told], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 

@@ -54,10 +54,7 @@ def _score() -> None:
     unknown = set(asked) - set(tasks.TASKS)
     if unknown or not asked:
         told = f"has no task {', '.join(sorted(unknown))}" if asked else "learned none of the tasks"
-        raise config.ConfigError(
-            f"{settings.name} {told}; scored are {', '.join(tasks.TASKS)}. Digits are judged when"
-            " their training ends, in report.md."
-        )
+        raise config.ConfigError(f"{settings.name} {told}; scored are {', '.join(tasks.TASKS)}.")
     method = METHOD.value or presets.default_preset(settings.model)
     sampling = dataclasses.replace(settings.sampling, preset=method)
     bench, metrics = Bench("quality"), []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What is one token? One code or a cell of four, with or without layout, in one pass or several.
 
+    python -m sparse_lavida_jax.main --config=configs/scenes_vq_g4.py  # for four codes
     python -m benchmarks.ablation --config=configs/ablation_cells.py
 
 The four codes of a cell are drawn independently, so its contents have to be decided before: by a
@@ -11,7 +12,9 @@ more work, so the same number of passes is also tried as more steps.
 import ablation
 import ml_collections
 
-FOUR = dict(model=dict(codes_per_token=4, codebook_size=256), data=dict(image_codec="scenes_g4"))
+FOUR = dict(
+    model=dict(codes_per_token=4, codebook_size=256), data=dict(image_codec="runs/scenes_vq_g4")
+)
 PASSES = {f"passes_{n}": dict(cell_passes=n) for n in (1, 2, 4)}
 STEPS = {f"steps_{n}": dict(num_steps=n) for n in (8, 16, 32)}
 

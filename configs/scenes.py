@@ -62,7 +62,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.data = dict(
         source="scenes",
-        image_codec="scenes_g1",
+        image_codec="scenes",
         lessons=LESSONS,
         tasks=dict(
             plan=5.0,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The image tokenizer of the scenes with one code per cell, as shipped in `assets/vq/scenes_g1`.
+r"""The image tokenizer of the scenes with one code per cell, as the bundled model has it.
 
     python -m sparse_lavida_jax.main --config=configs/scenes_vq_g1.py
-    cp -r runs/scenes_vq_g1/vq sparse_lavida_jax/assets/vq/scenes_g1
 
 Takes about six minutes of CPU time.
 """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The image tokenizer of the scenes with four codes per cell, as shipped in `assets/vq/scenes_g4`.
+r"""The image tokenizer of the scenes with four codes per cell, for `configs/scenes_g4.py`.
 
     python -m sparse_lavida_jax.main --config=configs/scenes_vq_g4.py
-    cp -r runs/scenes_vq_g4/vq sparse_lavida_jax/assets/vq/scenes_g4
 
 Takes about six minutes of CPU time.
 """

@@ -245,12 +245,13 @@ class Data(Section):
 
     # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
     # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
-    source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
+    source: Literal["scenes", "prepared", "none"] = "scenes"
     folder: Place = "prepared"  # of source "prepared": written by `--mode=prepare`
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # taught before `tasks`
-    image_codec: Place = "scenes_g1"  # a folder of `assets/vq`, a path, or "grey" (digits)
+    # The image tokenizer: its folder, that of a model, or the name of a bundled model.
+    image_codec: Place = "scenes"
     text_block_len: Size = 8  # S: tokens decoded together in a text answer
     max_prompt_len: Size = 96  # understanding tokens of the longest prompt, vision included
     max_answer_len: Size = 40  # text response tokens, a multiple of text_block_len

@@ -69,7 +69,7 @@ SAMPLE_TASKS = {"draw": "generate", "edit": "edit", "ask": "ask", "point": "grou
 TAKES = {
     "train": "config data init_from workdir profile_steps stopped_exit_code"
     " distributed coordinator num_processes process_id",
-    "sample": "config checkpoint adapters convert task prompt image picture out seed",
+    "sample": "config checkpoint adapters convert task prompt image out seed",
     "evaluate": "config checkpoint adapters convert workdir shard",
     "convert": "dtype format",
     "export": "format dtype adapters",
@@ -149,7 +149,7 @@ def _train(asked: flags.FlagValues, settings: config.Config) -> None:
     if settings.data.source == "none":
         raise UsageError(
             f"the config {settings.name} has no data to train on (data.source='none'):"
-            " choose scenes, digits or prepared."
+            " choose scenes or prepared."
         )
     if together is not None and settings.train.stage == "vq":
         raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")
@@ -487,7 +487,6 @@ def _define(asked: flags.FlagValues) -> None:
             flags.DEFINE_integer(name, default, meaning, **most, flag_values=asked)
         else:
             kinds[type(default)](name, default, meaning, flag_values=asked)
-    flags.DEFINE_alias("picture", "image", flag_values=asked)  # an older name
 
 
 def _base_config(asked: flags.FlagValues) -> config.Config:
@@ -566,7 +565,6 @@ def _training_config(asked: flags.FlagValues, path: pathlib.Path | None) -> conf
 def _override(base: config.Config, words: list[str]) -> config.Config:
     """Returns the config with overrides such as `--config.train.train_steps=200` applied."""
     settings = config.to_dict(base)
-    words = [schema.renamed(word) for word in words]
     for word in words:
         _check_name(word, settings)
     values, argv = flags.FlagValues(), ["main", *words]

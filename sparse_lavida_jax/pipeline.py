@@ -185,7 +185,8 @@ class SparseLaViDa:
             added = lora_folders.added(model, settings, folder, weights, merge=merge_adapters)
             model, settings = added
         textual = settings.model.understanding_only
-        codec = None if textual else ImageCodec(loaded.vq_folder, settings.model)
+        place = loaded.vq_folder or folder / "vq"
+        codec = None if textual else ImageCodec(place, settings.model)
         language = LANGUAGES[settings.prompts]
         try:
             tokenizer = language.tokenizer_type(loaded.tokenizer_path)

@@ -16,20 +16,12 @@ import runpy
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from ml_collections import ConfigDict
 
 T = TypeVar("T")
-
-# Older names of settings and of one value, still accepted in files and on command lines.
-OLD_NAMES = {
-    "picture_codec": "image_codec",
-    "picture_seconds": "image_seconds",
-    "no_picture": "no_image",
-}
-
 
 SHOWN = 200  # characters of an invalid value in messages
 LONGEST = 10_000  # characters of a setting
@@ -198,8 +190,6 @@ class Section:
 def build(schema: type[T], given: Any) -> T:
     """Turns a config section, and the sections in it, into its frozen dataclass.
 
-    Older names of settings (`OLD_NAMES`) are accepted.
-
     Args:
         given: a `ConfigDict`, or a dict as in JSON.
 
@@ -210,16 +200,13 @@ def build(schema: type[T], given: Any) -> T:
     if not isinstance(given, dict | ConfigDict):
         raise ConfigError(f"{schema.__name__} is {shown(given)}: it must hold settings by name.")
     kinds = annotations(schema)
-    # Only a person's setting can have an old name: it comes last and replaces a default.
-    old_last = sorted(given, key=OLD_NAMES.__contains__)
-    current = {OLD_NAMES.get(name, name): given[name] for name in old_last}
-    if unknown := sorted(set(current) - set(kinds)):
+    if unknown := sorted(set(given) - set(kinds)):
         named = ", ".join(map(str, unknown))
         raise ConfigError(f"{schema.__name__} has no {named:.{SHOWN}}. It has: {', '.join(kinds)}.")
     for field in dataclasses.fields(schema):  # type: ignore[arg-type]
-        if field.name not in current and field.default is field.default_factory:
+        if field.name not in given and field.default is field.default_factory:
             raise ConfigError(f"{schema.__name__} needs a value for {field.name}.")
-    return schema(**{k: _convert(schema, k, kinds[k], value) for k, value in current.items()})
+    return schema(**{k: _convert(schema, k, kinds[k], value) for k, value in given.items()})
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -236,22 +223,6 @@ def changes(settings: Any) -> dict[str, Any]:
         if value != getattr(defaults, field.name):
             found[field.name] = inside
     return found
-
-
-def with_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result of `to_dict` or `changes` under older names, for use in digests."""
-    old = {new: old for old, new in OLD_NAMES.items()}
-    return {
-        old.get(name, name): with_old_names(value) if isinstance(value, Mapping) else value
-        for name, value in settings.items()
-    }
-
-
-def renamed(word: str) -> str:
-    """Returns a command-line word, such as `--config.seed=1`, with the setting's new name."""
-    path, equals, value = word.partition("=")
-    section, dot, name = path.rpartition(".")
-    return f"{section}{dot}{OLD_NAMES.get(name, name)}{equals}{value}"
 
 
 def annotations(schema: Any) -> dict[str, Any]:
@@ -272,7 +243,6 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     if origin is Literal:
         choices = typing.get_args(kind)
         origin = type(choices[0])
-        value = OLD_NAMES.get(value, value) if isinstance(value, str) else value
     if origin is float and type(value) is int:  # not a bool
         value = float(value) if abs(value) < 2**63 else math.inf
     taken: Any = {dict: dict | ConfigDict, tuple: tuple | list}.get(origin, origin)
@@ -336,7 +306,6 @@ def run(path: pathlib.Path, function: str) -> Any:
 
     Args:
         path: the file, followed by a colon and an argument of the function if it takes one.
-            `eval_mme.py` is an older name for `evaluate.py:mme`.
 
     Raises:
         ConfigError: there is no such file, it has no such function, or it cannot be run.
@@ -362,9 +331,6 @@ def _split(path: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
     """Returns the file, and the argument of its function if there is one."""
     if match := re.fullmatch(r"(.*\.py):(\w+)", str(path)):
         return pathlib.Path(match[1]), [match[2]]
-    benchmarks = path.parent / "evaluate.py"
-    if path.stem.startswith("eval_") and not path.is_file() and benchmarks.is_file():
-        return benchmarks, [path.stem.removeprefix("eval_")]
     return path, []
 
 

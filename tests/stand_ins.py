@@ -29,6 +29,7 @@ VISION = config.Vision(
     image_size=48, patch_size=16, width=16, num_layers=1, num_heads=2, mlp_hidden=24, pool=1
 )
 TASKS = {"draw": 1.0, "answer": 1.0}
+FOUR_CODES = pathlib.Path(__file__).parent / "data/vq/scenes_g4"  # an image tokenizer
 EMPTY = world.render(world.EMPTY_SCENE)
 
 
@@ -86,7 +87,7 @@ def model_of_every_task(folder: pathlib.Path) -> pathlib.Path:
         tiny.denoiser(given.model),
         given,
         tokenizer_path=SHIPPED,
-        vq_folder=vq.find("scenes_g1"),
+        vq_folder=vq.find("scenes"),
         readme="",
     )
     return folder

@@ -190,7 +190,7 @@ ARGUMENTS = {
     "prompt": _argument("prompt", "the prompt, instruction, question or text", str, nargs="?"),
     "image": _argument("image", "the image: PNG, JPEG or WebP", str, nargs="?"),
     "needed_image": _argument("image", "the image: PNG, JPEG or WebP"),
-    "shown": _argument("--image --picture", "the image that the text is about", metavar="FILE"),
+    "shown": _argument("--image", "the image that the text is about", metavar="FILE"),
     "phrases": _argument("phrases", "the things to find, one argument each", str, nargs="+"),
     "size": _argument(
         "--size", "pixels, height first, as 512x768; by default the largest", _size, metavar="HxW"
@@ -332,9 +332,9 @@ ARGUMENTS = {
     "replay": _argument("--replay", "draw the image of this PNG again", _path, metavar="PNG"),
     "replayed": _argument("replay", "the image to draw again", _path, metavar="PNG"),
     "source": _argument(
-        "--image --picture", "source image of the edit; by default the recorded one", metavar="FILE"
+        "--image", "source image of the edit; by default the recorded one", metavar="FILE"
     ),
-    "first_image": _argument("--image --picture", "image for the first line", metavar="FILE"),
+    "first_image": _argument("--image", "image for the first line", metavar="FILE"),
     "host": _argument("--host", "address; the default is for this machine alone", _text, _LOCAL),
     "port": _argument("--port", "port to listen on, 0 to 65535; 0 takes a free one", _whole, 8000),
     "max_waiting": _argument(

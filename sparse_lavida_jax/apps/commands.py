@@ -39,7 +39,7 @@ SMALL, SMALL_SCALE = 128, 4  # images with sides below that many pixels are save
 LONGEST_LINE = 2**16  # characters of a line of `chat`
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
 DRAWN = ("steps", "sampler", "registers", "guidance")  # that `warmup` sets for images
-OTHER_KEYS = {"picture": "image", "guidance_scale": "guidance"}  # "picture" is an older name
+OTHER_KEYS = {"guidance_scale": "guidance"}  # as diffusers has it
 
 
 class Line(schema.Section):

@@ -230,15 +230,17 @@ def write_digests(folder: pathlib.Path, digests: Mapping[str, str]) -> None:
 
 
 def read_digests(folder: pathlib.Path) -> dict[str, str]:
-    """Returns the digests of the arrays of a model folder; {} for a very old one that has none.
+    """Returns the digests of the arrays of a model folder.
 
     Raises:
-        CheckpointError: the file is empty or damaged.
+        CheckpointError: the file is missing, empty or damaged.
     """
     try:
         return read_list(folder / TENSORS)
     except FileNotFoundError:
-        return {}
+        raise CheckpointError(
+            f"{folder} has no {TENSORS}, the digests of its arrays. Copy the folder again."
+        ) from None
 
 
 def read_list(path: pathlib.Path) -> dict[str, str]:

@@ -16,7 +16,8 @@ TENSORS_NAMED = 5  # in the message about a damaged file
 
 def write(folder: pathlib.Path) -> None:
     """Writes the digests of all files, and of the tensors in safetensors files."""
-    digests = arrays.read_digests(folder)  # of the parameters, computed while they were written
+    # Those of the parameters, if there are any, were computed while they were written.
+    digests = arrays.read_digests(folder) if (folder / arrays.TENSORS).exists() else {}
     for path in _others(folder):
         digests |= _digests_in(folder, path)
     arrays.write_digests(folder, digests)

@@ -16,7 +16,6 @@ MANIFEST.sha256   digests of all files above
 """
 
 import contextlib
-import dataclasses
 import fnmatch
 import functools
 import os
@@ -48,8 +47,6 @@ MADE_OF = "made_of.json"  # written by `copy`
 MOST_SETTINGS = 2**20  # bytes of config.json and the like
 COMMITTED = "commit_success.txt"  # written by the array store
 FREE_SPACE_FACTOR = 1.2  # times the bytes to write must be free before writing starts
-# For converted models: texts are sampled in blocks of 32 tokens, as in the paper.
-CONVERTED_DATA = config.Data(source="none", text_block_len=32, max_answer_len=256)
 
 
 class WriteError(CheckpointError):
@@ -268,11 +265,7 @@ def read_config(folder: pathlib.Path) -> config.Config:
     if tag != FORMAT:
         raise CheckpointError(f"{path} has the format {shown(tag)}; this version reads {FORMAT!r}.")
     try:
-        settings = config.build(config.Config, given)
-        if settings.prompts == "chat" and settings.data == config.Data():
-            # Converted before folders recorded the length of text blocks: sample as in the paper.
-            return dataclasses.replace(settings, data=CONVERTED_DATA)
-        return settings
+        return config.build(config.Config, given)
     except config.ConfigError as error:
         raise CheckpointError(f"{path} was written by another version: {error}") from error
 

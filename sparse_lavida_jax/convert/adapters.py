@@ -9,8 +9,7 @@ base.json                  path of the base model, and the SHA-256 of its manife
 TENSORS.sha256, MANIFEST.sha256
 
 The first two are what PEFT writes and reads (github.com/huggingface/peft, `LoraConfig`): adapters
-that it trained for the released model are read as well. Older folders have adapters.safetensors
-instead, with all layers in one array; they can still be read.
+that it trained for the released model are read as well.
 """
 
 import dataclasses
@@ -41,7 +40,6 @@ from sparse_lavida_jax.programs import jax_settings
 M = TypeVar("M", bound=Denoiser)
 
 SETTINGS, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
-OLDER = "adapters.safetensors"
 _PREFIX = "base_model.model."
 LARGEST_ALPHA = 1_000_000
 _PATTERN = re.compile(r"\^?(\w|-|\\?\.)*(\.\*)?(\w|-|\\?\.)*")  # of names, in PEFT's alpha_pattern
@@ -103,7 +101,7 @@ def find(name: str) -> pathlib.Path:
     """
     folder = pathlib.Path(name)
     for candidate in (folder, folder / "adapters"):
-        if any((candidate / file).is_file() for file in (WEIGHTS, OLDER)):
+        if (candidate / WEIGHTS).is_file():
             return candidate
     if hub.is_id(name) and (fetched := hub.fetch(name) / WEIGHTS).is_file():
         return fetched.parent
@@ -117,9 +115,7 @@ def digest(base: pathlib.Path, weights: Mapping[str, float]) -> str:
     """Returns the SHA-256 that identifies a model with adapters; without any, that of its base."""
     parts = [manifest.digest(base)]
     for name, weight in weights.items():
-        folder = find(name)
-        stored = next(folder / file for file in (WEIGHTS, OLDER) if (folder / file).is_file())
-        parts.append(f"{files.sha256(stored)}:{weight:g}")
+        parts.append(f"{files.sha256(find(name) / WEIGHTS)}:{weight:g}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest() if weights else parts[0]
 
 
@@ -400,8 +396,7 @@ def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
         manifest.verify(folder)
         manifest.verify_tensors(folder)
         _check_base(folder, base)
-    is_older = not (folder / WEIGHTS).is_file()
-    path = contents.inside(folder, OLDER if is_older else WEIGHTS)
+    path = contents.inside(folder, WEIGHTS)
     try:
         leaves = tensor_files.read_floats(path)
     except (OSError, ValueError) as error:
@@ -410,7 +405,7 @@ def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
         raise CheckpointError(f"{path} adapts nothing: it holds no tensor. Copy it again.")
     for key, leaf in leaves.items():
         arrays.refuse_nonfinite(f"{key} in {path}", leaf)
-    return _older(folder, leaves) if is_older else _released(folder, leaves, model)
+    return _released(folder, leaves, model)
 
 
 def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
@@ -425,17 +420,6 @@ def _check_base(folder: pathlib.Path, base: pathlib.Path) -> None:
             f" and {base} is another one: its {manifest.MANIFEST} has another SHA-256 than"
             f" {digest!s:.12}. Name theirs with --checkpoint."
         )
-
-
-def _older(folder: pathlib.Path, leaves: Mapping[str, np.ndarray]) -> Adapters:
-    settings, factors, whole = model_folder.read_config(folder).lora, {}, {}
-    for ours, leaf in arrays.layers_of(leaves).items():
-        path, _, last = ours.rpartition("/")
-        if lora.NAME.search(ours):
-            factors.setdefault(path, {})[last[-1].upper()] = leaf
-        else:
-            whole[ours] = leaf
-    return _paired(folder, factors, whole, lambda path, rank: settings.alpha / rank)
 
 
 def _released(

@@ -13,7 +13,6 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError
-from sparse_lavida_jax.checkpoints.model_folder import CONVERTED_DATA
 
 # Facts about the release:
 # "allowed", by section: values that our code implements, null where a key may be null; an absent
@@ -32,6 +31,8 @@ _SIGLIP: dict[str, Any] = RELEASED["siglip_config"]
 RELEASED_VQ: dict[str, Any] = RELEASED["vqvae"]
 _IMAGE_SIZE = 1024  # pixels per side of the images that the release draws
 _SPARE_ROWS = 256  # in the table of codes, after the codebook (spec Sec. 2.5)
+# Texts are sampled in blocks of 32 tokens, as in the paper.
+_DATA = config.Data(source="none", text_block_len=32, max_answer_len=256)
 _SAMPLING = config.Sampling(**RELEASED["sampling"])
 # The same for a model that was trained with sparse attention after its release.
 SPARSE = dict(grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0)
@@ -65,7 +66,7 @@ def settings_from(given: Mapping[str, Any], vq: Mapping[str, Any] | None = None)
             name="lavida-o",
             model=model,
             vq=tokenizer,
-            data=CONVERTED_DATA,
+            data=_DATA,
             sampling=_SAMPLING if model.trained_attention == "full" else _SPARSE_SAMPLING,
         )
     except (config.ConfigError, TypeError, ValueError) as error:

@@ -26,7 +26,6 @@ CATEGORIES = {
 OFFICIAL_ENDING = " Please answer yes or no."
 ENDING = "\nAnswer the question using a single word or phrase."
 SUFFIXES = (".jpg", ".png", ".jpeg")
-IMAGE_NAME = "picture"  # in records: digests of existing evaluations depend on it
 
 
 class Bench(QuestionBenchmark):
@@ -63,7 +62,7 @@ class Bench(QuestionBenchmark):
                     f" {line!r}. {self.source}"
                 )
             record = {
-                "category": category, IMAGE_NAME: image.name, "question": question,
+                "category": category, "image": image.name, "question": question,
                 "answer": answer,
             }  # fmt: skip
             words = question.removesuffix(OFFICIAL_ENDING) + ENDING
@@ -73,7 +72,7 @@ class Bench(QuestionBenchmark):
         """Returns a file for each category, as `eval_tool/calculation.py` reads them."""
         lines = []
         for one in answers:
-            official = [one.record[name] for name in (IMAGE_NAME, "question", "answer")]
+            official = [one.record[name] for name in ("image", "question", "answer")]
             line = "\t".join([*official, " ".join(one.text.split())])
             lines.append((f"{one.record['category']}.txt", f"{line}\n"))
         return {file: "".join(part) for file, part in grouped(lines).items()}
@@ -84,7 +83,7 @@ class Bench(QuestionBenchmark):
         for one in answers:
             pairs = hits.setdefault(one.record["category"], {})
             right = yes_or_no(one.text) == one.record["answer"].lower()
-            pairs.setdefault(one.record[IMAGE_NAME], []).append(right)
+            pairs.setdefault(one.record["image"], []).append(right)
         found = []
         for name, categories in CATEGORIES.items():
             parts = [_points(one, hits[one]) for one in categories if one in hits]

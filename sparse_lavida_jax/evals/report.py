@@ -22,7 +22,7 @@ from sparse_lavida_jax.inference.engine import planned_costs
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import costs
-from sparse_lavida_jax.scenes import digits, grammar, tasks, world
+from sparse_lavida_jax.scenes import grammar, tasks, world
 from sparse_lavida_jax.training import lengths, metrics
 
 CHECK_PROMPTS = 48  # drawing prompts scored during training
@@ -34,7 +34,6 @@ LOSS_ROWS = 10  # in the table of losses
 NLL = "nll: mean negative log-likelihood of a text token or image code in nats; lower is better."
 # For each data source: what makes prompts to draw, by number, and what judges an image.
 DRAWING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "digits": (digits.sample, digits.score),
     "scenes": (functools.partial(tasks.sample, "draw"), tasks.score),
 }
 
@@ -171,14 +170,9 @@ def write(
             " draws from."
         )
         parts += ["## While it trained", _curve(log)]
-        if settings.data.source == "digits":
-            scores = check(pipe, folder / "images/drawn.png")
-            judged = f"Nearest-neighbour judge: {scores['draw']:.2f} of {CHECK_PROMPTS} correct."
-            parts += ["## Samples", "![samples](images/drawn.png)", judged]
-        else:
-            table, *shown = _scene_sections(pipe, folder)
-            parts += ["## Exact scores", table, *shown]
-            _show_scores(folder / "model", table)
+        table, *shown = _scene_sections(pipe, folder)
+        parts += ["## Exact scores", table, *shown]
+        _show_scores(folder / "model", table)
         parts += ["## Speed", _speed(pipe)]
     path = folder / "report.md"
     files.write_text(path, "\n\n".join(parts) + "\n")
@@ -201,8 +195,7 @@ def _losses(path: pathlib.Path) -> str:
 
 
 def _newest_sheet(folder: pathlib.Path) -> list[str]:
-    folders = ("images", "pictures")  # the second is the name in older versions
-    sheets = [path for name in folders for path in folder.glob(f"{name}/[0-9]*.png")]
+    sheets = [*folder.glob("images/[0-9]*.png")]
     if not sheets:
         return []
     newest = max(sheets, key=lambda path: path.name)

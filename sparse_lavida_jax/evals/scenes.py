@@ -27,8 +27,8 @@ class Bench(Benchmark):
         """Yields the prompts of each task."""
         if self.config.data.source != "scenes":
             raise EvaluationError(
-                "the benchmark 'scenes' judges models of scenes. Digits are judged in report.md;"
-                " for a LaViDa-O choose another benchmark: configs/evaluate.py."
+                "the benchmark 'scenes' judges models of scenes. For a LaViDa-O choose another"
+                " benchmark: configs/evaluate.py."
             )
         trained = [task for task in self.config.data.tasks if task in tasks.TASKS]
         asked = [(task, "test") for task in trained]

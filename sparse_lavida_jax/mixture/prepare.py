@@ -42,9 +42,8 @@ INDEX = "mixture.json"
 LONGEST_REASON = 300  # characters of what is wrong with a row
 MANY_ROWS = 2**16  # of a table, checked at a time
 TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # also written for a plain folder
-# Files that preparations write; older ones wrote "report.json".
 LOCK = ".lock"
-LEFT = {INDEX, report.READABLE, TOKENIZER, SHEET, "report.json", LOCK}
+LEFT = {INDEX, report.READABLE, TOKENIZER, SHEET, LOCK}  # files that preparations write
 
 
 @runtime_checkable

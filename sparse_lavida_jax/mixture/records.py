@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 
 from sparse_lavida_jax.data import files
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".arrayrecord"
 # One record per group: each can be read without its neighbours.
 WRITER_OPTIONS = "group_size:1"
@@ -94,7 +94,6 @@ class Record:
 
 
 _FLOATS = ("light", "boxes")  # all other arrays hold whole numbers
-_ON_DISK = {"images": "pictures"}  # its name in the first version
 
 
 def encode(record: Record) -> bytes:
@@ -107,7 +106,7 @@ def encode(record: Record) -> bytes:
             value = np.ascontiguousarray(value, kind)
         elif isinstance(value, tuple):
             value = list(value)
-        flat[_ON_DISK.get(field.name, field.name)] = value
+        flat[field.name] = value
     return flax.serialization.msgpack_serialize(flat)
 
 
@@ -127,10 +126,9 @@ def decode(data: bytes) -> Record:
             f"it is a record of version {version}, and this program reads version {VERSION}:"
             " prepare the data again"
         )
-    names = {_ON_DISK.get(field.name, field.name) for field in dataclasses.fields(Record)}
+    names = {field.name for field in dataclasses.fields(Record)}
     if set(flat) != names:
         raise RecordError(f"it has the fields {sorted(flat)}, not {sorted(names)}")
-    flat |= {ours: flat.pop(theirs) for ours, theirs in _ON_DISK.items()}
     flat |= {name: tuple(value) for name, value in flat.items() if isinstance(value, list)}
     return Record(**flat)
 

@@ -22,13 +22,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config, runtime, schema, sequence
-from sparse_lavida_jax.data import files, grey, tensor_files
+from sparse_lavida_jax.data import files, tensor_files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.programs.kept import Program, kept, shapes_of
 
-BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "vq"
+BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
 FORMAT = "sparse-lavida-vq/1"
 FILES = ("config.json", "params.safetensors")
 MOST_SETTINGS = 2**20  # bytes of config.json
@@ -500,24 +500,31 @@ def copy(folder: pathlib.Path, new: pathlib.Path) -> None:
 
 
 def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
-    """Returns the folder of a bundled image tokenizer, given its name, or the given folder.
+    """Returns the folder of an image tokenizer.
+
+    Args:
+        folder_or_name: that folder, a folder of a model or a run, or the name of a bundled model.
 
     Raises:
-        VQError: neither exists; the message lists the bundled names.
+        VQError: there is none; the message lists the bundled models.
     """
-    for folder in (BUNDLED / folder_or_name, pathlib.Path(folder_or_name)):
+    given = pathlib.Path(folder_or_name)
+    places = (BUNDLED / given / "vq", given / "vq", given / "model" / "vq", given)
+    if (given / "params.safetensors").is_file():
+        return given
+    for folder in places:
         if folder.is_dir():
             return folder
-    bundled = sorted(path.name for path in BUNDLED.iterdir() if path.is_dir())
+    bundled = sorted(path.parent.name for path in BUNDLED.glob("*/vq"))
     raise VQError(
         f"No image tokenizer at {str(folder_or_name)!r}. Give a folder with config.json and"
-        f" params.safetensors, or a bundled name: {', '.join(bundled)}."
+        f" params.safetensors, the folder of a model, or a bundled model: {', '.join(bundled)}."
     )
 
 
 @jax_settings.defaults()
 def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
-    """Returns a saved image tokenizer, given a folder or the name of a bundled one.
+    """Returns a saved image tokenizer; see `find` for where it may lie.
 
     Raises:
         VQError: it does not exist, or one of its files is missing, unreadable or inconsistent.
@@ -576,43 +583,31 @@ class ImageCodec:
     """The image tokenizer of a checkpoint: converts pixels to cells of codes and back.
 
     Args:
-        name_or_folder: a bundled VQ, a folder with one, or "grey" (or None) for images whose grey
-            levels are their codes.
+        name_or_folder: see `find`.
         model: its cells are made of these codes.
 
     Raises:
         ConfigError: there is no such VQ, or its codes do not fit the model.
     """
 
-    is_grey = False
-
-    def __init__(self, name_or_folder: str | pathlib.Path | None, model: config.Model):
+    def __init__(self, name_or_folder: str | pathlib.Path, model: config.Model):
         self.side = model.codes_side
         self.grid_size = model.grid_size
-        name = name_or_folder or "grey"
-        self.is_grey = name == "grey"
         self._decoders: dict[str, VQModel] = {}  # by dtype
-        if self.is_grey:
-            self.vq, self.folder, self.image_size = None, None, grey.IMAGE_SIZE
-            codes, levels = grey.SIDE, grey.LEVELS
-        else:
-            self.vq, settings = load(name)
-            self.folder, self.image_size = find(name), settings.image_size
-            codes, levels = settings.image_size // settings.factor, settings.codebook_size
-        self.factor = self.image_size // codes  # pixels per side of a code
-        wanted = self.grid_size * self.side
-        if (codes, levels) != (wanted, model.codebook_size):
+        self.vq, settings = load(name_or_folder)
+        self.folder, self.image_size = find(name_or_folder), settings.image_size
+        self.factor = settings.factor  # pixels per side of a code
+        codes, wanted = self.image_size // self.factor, self.grid_size * self.side
+        if (codes, settings.codebook_size) != (wanted, model.codebook_size):
             raise config.ConfigError(
-                f"the image tokenizer {name} makes {codes}x{codes} codes of"
-                f" {levels} kinds, and the model takes {wanted}x{wanted} of {model.codebook_size}:"
-                " choose another Data.image_codec, or change Model.grid_size, codes_per_token or"
-                " codebook_size."
+                f"the image tokenizer {name_or_folder} makes {codes}x{codes} codes of"
+                f" {settings.codebook_size} kinds, and the model takes {wanted}x{wanted} of"
+                f" {model.codebook_size}: choose another Data.image_codec, or change"
+                " Model.grid_size, codes_per_token or codebook_size."
             )
 
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of images in raster order, encoding each image separately."""
-        if self.vq is None:
-            return np.stack([grey.read(image) for image in pixels])
         codes = encode_images(self.vq, pixels, batch=1)
         return np.asarray(sequence.cells_from_codes(codes, self.side))
 
@@ -625,22 +620,17 @@ class ImageCodec:
             rows: number of rows of cells; by default as in the largest image.
             dtype: of the decoder (`for_decoding`).
         """
-        if self.vq is None:
-            return np.stack([grey.render(codes) for codes in cells])
         codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
         return decode_codes(self._decoder(dtype), np.asarray(codes), batch=1)
 
     def decoding(self, cells: tuple[int, int], dtype: str = "float32") -> list[Program]:
         """Starts to make the program that decodes an image of rows and columns of cells."""
-        if self.vq is None:
-            return []
         shape = 1, cells[0] * self.side, cells[1] * self.side
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
         return [_decode.program(taken_apart(self._decoder(dtype)), codes)]
 
     @jax_settings.defaults()
     def _decoder(self, dtype: str) -> VQModel:
-        assert self.vq is not None
         if dtype not in self._decoders:
             self._decoders[dtype] = for_decoding(self.vq, dtype)
         return self._decoders[dtype]
@@ -652,18 +642,14 @@ class ImageEncoder:
     Its parameters are read when the first image is encoded, in the process that encodes it.
 
     Args:
-        name_or_folder: a bundled VQ, a folder with one, or a model folder or run directory with
-            one.
+        name_or_folder: see `find`.
 
     Raises:
         VQError: there is no such VQ.
     """
 
     def __init__(self, name_or_folder: str):
-        folder = pathlib.Path(name_or_folder)
-        inside = (folder / "vq", folder / "model" / "vq")
-        found = next((path for path in inside if path.is_dir()), None)
-        self.folder = found or find(name_or_folder)
+        self.folder = find(name_or_folder)
         settings = read_settings(self.folder)
         self.side, self.factor = settings.image_size, settings.factor
         self.codebook_size = settings.codebook_size

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in worlds: scenes of shapes, and handwritten digits."""
+"""The built-in world: scenes of shapes."""

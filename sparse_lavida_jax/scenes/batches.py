@@ -18,7 +18,7 @@ from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
-from sparse_lavida_jax.scenes import digits, tasks
+from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.dice import PhiloxPool
 from sparse_lavida_jax.scenes.prompts import Encoder
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
@@ -31,11 +31,10 @@ GROUPS = {
     group: [name for name, task in tasks.TABLE.items() if task.group == group]
     for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
 }
-GROUPS["draw"].append(DIGIT := "digit")
 
 
 class SceneBatches(Batches):
-    """The batches of a configuration on scenes or digits.
+    """The batches of a configuration on scenes.
 
     Args:
         settings: the whole configuration.
@@ -136,22 +135,15 @@ class SceneBatches(Batches):
         up_to = self._shares_up_to[group]
         names = [self.groups[group][up_to.searchsorted(rng.random(), "right")] for rng in rngs]
         indices = [int(rng.integers(2**40)) for rng in rngs]
-        seed, draws = self.settings.seed, zip(names, indices, strict=True)
-        samples = [
-            digits.sample(seed, index) if task == DIGIT else tasks.sample(task, seed, index)
-            for task, index in draws
-        ]
+        draws = zip(names, indices, strict=True)
+        samples = [tasks.sample(task, self.settings.seed, index) for task, index in draws]
         examples = [self._example(*one) for one in zip(names, samples, rngs, strict=True)]
         made = zip(examples, rngs, strict=True)
         if self.released:
             return [SequenceRow.of(self.encoder.sequence(example), rng) for example, rng in made]
         return [make_row(example, self.settings, rng) for example, rng in made]
 
-    def _example(
-        self, task: str, sample: Sample | digits.Digit, rng: np.random.Generator
-    ) -> Example:
-        if isinstance(sample, digits.Digit):
-            return self.encoder.digit_example(sample)
+    def _example(self, task: str, sample: Sample, rng: np.random.Generator) -> Example:
         extra_blocks = int(rng.integers(4))
         # Tasks derived from others have no plan to drop, and skip this draw.
         with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop

@@ -32,7 +32,7 @@ from sparse_lavida_jax.data.templates import (
 )
 from sparse_lavida_jax.data.vocabulary import Reading, Vocabulary
 from sparse_lavida_jax.lavida_o import objective
-from sparse_lavida_jax.scenes import digits, rules, sentences, tasks, vocabulary, world
+from sparse_lavida_jax.scenes import rules, sentences, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
     LOCATIONS,
     GrammarError,
@@ -45,7 +45,7 @@ from sparse_lavida_jax.scenes.tasks import caption, constrained_caption, infill
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
 
-ASKED_ALIKE = {"generate": "digit", "ask": "point"}  # another task with the same request
+ASKED_ALIKE = {"ask": "point"}  # another task with the same request
 ANSWER_TOKENS = 16  # of a short answer
 ONE_BOX_TOKENS = 8
 
@@ -59,8 +59,6 @@ _FAULT = re.compile(
 class Codec(Protocol):
     """The part of an image tokenizer that is used here (`models.vq.ImageCodec`)."""
 
-    is_grey: bool
-
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of images."""
         ...
@@ -68,8 +66,7 @@ class Codec(Protocol):
 
 def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "Encoder":
     """Returns the encoder of a model with this image tokenizer."""
-    codes = None if codec.is_grey else appearance_codes(codec)
-    return Encoder(tokenizer, settings.data, settings.model, codes)
+    return Encoder(tokenizer, settings.data, settings.model, appearance_codes(codec))
 
 
 def appearance_codes(codec: Codec) -> Int[np.ndarray, "a g"]:
@@ -88,8 +85,7 @@ class Encoder:
     Attributes:
         tokenizer: of the text.
         appearance_codes: codes [49 g] of an empty cell and of every appearance in a scene, from the
-            image tokenizer, or a function that returns them; None for digits, whose grey levels are
-            the codes.
+            image tokenizer, or a function that returns them; None if no scene is drawn.
     """
 
     tokenizer: Tokenizer
@@ -260,10 +256,6 @@ class Encoder:
             given=given,
         )
 
-    def digit_example(self, sample: digits.Digit) -> Example:
-        """Returns the training example of a handwritten digit."""
-        return self.image_example(sample.prompt, sample.codes)
-
 
 def _answer(example: Example) -> list[Part]:
     """Splits a text response into runs of given and not given tokens."""
@@ -274,7 +266,7 @@ def _answer(example: Example) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True)
 class ScenePrompts(PromptLanguage):
-    """The prompts of the small world, and of digits.
+    """The prompts of the small world.
 
     Attributes:
         encoder: turns words, images and codes into examples.
@@ -291,7 +283,7 @@ class ScenePrompts(PromptLanguage):
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
         # Requests do not need the codes of appearances, and they take as long as an image.
-        codes = None if codec.is_grey else functools.cache(lambda: appearance_codes(codec))
+        codes = functools.cache(lambda: appearance_codes(codec))
         return cls(Encoder(tokenizer, settings.data, settings.model, codes))
 
     @property

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models of the small world and of digits know: their words, and a sentence about them."""
+"""What models of the small world know: their words, and a sentence about them."""
 
 import functools
 
 from sparse_lavida_jax.data.vocabulary import Vocabulary, listed, words_of
-from sparse_lavida_jax.scenes import digits, sentences
+from sparse_lavida_jax.scenes import sentences
 from sparse_lavida_jax.scenes.grammar import CORNERS, DIRECTIONS, EDITS, NUMBERS, RELATIONS, Phrase
 from sparse_lavida_jax.scenes.world import COLOURS, GRID, SHAPES, SIZES
 
@@ -46,8 +46,4 @@ def of_source(source: str) -> Vocabulary | None:
     Args:
         source: see `config.Data.source`.
     """
-    if source == "digits":
-        said = map(digits.prompt_of, range(len(digits.NAMES)))
-        knows = f"the handwritten digits {listed(digits.NAMES, 'and')}"
-        return Vocabulary(frozenset(words_of(" ".join(said))), knows)
     return _scenes() if source == "scenes" else None

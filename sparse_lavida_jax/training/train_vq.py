@@ -58,8 +58,8 @@ def train(
     if settings.data.source != "scenes":
         raise config.ConfigError(
             f"Data.source={settings.data.source!r}: the image tokenizer is trained on images of"
-            " scenes; digits need none (Data.image_codec='grey'), and `prepare` of a plain folder"
-            " trains one on other images. Set Data.source='scenes'."
+            " scenes; `prepare` of a plain folder trains one on other images. Set"
+            " Data.source='scenes'."
         )
     console, seed = rich.console.Console(), settings.seed
     model = fit(

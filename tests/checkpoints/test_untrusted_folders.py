@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("whole") / "model", config.Config(model=MODEL)
     model_folder.save_model(
         folder, tiny.denoiser(MODEL), made,
-        tokenizer_path=SHIPPED, vq_folder=vq.find("scenes_g1"), readme="# test\n",
+        tokenizer_path=SHIPPED, vq_folder=vq.find("scenes"), readme="# test\n",
         words=frozenset({"red"}),
     )  # fmt: skip
     model_folder.copy_with_readme(folder, folder, "# test\n")  # with made_of.json

@@ -89,7 +89,7 @@ def test_every_mode_has_help_of_its_own(name, capsys):
     assert run(name, "--help") == 0
     printed = capsys.readouterr().out
     assert f"example: sparse-lavida {name} {cli.MODES[name].example}" in printed
-    taken = {*main.TAKES.get(name, "").split()} - {*cli.MODES[name].places, "picture"}
+    taken = {*main.TAKES.get(name, "").split()} - {*cli.MODES[name].places}
     for flag in taken:
         assert f"--{flag.replace('_', '-')} " in printed or f"--{flag}]" in printed
     assert ("--config.SECTION.NAME" in printed) == ("config" in main.TAKES.get(name, ""))
@@ -393,7 +393,7 @@ def test_a_batch_of_lines(tmp_path, asked):
 def test_a_batch_of_objects(tmp_path, asked):
     for name in ("1.png", "2.png"):
         image_files.write(tmp_path / name, IMAGE)
-    lines = [{"prompt": "a", "image": "1.png", "seed": 9}, {"prompt": "b", "picture": "2.png"}]
+    lines = [{"prompt": "a", "image": "1.png", "seed": 9}, {"prompt": "b", "image": "2.png"}]
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert run("ask", "--batch=asked.jsonl") == 0
     _, prompts, shown, given = asked[-1]
@@ -431,7 +431,7 @@ LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
         "\ufeff" + "\r\n".join(LINES) + "\r\n",
         "\r".join(LINES),
         "\n\n" + " \n\x0c\n".join(LINES),
-        "\n".join(json.dumps({"guidance": None, "picture": None} | row) for row in ROWS[:2])
+        "\n".join(json.dumps({"guidance": None, "image": None} | row) for row in ROWS[:2])
         + "\n" + LINES[2],
         "\n".join(LINES).replace("7", "7.0"),
     ],

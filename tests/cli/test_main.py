@@ -104,7 +104,7 @@ def test_a_mistyped_value_is_reported(folder, capsys, word, part):
     [
         ("--config=configs/toy.py --seed=1", "--mode=train takes no --seed. It takes --config, "),
         ("--config=configs/toy.py --checkpoint=scenes", "--mode=train takes no --checkpoint."),
-        ("--config=configs/toy.py --picture=a.png", "--mode=train takes no --picture."),
+        ("--config=configs/toy.py --image=a.png", "--mode=train takes no --image."),
         ("--config=configs/toy.py:x", "configs/toy.py takes nothing after a colon: leave :x out."),
         ("--mode=verify --src=a --dst=b", "--mode=verify takes no --dst. It takes --src."),
         ("--mode=evaluate --checkpoint=a --seed=0", "--mode=evaluate takes no --seed."),

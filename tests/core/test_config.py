@@ -8,7 +8,7 @@ import pathlib
 import ml_collections
 import pytest
 
-from sparse_lavida_jax import config, schema
+from sparse_lavida_jax import config
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 
@@ -99,21 +99,6 @@ def test_settings_survive_json():
     )
     after = config.build(config.Config, json.loads(json.dumps(config.to_dict(before))))
     assert after == before
-
-
-def test_older_names_are_still_read():
-    given = {
-        "data": {"picture_codec": "grey"},
-        "train": {"picture_seconds": 3},
-        "sampling": {"edit_guidance": "no_picture"},
-    }
-    built = config.build(config.Config, given)
-    assert (built.data.image_codec, built.train.image_seconds) == ("grey", 3.0)
-    assert built.sampling.edit_guidance == "no_image"
-    assert config.changed(built, {"data": {"picture_codec": "other"}}).data.image_codec == "other"
-    word = schema.renamed("--config.data.picture_codec=picture_codec")
-    assert word == "--config.data.image_codec=picture_codec"
-    assert schema.with_old_names(config.changes(built))["data"] == given["data"]
 
 
 def test_changes_are_what_is_not_the_default():

@@ -17,7 +17,8 @@ from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.models import fuse, lora, parameters, vq
 from sparse_lavida_jax.sampling.prompts import padded_lengths
-from sparse_lavida_jax.scenes import digits, prompts, tasks, world
+from sparse_lavida_jax.scenes import prompts, tasks, world
+from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 
 PLANS = {"draw": 1.0, "plan": 1.0, "edit": 1.0, "edit_plan": 1.0, "fill_plan": 1.0}
 
@@ -32,19 +33,10 @@ def _quick():
 # Images as cells of codes.
 
 
-def test_digits_are_their_grey_levels():
-    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    codec = vq.ImageCodec("grey", config.Model(grid_size=8, codebook_size=17))
-    codes = digits.load("test")[0][:3, :, None]
-    np.testing.assert_array_equal(codec.encode(codec.decode(codes)), codes)
-    assert codec.is_grey
-    assert codec.folder is None
-
-
 def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     """Four codes per cell, in the order of the shipped tokenizer's grid."""
     model = config.Model(codes_per_token=4, codebook_size=256)
-    codec = vq.ImageCodec("scenes_g4", model)
+    codec = vq.ImageCodec(stand_ins.FOUR_CODES, model)
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
     (cells,) = codec.encode(world.render(scene)[None])
     np.testing.assert_array_equal(cells, prompts.appearance_codes(codec)[np.array(scene.cells)])
@@ -56,19 +48,28 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("scenes_g4", {}, "makes 12x12 codes of 256 kinds, and the model takes 6x6 of 64"),
+        (stand_ins.FOUR_CODES, {}, "makes 12x12 codes of 256 kinds, and the model takes 6x6 of 64"),
         (
-            "scenes_g1",
+            "scenes",
             {"codebook_size": 49},
             "6x6 codes of 64 kinds, and the model takes 6x6 of 49",
         ),
-        ("grey", {}, "grey makes 8x8 codes of 17 kinds"),
-        ("scenes_g9", {}, "scenes_g1, scenes_g4"),
+        ("scenes_g9", {}, "No image tokenizer at 'scenes_g9'"),
     ],
 )
 def test_a_codec_that_does_not_fit_the_model_is_reported(name, changes, told):
     with pytest.raises(config.ConfigError, match=told):
         vq.ImageCodec(name, config.Model(**changes))
+
+
+def test_a_model_without_its_image_tokenizer_is_refused(tmp_path):
+    given = stand_ins.settings()
+    model_folder.save_model(
+        tmp_path / "model", tiny.denoiser(given.model), given, tokenizer_path=SHIPPED,
+        vq_folder=None, readme="",
+    )  # fmt: skip
+    with pytest.raises(config.ConfigError, match=r"No image tokenizer at '.*/model/vq'"):
+        pipeline.SparseLaViDa.from_pretrained(tmp_path / "model")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -977,7 +977,7 @@ def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_noth
 def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
     """With guidance, the dropped and the full row are passed apart; none is passed twice."""
     given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
-    codec = vq.ImageCodec("scenes_g1", given.model)
+    codec = vq.ImageCodec("scenes", given.model)
     codec.encode = stand_ins.Codec().encode  # uses an encoder
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), codec)

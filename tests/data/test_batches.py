@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 import stand_ins
-import tiny
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import batch as making
@@ -27,7 +26,7 @@ from sparse_lavida_jax.scenes.task import IMAGE_GROUPS
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
-ALL = {task: 1.0 for group in scene_batches.GROUPS.values() for task in group if task != "digit"}
+ALL = {task: 1.0 for group in scene_batches.GROUPS.values() for task in group}
 SIZE = 6  # rows of a batch
 
 
@@ -606,15 +605,3 @@ def test_text_without_a_loss_cannot_be_all_there_is_to_learn():
         make_batches(data={"tasks": {"draw": 1.0, "answer": 1.0}}, diffusion=mute)
     batches = make_batches(data={"tasks": {"draw": 1.0}}, diffusion=mute)
     assert batches.batch("draw", 0).predicts == "generation"
-
-
-def test_digits_need_no_image_codec():
-    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    model = {"vocab_size": stand_ins.tokenizer().vocab_size, "grid_size": 8, "codebook_size": 17}
-    given = stand_ins.settings(
-        model=tiny.model_settings(**model),
-        data={"source": "digits", "image_codec": "grey", "tasks": {"digit": 1.0}},
-    )
-    batch = stand_ins.batches(given).batch("draw", 0)
-    assert batch.pixels is None
-    assert batch.image_target.max() < 17

@@ -97,7 +97,7 @@ def test_unknown_tasks_and_tokenizers_list_the_known_ones(tmp_path, words, compl
     assert "Data.tasks has no drawing. It has: answer, arithmetic" in sentence
     words = [*stand_ins.command_line(tmp_path, stand_ins.settings()), *words[-1:]]
     sentence = complaint(*words, "--config.data.image_codec=scenes_g9")
-    assert "scenes_g1, scenes_g4" in sentence
+    assert "or a bundled model: scenes." in sentence
     assert not (tmp_path / "run").exists()
 
 
@@ -159,11 +159,11 @@ def test_a_run_without_a_model_yet_says_how_to_get_it(finished, tmp_path, compla
     assert "it resumes" in sentence
 
 
-def test_digits_are_not_judged_as_scenes(tmp_path, complaint):
+def test_another_world_is_not_judged_as_scenes(tmp_path, complaint):
     (tmp_path / "params").mkdir()
-    given = stand_ins.settings(data={"source": "digits"})
+    given = stand_ins.settings(data={"source": "prepared"})
     model_folder.write_config(tmp_path, given)
-    assert "Digits" in complaint("--mode=evaluate", f"--checkpoint={tmp_path}")
+    assert "judges models of scenes" in complaint("--mode=evaluate", f"--checkpoint={tmp_path}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_an_image_that_cannot_be_read_is_named(finished, tmp_path, complaint, ki
         path.write_bytes(path.read_bytes()[:100])
     out = tmp_path / "out.png"
     sentence = complaint(
-        "--mode=sample", f"--checkpoint={finished.folder}", "--task=edit", f"--picture={path}",
+        "--mode=sample", f"--checkpoint={finished.folder}", "--task=edit", f"--image={path}",
         "--prompt=add a circle", f"--out={out}",
     )  # fmt: skip
     told = {"missing": f"there is no image {path}.", "folder": f"{path} is not a regular file"}

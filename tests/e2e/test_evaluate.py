@@ -163,14 +163,12 @@ def test_every_benchmark_has_a_config(name):
     settings = config.read(EVALUATE.with_name(f"evaluate.py:{name}"))
     assert settings.name == f"eval_{name}"
     assert settings.evaluate.benchmark == BENCHMARKS.get(name, name)
-    older = EVALUATE.with_name(f"eval_{name}.py")  # a file for each, once
-    assert config.read(older) == settings
     assert name in (ast.get_docstring(ast.parse(EVALUATE.read_text())) or "")
 
 
 def test_a_config_for_no_benchmark_lists_those_that_there_are():
     known = [*QUESTIONS, *IMAGES, "scenes"]
     with pytest.raises(config.ConfigError) as error:
-        config.read(EVALUATE.with_name("eval_genevil.py"))
+        config.read(EVALUATE.with_name("evaluate.py:genevil"))
     assert f"no benchmark 'genevil'. There are: {', '.join(sorted(known))}." in str(error.value)
     assert {BENCHMARKS.get(name, name) for name in known} == {*benchmark.names()}

@@ -4,7 +4,6 @@
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from sparse_lavida_jax.mixture.records import ShardedRecords
 from sparse_lavida_jax.models import vq
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
-CODEC = "--config.data.image_codec=scenes_g1"
+CODEC = "--config.data.image_codec=scenes"
 
 
 def front(*words):
@@ -39,7 +38,7 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
 
     index = json.loads((tmp_path / "out/mixture.json").read_text())
     (dataset,) = index["datasets"]
-    encoder = vq.ImageEncoder("scenes_g1")
+    encoder = vq.ImageEncoder("scenes")
     assert index["tokenizer"]["digest"] == encoder.digest
     records = ShardedRecords(
         [(tmp_path / "out" / s["file"], s["records"], s["bytes"]) for s in dataset["shards"]]
@@ -79,15 +78,6 @@ def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path)
     assert front("prepare", source, tmp_path / "out", *settings) == 0
     assert front("prepare", source, tmp_path / "whole", *settings) == 0
     assert raw_data.contents(tmp_path / "out") == raw_data.contents(tmp_path / "whole")
-
-
-def test_the_tokenizer_of_a_model_folder_is_found(tmp_path):
-    bundled = vq.ImageEncoder("scenes_g1")
-    for place in ("vq", "model/vq"):
-        shutil.copytree(bundled.folder, tmp_path / place)
-        found = vq.ImageEncoder(str(tmp_path))
-        assert found.folder == tmp_path / place and found.digest == bundled.digest
-        shutil.rmtree(tmp_path / place)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_the_codebook_has_one_code_a_cluster_the_most_common_first():
 @pytest.mark.parametrize(
     ("section", "changes", "name"),
     [
-        ("data", {"source": "digits"}, "Data.source"),
+        ("data", {"source": "prepared"}, "Data.source"),
         ("train", {"seconds": 60.0}, "Train.seconds"),
         ("optimizer", {"warmup_steps": 6}, "Optimizer.warmup_steps"),
     ],

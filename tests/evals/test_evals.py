@@ -11,9 +11,8 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data import grey
 from sparse_lavida_jax.evals import benchmark, chance, exact, scenes, scorers
-from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 
 PROMPTS = 40
@@ -232,13 +231,6 @@ def test_chance_is_what_a_reply_gets_that_does_not_look(name):
             kinds[tuple(kind)][sample.answer] += 1
         share = sum(max(answers.values()) for answers in kinds.values()) / len(samples)
     assert share == pytest.approx(chance.CHANCE[name], abs=0.03)
-
-
-def test_a_digit_is_judged_by_its_nearest_neighbour():
-    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    sample = digits.sample(exact.EVAL_SEED, 0, "test")
-    assert digits.score(sample, grey.render(sample.codes)).ok
-    assert not digits.score(sample, np.zeros((64, 64, 3), np.uint8)).ok
 
 
 @pytest.mark.parametrize("task", ["inpaint", "outpaint"])

@@ -2,7 +2,6 @@
 """Sheets show images with captions, the report has its sections, and counts match manual ones."""
 
 import dataclasses
-import types
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ from PIL import Image, ImageFont
 from benchmarks import card as bench_card
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder
-from sparse_lavida_jax.data import files, grey
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals import exact, report
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.sampling import costs
-from sparse_lavida_jax.scenes import digits, tasks, world
+from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.training import metrics
 
 TRAINED = {"draw": 1.0, "edit": 1.0, "answer": 1.0, "point": 1.0, "infill": 1.0, "fill_plan": 1.0}
@@ -89,19 +88,6 @@ def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
     pipe = stand_ins.Knowing(more, known)
     scores = report.check(pipe, tmp_path / "more.png")
     assert (scores["draw"], scores["answer"], scores["point"]) == (1.0, 1.0, 1.0)
-
-
-def test_a_check_of_digits_asks_their_own_judge(tmp_path, monkeypatch):
-    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    given = stand_ins.settings(data={"source": "digits", "tasks": {"digit": 1.0}})
-    pipe = stand_ins.Knowing(given, [])
-    drawn = [
-        grey.render(digits.sample(exact.EVAL_SEED, i, "test").codes)
-        for i in range(report.CHECK_PROMPTS)
-    ]
-    result = types.SimpleNamespace(pixels=drawn)
-    monkeypatch.setattr(pipe, "generate", lambda prompts, **_: result)
-    assert report.check(pipe, tmp_path / "digits.png")["draw"] > 0.9
 
 
 @pytest.fixture(scope="module")

@@ -425,7 +425,7 @@ def test_a_trial_writes_nothing_and_says_the_same(tmp_path, capsys):
     raw_data.images(folder, 3)
     for i in range(2):
         (folder / f"{i}.txt").write_text(f"image {i}")
-    words = (f"--src={folder}", f"--dst={output}", "--image_tokenizer=scenes_g1")
+    words = (f"--src={folder}", f"--dst={output}", "--image_tokenizer=scenes")
     code, said = run(capsys, *words, "--dry_run", "--json")
     assert code == 0 and not output.exists()
     tried = json.loads(said.out)
@@ -442,9 +442,7 @@ def test_a_trial_writes_nothing_and_says_the_same(tmp_path, capsys):
     assert json.loads(said.out)["table"] == tried["table"]
 
 
-@pytest.mark.parametrize(
-    "how", ["--image_tokenizer=scenes_g1", "--config.data.image_codec=scenes_g1"]
-)
+@pytest.mark.parametrize("how", ["--image_tokenizer=scenes", "--config.data.image_codec=scenes"])
 def test_data_without_an_image_to_draw_are_prepared_with_a_named_tokenizer(tmp_path, capsys, how):
     folder = tmp_path / "boxes"
     raw_data.images(folder, 1)

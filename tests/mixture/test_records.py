@@ -58,7 +58,7 @@ def test_a_record_comes_back_as_it_was(made):
 def test_a_record_of_another_version_is_refused():
     flat = flax.serialization.msgpack_restore(records.encode(record()))
     other = flax.serialization.msgpack_serialize({**flat, "version": 99})
-    with pytest.raises(RecordError, match="of version 99, and this program reads version 1"):
+    with pytest.raises(RecordError, match="of version 99, and this program reads version 2"):
         records.decode(other)
 
 

@@ -14,7 +14,7 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import lora, parameters, quantize
@@ -238,18 +238,6 @@ def test_adapters_of_peft_itself_are_read(attached, base, tmp_path):
     safetensors.numpy.save_file({f"{key}_X.weight": a}, file)
     with pytest.raises(model_folder.CheckpointError, match=r"which has no matrix for .*lora_X"):
         loaded_with(base, {str(tmp_path / "peft"): 1.0})
-
-
-def test_older_folders_are_read(moved, base, tmp_path):
-    mine = tmp_path / "mine"
-    settings = config.Config(model=MODEL, lora=LORA)
-    leaves = parameters.by_name(trained_of(moved))
-    with model_folder.new_model_folder(mine, settings, 0) as new:
-        arrays = {name: np.asarray(leaf) for name, leaf in leaves.items() if np.size(leaf)}
-        safetensors.numpy.save_file(arrays, new / "adapters.safetensors")
-        known = {"model": str(base), "manifest_sha256": manifest.digest(base)}
-        files.write_json(new / "base.json", known)
-    equal(lora.merged(moved), loaded_with(base, {str(mine): 1.0}))
 
 
 def test_several_merged_and_kept_apart_predict_the_same(moved, base, tmp_path):

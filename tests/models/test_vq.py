@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import stand_ins
 from flax import nnx
 
 from sparse_lavida_jax import config
@@ -251,7 +252,7 @@ def test_accelerators_decode_in_bfloat16_as_well_as_cpus(monkeypatch):
 
 
 def test_a_scene_decoded_in_bfloat16_shows_the_same():
-    codec = ImageCodec("scenes_g4", config.Model(codes_per_token=4, codebook_size=256))
+    codec = ImageCodec(stand_ins.FOUR_CODES, config.Model(codes_per_token=4, codebook_size=256))
     scene = tasks.sample("edit", 0, 0).image
     cells = codec.encode(world.render(scene)[None])
     (plain,), (moved,) = (codec.decode(cells, dtype=dtype) for dtype in config.VQ_DTYPES)
@@ -302,8 +303,16 @@ def test_an_interrupted_save_leaves_the_old_files(tmp_path, monkeypatch):
 
 
 def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(vq.VQError, match=r"'nowhere'.*scenes_g1, scenes_g4"):
+    with pytest.raises(vq.VQError, match=r"'nowhere'.*or a bundled model: scenes\."):
         vq.load("nowhere")
+
+
+@pytest.mark.parametrize("place", ["", "vq", "model/vq"])
+def test_the_tokenizer_of_a_model_or_a_run_is_found(tmp_path, place):
+    vq.save(tmp_path / place, tiny())
+    assert vq.find(tmp_path) == tmp_path / place
+    (tmp_path / place / "vq").mkdir()
+    assert vq.find(tmp_path / place) == tmp_path / place
 
 
 def test_all_misfits_are_reported_at_once(tmp_path):

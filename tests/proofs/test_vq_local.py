@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With the shipped image tokenizers, the codes of a cell depend only on its content.
+"""With image tokenizers of the scenes, the codes of a cell depend only on its content.
 
 The data pipeline looks up codes in a table of appearances; these tests justify that.
 """
@@ -10,6 +10,7 @@ import functools
 import einops
 import numpy as np
 import pytest
+import stand_ins
 
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.scenes import world
@@ -57,7 +58,9 @@ def coded(name: str) -> Coded:
     return Coded(grids, pixels, cells_of(codes), decoded, cells_of(again))
 
 
-each_codec = pytest.mark.parametrize(("name", "codes_a_cell"), [("scenes_g1", 1), ("scenes_g4", 4)])
+each_codec = pytest.mark.parametrize(
+    ("name", "codes_a_cell"), [("scenes", 1), (stand_ins.FOUR_CODES, 4)]
+)
 
 
 @each_codec

@@ -18,7 +18,7 @@ from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.dice import WORDS, Dice, PhiloxPool
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 
-ALL = {task: 1.0 for group in scene_batches.GROUPS.values() for task in group if task != "digit"}
+ALL = {task: 1.0 for group in scene_batches.GROUPS.values() for task in group}
 CUT = json.loads(SHIPPED.read_text())["pre_tokenizer"]
 RELEASED = {"corruption": "released", "attention": "full", "weighting": "mean"}
 

@@ -8,7 +8,7 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import layout, sequence
-from sparse_lavida_jax.scenes import digits, prompts, tasks, world
+from sparse_lavida_jax.scenes import prompts, tasks, world
 from sparse_lavida_jax.scenes.grammar import Plan
 
 
@@ -156,14 +156,6 @@ def test_a_dropped_prompt_keeps_headers_and_nothing_else(encoder):
     where = dict(zip(whole.position.tolist(), whole.ids.tolist(), strict=True))
     for position, id in zip(dropped.position.tolist(), dropped.ids.tolist(), strict=True):
         assert id == mask or where[position] == id
-
-
-def test_a_digit_is_its_grey_levels(encoder):
-    pytest.importorskip("sklearn", reason="the digits come with pip install '.[digits]'")
-    sample = digits.sample(0, 3)
-    example = encoder.digit_example(sample)
-    np.testing.assert_array_equal(example.response, sample.codes)
-    assert example.pixels is None
 
 
 # ---------------------------------------------------------------------------------------------
