@@ -13,6 +13,7 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Box, Pixels
 from sparse_lavida_jax.data.tokenizer import TextTokenizer
 from sparse_lavida_jax.data.vocabulary import Reading, Vocabulary
+from sparse_lavida_jax.schema import InputError
 
 Grid = Bool[np.ndarray, "y x"]
 Template = tuple[str | int, ...]  # pieces of text, and numbers: gaps of so many tokens
@@ -26,7 +27,7 @@ ROWS, COLUMNS = ("top", "", "bottom"), ("left", "", "right")  # thirds of an ima
 WORD_GAP = 3  # tokens before, between and after required words: "a small red" circle
 
 
-class RequestError(ValueError):
+class RequestError(InputError):
     """A request for something that a model cannot do; the message says what it can."""
 
 

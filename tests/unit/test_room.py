@@ -10,9 +10,9 @@ import jax
 import pytest
 import stand_ins
 
-from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.bench import record, release
 from sparse_lavida_jax.checkpoints import model_folder, room, stores
+from sparse_lavida_jax.cli import doctor
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.pipeline import SparseLaViDa
 

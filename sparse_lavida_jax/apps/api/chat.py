@@ -19,11 +19,11 @@ import fastapi
 
 from sparse_lavida_jax.apps.api import asking, bodies, errors
 from sparse_lavida_jax.apps.api.bodies import ChatBody
-from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.schema import InputError
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # What messages and their parts may hold. No answer depends on names, on what may be cached, and on
@@ -166,7 +166,7 @@ def _read(contents: bytes, service: Service) -> tuple[ChatBody, Talk]:
         asked.max_tokens = min(most, service.limits.new_tokens, room)
     try:
         talk = talk_of(asked.messages, service.contents_of_uri)
-    except REFUSED as error:
+    except InputError as error:
         raise RequestError(f"messages: {error}") from error
     asked.messages.clear()  # they need not be kept while the request waits
     return asked, talk

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.api.bodies import FIELDS
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
-from sparse_lavida_jax.apps.errors import REFUSED, SECTION
+from sparse_lavida_jax.schema import InputError
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,8 @@ RETRY_SECONDS = 2  # Retry-After when the queue is full
 STOPPED_SECONDS = 60  # Retry-After while the server is stopping
 CLIENT_LEFT = 499  # nginx's code for a client that has disconnected; no client receives it
 HEAD, TAIL = 200, 100  # characters of a longer message that are sent
-# Where messages name an option of the pipeline, and where they name the field that they are about.
-_OPTION = re.compile(r"^((?:\w+ ){1,2}takes no )?(\w+)(?:\. It takes .*)?")
+# Where messages without a setting name the field that they are about.
 _FIELD = re.compile(r"(?:\bthe |\bno |^)(?!model|task)(\w+)")
-_SIZE = re.compile(r"^an image of (\d+)x(\d+) ")  # height and width
 
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
@@ -67,20 +65,30 @@ def _shown(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+class Refused(HTTPException):
+    """A request that cannot be done, with the field that is wrong; None: the message names it."""
+
+    def __init__(self, sentence: str, param: str | None):
+        super().__init__(400, sentence)
+        self.param = param
+
+
 @contextlib.contextmanager
 def refusing(sent: Callable[[str], str] = str) -> Iterator[None]:
     """Turns exceptions that a request raises into responses with a status code.
 
-    `sent` returns the field that the client sent for an option that a message names.
+    `sent` returns the field that the client sent for an option of the pipeline.
     """
     try:
         yield
     except (AnyHTTPException, fastapi.exceptions.RequestValidationError):
         raise
-    except REFUSED as error:
-        said = _SIZE.sub(r"size=\2x\1 ", SECTION.sub("", str(error)))
-        said = _OPTION.sub(lambda found: (found[1] or "") + sent(found[2]), said)
-        raise HTTPException(400, said) from error
+    except InputError as error:
+        if error.setting == "size":  # height first, and clients send the width first
+            error.value = "x".join(reversed(error.value.split("x")))
+        field = sent(error.setting)
+        said = error.worded(lambda one: sent(one) if sent(one) in (field, *FIELDS) else "")
+        raise Refused(said, field or None) from error
     except QueueFull as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except Stopped as error:
@@ -108,7 +116,8 @@ async def _refused(request: fastapi.Request, error: Exception) -> responses.Resp
     code, said = error.status_code, str(error.detail)
     if not said.endswith("."):  # starlette's own messages, such as "Not Found"
         said = ELSEWHERE if code in (404, 405) else f"{said}."
-    return reply(code, said, _field(said, request.url.path), headers=error.headers)
+    param = getattr(error, "param", None) or _field(said, request.url.path)
+    return reply(code, said, param, headers=error.headers)
 
 
 async def _misread(request: fastapi.Request, error: Exception) -> responses.Response:
