@@ -314,6 +314,7 @@ def test_compiled_programs_are_kept_unless_told_otherwise(folder, monkeypatch):
     updates = {}
     monkeypatch.setattr(runtime.jax.config, "update", updates.__setitem__)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE", raising=False)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     assert main.main(["main", "--config=configs/toy.py", "--compilation_cache="]) == 0
     assert updates == {"jax_enable_compilation_cache": False}
     assert main.main(["main", "--config=configs/toy.py"]) == 0
