@@ -73,7 +73,7 @@ def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
 
 def main() -> None:
     """Starts the page, takes the images, stops it."""
-    words = [sys.executable, "-m", "sparse_lavida_jax.cli", "demo", f"--port={PORT}"]
+    words = [sys.executable, "-m", "sparse_lavida_jax", "demo", f"--port={PORT}"]
     server = subprocess.Popen(words)
     named = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     try:

@@ -67,7 +67,7 @@ TURNS = ("generate a green cross", "edit make the cross blue", "ask what colour 
 
 def run(folder: pathlib.Path, command: str, typed: str = "") -> str:
     """Runs a command as a person would, who then types some lines; returns what it prints."""
-    words = [sys.executable, "-m", "sparse_lavida_jax.cli", *shlex.split(command)]
+    words = [sys.executable, "-m", "sparse_lavida_jax", *shlex.split(command)]
     surroundings = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         words, cwd=folder, env=surroundings, input=typed, check=True, capture_output=True, text=True

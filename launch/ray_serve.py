@@ -35,9 +35,9 @@ from sparse_lavida_jax.apps import server
 from sparse_lavida_jax.apps.api import errors
 from sparse_lavida_jax.apps.api.guards import Guard, Rules
 from sparse_lavida_jax.apps.batching import Ticket
-from sparse_lavida_jax.apps.errors import DEFAULT_MODEL
-from sparse_lavida_jax.apps.hosting import KEY
 from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.cli.errors import DEFAULT_MODEL
+from sparse_lavida_jax.cli.hosting import KEY
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 

@@ -24,7 +24,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, _stop)
     gc.disable()  # nothing of what importing makes is garbage
     try:
-        from sparse_lavida_jax import cli  # takes a second, in which Ctrl-C may be pressed
+        from sparse_lavida_jax.cli import program  # takes a second, in which Ctrl-C may be pressed
     except ValueError as error:  # of jax, such as for JAX_ENABLE_X64=maybe
         print(f"sparse_lavida_jax: jax refuses a variable of its own: {error}", file=sys.stderr)
         return 2
@@ -34,7 +34,7 @@ def main() -> int:
     if is_heard:
         signal.signal(signal.SIGINT, usual)
     try:
-        code = cli.main()
+        code = program.main()
         gc.freeze()  # the process ends: to look for garbage once more takes half a second
         return code
     except SystemExit as stop:  # SIGTERM; everything is cleared up

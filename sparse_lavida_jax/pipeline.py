@@ -157,7 +157,8 @@ class SparseLaViDa:
         Raises:
             model_folder.CheckpointError: there is no such model, or it is damaged.
             room.RoomError: its parameters are larger than the memory of the device.
-            ValueError: a wrong mesh (`sharding.automatic`), or `task` next to unmerged adapters.
+            ConfigError: a wrong mesh (`sharding.automatic`).
+            ValueError: `task` next to unmerged adapters.
         """
         loading = {key: value for key, value in locals().items() if key not in ("cls", "convert")}
         if not merge_adapters and task != "both":

@@ -61,7 +61,7 @@ def connect(coordinator: str = "", count: int = 0, index: int = -1) -> None:
         raise ProcessError(
             f"the processes of this run do not find each other: {error}. Under SLURM, Open MPI"
             " and on TPU pods --distributed is enough; elsewhere give each process"
-            " --coordinator=ADDRESS:PORT, --num_processes and --process_id."
+            " --coordinator=ADDRESS:PORT, --num-processes and --process-id."
         ) from error
 
 

@@ -22,12 +22,70 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from ml_collections import ConfigDict
 
 T = TypeVar("T")
+E = TypeVar("E", bound="InputError")
 
 SHOWN = 200  # characters of an invalid value in messages
 LONGEST = 10_000  # characters of a setting
 
 
-class ConfigError(ValueError):
+class InputError(ValueError):
+    """What a person gave cannot be used; the message says what can.
+
+    Python, the command line, the server and the page call one setting by different names: each
+    words the message with its own.
+
+    Args:
+        message: a sentence, with `{setting}`, `{value}` and `{allowed}` in the places of the others
+            if there is a setting.
+        setting: the name of the setting that is wrong; "": the message is about no single one.
+        value: what was given, as text.
+        allowed: a clause that says what is allowed, or the names of the settings that are.
+    """
+
+    def __init__(
+        self,
+        message: str = "{setting}={value} is out of range: {allowed}.",
+        *,
+        setting: str = "",
+        value: str = "",
+        allowed: str | tuple[str, ...] = "",
+    ):
+        self.message, self.setting, self.value, self.allowed = message, setting, value, allowed
+        super().__init__(self.worded(str))
+
+    def worded(self, spelled: Callable[[str], str]) -> str:
+        """Returns the message with other names of settings.
+
+        Args:
+            spelled: returns the name of a setting; "" if there is no such setting.
+        """
+        if not self.setting:
+            return self.message
+        names = (self.allowed,) if isinstance(self.allowed, str) else map(spelled, self.allowed)
+        parts = {
+            "{setting}": spelled(self.setting),
+            "{value}": self.value,
+            "{allowed}": ", ".join(filter(None, names)),
+        }
+        return re.sub("|".join(parts), lambda found: parts[found[0]], self.message)
+
+    def about(self: E, setting: str) -> E:
+        """Returns the same error about a setting of another name."""
+        parts = {"value": self.value, "allowed": self.allowed}
+        return type(self)(self.message, setting=setting, **parts)
+
+
+@contextlib.contextmanager
+def about(setting: str) -> Iterator[None]:
+    """Names the setting of an `InputError` that is raised inside and names none."""
+    try:
+        yield
+    except InputError as error:
+        error.setting = error.setting or setting
+        raise
+
+
+class ConfigError(InputError):
     """A setting that does not exist, has the wrong type or is out of range."""
 
 
@@ -182,9 +240,11 @@ class Section:
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
-            value = shown(getattr(self, name))
-            allowed = allowed.replace("self.", "")  # in rules: f"a multiple of {self.width=}"
-            raise ConfigError(f"{type(self).__name__}.{name}={value} is out of range: {allowed}.")
+            raise ConfigError(
+                setting=f"{type(self).__name__}.{name}",
+                value=shown(getattr(self, name)),
+                allowed=allowed.replace("self.", ""),  # in rules: f"a multiple of {self.width=}"
+            )
 
 
 def build(schema: type[T], given: Any) -> T:
@@ -248,17 +308,21 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
     taken: Any = {dict: dict | ConfigDict, tuple: tuple | list}.get(origin, origin)
     if not isinstance(value, taken) or (origin is int and isinstance(value, bool)):
         raise ConfigError(
-            f"{schema.__name__}.{name}={shown(value)} is a {type(value).__name__}; "
-            f"it must be a {kind if origin is types.UnionType else origin.__name__}."
+            f"{{setting}}={{value}} is a {type(value).__name__}; {{allowed}}.",
+            setting=f"{schema.__name__}.{name}",
+            value=shown(value),
+            allowed=f"it must be a {kind if origin is types.UnionType else origin.__name__}",
         )
     if origin is int and not -(2**31) <= value < 2**31:
-        raise ConfigError(f"{schema.__name__}.{name}={shown(value)} is out of range: 32 bits.")
+        about = {"setting": f"{schema.__name__}.{name}", "value": shown(value)}
+        raise ConfigError(**about, allowed="32 bits")
     if origin is str and len(value) > LONGEST:
         raise ConfigError(
             f"{schema.__name__}.{name} has {len(value)} characters; it may have {LONGEST}."
         )
     if origin is float and not abs(value) < 2**127:  # as 32 bits hold it
-        raise ConfigError(f"{schema.__name__}.{name}={value} is out of range: it must be finite.")
+        about = {"setting": f"{schema.__name__}.{name}", "value": str(value)}
+        raise ConfigError(**about, allowed="it must be finite")
     if origin is dict and typing.get_args(kind):
         _, of = typing.get_args(kind)
         return {str(key): _convert(schema, f"{name}.{key}", of, value[key]) for key in value}

@@ -27,14 +27,14 @@ from starlette.routing import Mount
 from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import examples, page_guard, passes, standing
 from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
-from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.apps.serving import Service, one_large_image
-from sparse_lavida_jax.apps.tasks import FORMS
+from sparse_lavida_jax.apps.tasks import TABS
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.schema import InputError
 
 POLL_SECONDS = 0.2  # between two looks at the progress
 KEEP_SECONDS = 3600  # for which uploads and images stay on disk
@@ -63,7 +63,7 @@ EXPLAINED = {  # by setting
     "sampler": "The others, such as none and dense, are for comparison.",
     "seed": "A different number gives a different result.",
 }
-TABS = {task: form for task, form in FORMS.items() if form.label}
+LABELS = {name: name.capitalize() for name in EXPLAINED}
 _BASE = os.environ.get("GRADIO_TEMP_DIR")  # where the operator wants gradio's files
 BUTTONS: list[Any] = ["download", "fullscreen"]  # all but the one that uploads to a web site
 
@@ -250,17 +250,19 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     if TASKS[task].draws:
         cells = model.grid_size**2
-        inputs["steps"] = gr.Slider(1, cells, min(sampling.num_steps, cells), step=1, label="Steps")
+        steps = min(sampling.num_steps, cells)
+        inputs["steps"] = gr.Slider(1, cells, steps, step=1, label=LABELS["steps"])
         guidance = presets.guidance_of(sampling, has_source=task == "edit")
-        inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label="Guidance")
+        label = LABELS["guidance"]
+        inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label=label)
     elif TASKS[task].makes == "text" or not service.pipe.prompts.locates_in_one_step:
         block = service.pipe.prompts.text_block_len
         steps = min(sampling.text_steps, block)
         inputs["steps"] = gr.Slider(1, block, steps, step=1, label="Steps of a text block")
     trained, samplers = model.num_registers, [AS_TRAINED, *config.PRESETS]
-    inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label="Registers")
-    inputs["sampler"] = gr.Dropdown(samplers, value=AS_TRAINED, label="Sampler")
-    inputs["seed"] = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=SEEDS - 1)
+    inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label=LABELS["registers"])
+    inputs["sampler"] = gr.Dropdown(samplers, value=AS_TRAINED, label=LABELS["sampler"])
+    inputs["seed"] = gr.Number(0, label=LABELS["seed"], precision=0, minimum=0, maximum=SEEDS - 1)
     for name, component in inputs.items():
         component.info = EXPLAINED[name]
     return inputs
@@ -418,8 +420,9 @@ async def _run(
             result = await waited
         finally:
             ticket.cancel()
-    except (*REFUSED, QueueFull, Stopped, Cancelled) as error:
-        raise gr.Error(str(error), print_exception=False) from error
+    except (InputError, QueueFull, Stopped, Cancelled) as error:
+        said = error.worded(_label) if isinstance(error, InputError) else str(error)
+        raise gr.Error(said, print_exception=False) from error
     note = standing.done(ticket, result)
     if makes == "image":
         seen = passes.drawn(ticket, result.pixels[0], _layout(service, ticket))
@@ -448,6 +451,11 @@ def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:
     prompts = service.pipe.prompts
     text = prompts.text(stage.canvas[stage.rows.index(ticket.start)])
     return passes.layout_boxes(text, prompts.frame)
+
+
+def _label(setting: str) -> str:
+    """Returns the label of the field that sets an option."""
+    return LABELS.get(setting, setting)
 
 
 def _needed(given: Any) -> Any:

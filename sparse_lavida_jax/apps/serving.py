@@ -22,7 +22,6 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped, Ticket
-from sparse_lavida_jax.apps.errors import REFUSED
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, regions, warmup
@@ -30,6 +29,7 @@ from sparse_lavida_jax.inference.checks import check_ceilings
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
+from sparse_lavida_jax.schema import InputError, about
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Service:
             previews: the largest number of previews, or `batching.EVERY`; each costs one decoding.
 
         Raises:
-            one of errors.REFUSED: it cannot be done, or asks for more than the limits allow.
+            InputError: it cannot be done, or asks for more than the limits allow.
             QueueFull: too many requests wait already.
             Stopped: the service takes no more requests.
         """
@@ -149,7 +149,7 @@ class Service:
         """Counts a refusal that is raised inside."""
         try:
             yield
-        except REFUSED:
+        except InputError:
             with self._lock:
                 self.counts[task, "refused"] += 1
             raise
@@ -264,7 +264,8 @@ class Service:
             if len(contents) > self.limits.upload:
                 raise image_files.ImageError(
                     f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken."
-                    " Make it smaller."
+                    " Make it smaller.",
+                    setting=name.removeprefix("the "),
                 )
         end = time.thread_time() + HEADER_SECONDS
 
@@ -275,7 +276,10 @@ class Service:
                     " anew as PNG."
                 )
 
-        cost = sum(image_files.cost(contents, name, check=check) for contents, name in named)
+        cost = 0
+        for contents, name in named:
+            with about(name.removeprefix("the ")):
+                cost += image_files.cost(contents, name, check=check)
         if cost > self.limits.pixels:
             raise image_files.ImageError(
                 f"the images have {cost} pixels in all, where each further scan of a JPEG counts an"
@@ -322,7 +326,9 @@ class Service:
         for text in texts:
             if len(check_words(text)) > self.limits.words:
                 raise RequestError(
-                    f"the prompt has {len(text)} characters: at most {self.limits.words} are taken."
+                    f"the prompt has {len(text)} characters: at most {self.limits.words} are"
+                    " taken.",
+                    setting="prompt",
                 )
         ceilings = dict.fromkeys(("num_images", "rounds"), self.limits.images)
         check_ceilings(options, ceilings | {"max_new_tokens": self.limits.new_tokens})
@@ -381,4 +387,4 @@ def _outcome(future: concurrent.futures.Future[Result]) -> str:
         return "cancelled"
     if error is None:
         return "done"
-    return "refused" if isinstance(error, (*REFUSED, Stopped)) else "failed"
+    return "refused" if isinstance(error, (InputError, Stopped)) else "failed"

@@ -18,6 +18,8 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image
 
+from sparse_lavida_jax.schema import InputError
+
 Pixels = UInt8[np.ndarray, "_h _w 3"]  # RGB, each of its own size
 
 MOST_PIXELS = 2**26  # of an image: 8192 x 8192
@@ -33,7 +35,7 @@ DAMAGED = (OSError, SyntaxError, EOFError, ValueError, LookupError, struct.error
 TAKEN = "give an array, a Pillow image, a file or the bytes of one"
 
 
-class ImageError(ValueError):
+class ImageError(InputError):
     """An image file, mask or box that cannot be used; the message says why."""
 
 

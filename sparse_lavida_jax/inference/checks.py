@@ -30,7 +30,7 @@ Reader = Callable[[str, Any], Any]  # of a value, with its name for the error me
 def refusal(name: str, value: Any, allowed: str) -> RequestError:
     """Returns the error for a value that is not allowed."""
     written = " ".join(shown(value).split())  # arrays are written in lines
-    return RequestError(f"{name}={written} is out of range: {allowed}.")
+    return RequestError(setting=name, value=written, allowed=allowed)
 
 
 def plain(value: Any) -> Any:
@@ -155,7 +155,9 @@ def named(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if own in found:
             raise RequestError(
-                f"{own} is given twice, also as {' and '.join(OPTIONS[own].aliases)}."
+                "{setting} is given twice, also as {allowed}.",
+                setting=own,
+                allowed=" and ".join(OPTIONS[own].aliases),
             )
         found[own] = READERS[own](name, value) if own in READERS else value
     return found

@@ -164,15 +164,17 @@ def check_steps(
         preset = _settings(sampling, model, "image", _has_source(example)).preset
         by_code = preset.full_attention and sampling.grid == "code"
         most = example.response.size if by_code else len(example.response)
-        name, steps, what = "num_steps", sampling.num_steps, "tokens of the image"
+        steps, what = sampling.num_steps, "tokens of the image"
     else:
         by_count = sampling.text_commit == "count" and not sampling.text_step_ratio
         most = block_len(len(example.response), text_block_len)
-        name, steps, what = "text_steps", sampling.text_steps, "tokens of a text block"
-        steps = steps if by_count else 1
+        steps, what = sampling.text_steps if by_count else 1, "tokens of a text block"
     if steps > most:
         raise config.ConfigError(
-            f"Sampling.{name}={steps} is more than there are {what}: 1 to {most} are allowed."
+            f"{{setting}}={{value}} is more than there are {what}: {{allowed}}.",
+            setting="steps",
+            value=str(steps),
+            allowed=f"1 to {most} are allowed",
         )
 
 

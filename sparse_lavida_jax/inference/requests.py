@@ -251,7 +251,9 @@ class RequestMaker:
             given[name] = self._spelled(given[name])
         if wrong := sorted(set(given) - spec.takes):
             raise RequestError(
-                f"{task} takes no {wrong[0]}. It takes {', '.join(sorted(spec.takes))}."
+                f"{task} takes no {{setting}}. It takes {{allowed}}.",
+                setting=wrong[0],
+                allowed=tuple(sorted(spec.takes)),
             )
         self._check(task, spec, words, shown, given)
         sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
@@ -315,11 +317,14 @@ class RequestMaker:
             if refusal := self.prompts.refusal(needed):
                 raise RequestError(refusal)
         if words is None and spec.words:
-            raise RequestError("the prompt is empty: say in words what you want.")
+            raise RequestError("the prompt is empty: say in words what you want.", setting="prompt")
         if shown is not None and not spec.image:
             raise RequestError(f"{task} takes no image.")
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
-            raise RequestError("ground takes no steps here: this model finds all boxes in one.")
+            raise RequestError(
+                "ground takes no {setting} here: this model finds all boxes in one.",
+                setting="steps",
+            )
         ceilings = {"num_images": MOST_IMAGES, "rounds": MOST_IMAGES}
         ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
         checks.check_ceilings(given, ceilings)
@@ -493,15 +498,14 @@ def grid_of(size: tuple[int, int] | None, side: int, model: config.Model) -> tup
     if size is None:
         return model.grid_size, model.grid_size
     step, (height, width) = side // model.grid_size, size
+    allowed = ""
     if model.cell_positions and (height, width) != (side, side):
-        raise RequestError(
-            f"an image of {height}x{width} cannot be drawn: this model only draws {side}x{side}."
-        )
-    if height % step or width % step or not step <= min(size) <= max(size) <= side:
-        raise RequestError(
-            f"an image of {height}x{width} cannot be drawn: both must be {step} to {side} pixels,"
-            f" multiples of {step}."
-        )
+        allowed = f"this model only draws {side}x{side}"
+    elif height % step or width % step or not step <= min(size) <= max(size) <= side:
+        allowed = f"both must be {step} to {side} pixels, multiples of {step}"
+    if allowed:
+        about = {"setting": "size", "value": f"{height}x{width}", "allowed": allowed}
+        raise RequestError("{setting}={value} cannot be drawn: {allowed}.", **about)
     return height // step, width // step
 
 

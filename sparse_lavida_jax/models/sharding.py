@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES, HEADS_AXIS, TOKENS_AXIS
 from sparse_lavida_jax.models.parameters import ChooseSharding, mapped
+from sparse_lavida_jax.schema import ConfigError
 
 AXES = (*BATCH_AXES, HEADS_AXIS, TOKENS_AXIS)
 PARTS = ("params", "ema", "frozen")  # of `step.TrainState` that hold parameters or arrays like them
@@ -95,7 +96,7 @@ def over(mesh: Mesh | Mapping[str, int]) -> ChooseSharding:
         mesh: see `automatic`.
 
     Raises:
-        ValueError: as `automatic`.
+        ConfigError: as `automatic`.
     """
     mesh = automatic(mesh)
 
@@ -118,7 +119,7 @@ def automatic(mesh: Mesh | Mapping[str, int]) -> Mesh:
         mesh: the same, with axes of any type; or sizes of axes, -1 for all remaining devices.
 
     Raises:
-        ValueError: an unknown axis, or sizes whose product is not the number of devices.
+        ConfigError: an unknown axis, or sizes whose product is not the number of devices.
     """
     if not isinstance(mesh, Mesh):
         whole = whole_sizes(mesh, jax.device_count())
@@ -139,14 +140,19 @@ def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
         sizes: of the axes; -1 for all remaining devices.
 
     Raises:
-        ValueError: an unknown axis, or sizes whose product is not the number of devices.
+        ConfigError: an unknown axis, or sizes whose product is not the number of devices.
     """
     _check_axes(sizes)
     known = math.prod(size for size in sizes.values() if size > 0)
     whole = {axis: count // known if size == -1 else size for axis, size in sizes.items()}
     if math.prod(whole.values()) != count:
         asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise ValueError(f"a mesh of {asked} does not make up the {count} devices there are.")
+        raise ConfigError(
+            "{setting}={value} does not make up the {allowed}.",
+            setting="mesh",
+            value=asked,
+            allowed=f"{count} devices there are",
+        )
     return {axis: whole[axis] for axis in AXES if axis in whole}
 
 
@@ -283,6 +289,9 @@ def _rules_of(name: str) -> list[tuple[str | None, ...]]:
 
 def _check_axes(names: Iterable[str]) -> None:
     if unknown := [axis for axis in names if axis not in AXES]:
-        raise ValueError(
-            f"the mesh has an axis {unknown[0]!r}: its axes are among {', '.join(AXES)}."
+        raise ConfigError(
+            "{setting} has no axis {value}: {allowed}.",
+            setting="mesh",
+            value=repr(unknown[0]),
+            allowed=f"its axes are among {', '.join(AXES)}",
         )

@@ -63,8 +63,11 @@ def _sampler(value: str, draws: bool) -> dict[str, Any]:
     presets = config.PRESETS if draws else (*config.PRESETS, *config.TEXT_PRESETS)
     if value not in presets:
         raise RequestError(
-            f"there is no sampler {value!r} of {'images' if draws else 'text'}: choose one of"
-            f" {', '.join((*presets, *SAMPLERS))}."
+            f"{{setting}}={{value}} is not a sampler of {'images' if draws else 'text'}:"
+            " {allowed}.",
+            setting="sampler",
+            value=repr(value),
+            allowed=f"choose one of {', '.join((*presets, *SAMPLERS))}",
         )
     if draws:
         return {"preset": value}
@@ -75,7 +78,11 @@ def _sampler(value: str, draws: bool) -> dict[str, Any]:
 def _registers(value: int | tuple[int, int], draws: bool) -> dict[str, Any]:
     first, last = (value, -1) if isinstance(value, int) else value
     if last != -1 and not draws:
-        raise RequestError("registers fall from step to step in images only: give one number.")
+        raise RequestError(
+            "{setting} fall from step to step in images only: {allowed}.",
+            setting="registers",
+            allowed="give one number",
+        )
     return {"registers": first, "registers_end": last}
 
 
@@ -124,10 +131,21 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
         RequestError: an option does not apply to text.
     """
     changes: dict[str, Any] = {}
+    set_by: dict[str, str] = {}  # the option that set a field
     asked = {ALIASES.get(alias, alias): v for alias, v in given.items() if v is not None}
     for name in sorted(asked, key=list(OPTIONS).index):
         value = asked[name]
         if OPTIONS[name].needs_image and not draws:
-            raise RequestError(f"this task takes no {name}: {OPTIONS[name].needs_image}.")
-        changes |= OPTIONS[name].changes(value, draws)
-    return dataclasses.replace(sampling, **changes) if changes else sampling
+            raise RequestError(
+                "this task takes no {setting}: {allowed}.",
+                setting=name,
+                allowed=OPTIONS[name].needs_image,
+            )
+        changed_by_it = OPTIONS[name].changes(value, draws)
+        changes |= changed_by_it
+        set_by |= dict.fromkeys(changed_by_it, name)
+    try:
+        return dataclasses.replace(sampling, **changes) if changes else sampling
+    except config.ConfigError as error:
+        field = error.setting.removeprefix("Sampling.")
+        raise error.about(set_by.get(field, error.setting)) from None

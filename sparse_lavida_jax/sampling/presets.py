@@ -193,8 +193,11 @@ def step_settings(
     registers = model.num_registers if sampling.registers < 0 else sampling.registers
     if registers > model.num_registers and not chosen.full_attention:
         raise config.ConfigError(
-            f"Sampling.registers={registers} is more than the {model.num_registers} that this model"
-            f" was trained with: 0 to {model.num_registers} are allowed."
+            f"{{setting}}={{value}} is more than the {model.num_registers} that this model was"
+            " trained with: {allowed}.",
+            setting="registers",
+            value=str(registers),
+            allowed=f"0 to {model.num_registers} are allowed",
         )
     filtered = sampling.text_top_k > 0 or sampling.text_top_p < 1  # needs all logits at once
     return StepSettings(

@@ -11,8 +11,8 @@ import pytest
 import stand_ins
 
 from benchmarks import record
-from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.checkpoints import model_folder, room, stores
+from sparse_lavida_jax.cli import doctor
 from sparse_lavida_jax.convert.settings import settings_from
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.pipeline import SparseLaViDa

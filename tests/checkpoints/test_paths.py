@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch_folder
 
-from sparse_lavida_jax import cli, config, main
-from sparse_lavida_jax.apps import terminal
+from sparse_lavida_jax import config, main
 from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.cli import parser, program, terminal
 from sparse_lavida_jax.convert import adapters, from_torch, to_torch
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference import records, requests
@@ -58,7 +58,7 @@ def litter(folder):
 
 
 def test_every_argument_that_is_a_path_is_expanded_and_its_literal_form_is_not(home):
-    parsers = map(cli.parser_of, cli.COMMANDS)
+    parsers = map(parser.Parser, parser.COMMANDS)
     types = [one.type for parser in parsers for one in parser._actions if one.metavar == "FILE"]
     assert types.count(files.expanded) >= 15
     assert files.expanded("~/x.png") == home / "x.png"
@@ -78,7 +78,6 @@ def test_every_flag_and_setting_that_is_a_path_is_expanded(home):
     parsed = main.parse(["main", "--mode=convert", "--src=~/s", "--dst=./~/d"])
     assert parsed is not None
     assert (parsed[0].src, parsed[0].dst) == (f"{home}/s", f"{pathlib.Path.cwd()}/~/d")
-    assert {*main.PATHS, "config", "image", "tokenizer", "image_tokenizer"} == {*main.FILES}
     evaluated = config.Evaluate(checkpoint="~/m", data="~/d")
     assert (evaluated.checkpoint, evaluated.data) == (f"{home}/m", f"{home}/d")
     assert model_folder.find_model("~/m") == home / "m"
@@ -122,10 +121,10 @@ def test_output_that_cannot_be_written_is_no_traceback(monkeypatch, capsys, plac
     stream = open(place, "w") if place == "/dev/full" else os.fdopen(write, "w")
     monkeypatch.setattr(sys, "stdout", stream)
     if place == "/dev/full":
-        assert cli.main(["sparse-lavida", *words]) == 1
+        assert program.main(["sparse-lavida", *words]) == 1
     else:
         with pytest.raises(SystemExit, match="1"):
-            cli.main(["sparse-lavida", *words])
+            program.main(["sparse-lavida", *words])
     full = "sparse_lavida_jax: [Errno 28] No space left on device\n"
     assert capsys.readouterr().err == (full if place == "/dev/full" else "")
     stream.close()

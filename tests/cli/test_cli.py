@@ -19,10 +19,10 @@ import rich.console
 import staged
 
 import sparse_lavida_jax
-from sparse_lavida_jax import cli, config, main
-from sparse_lavida_jax.apps import commands, doctor, terminal
-from sparse_lavida_jax.apps.errors import UsageError
+from sparse_lavida_jax import config, main
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.cli import commands, doctor, modes, parser, program, terminal
+from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
@@ -62,7 +62,7 @@ def asked(monkeypatch, tmp_path):
 
 
 def run(*words):
-    return cli.main(["sparse-lavida", *map(str, words)])
+    return program.main(["sparse-lavida", *map(str, words)])
 
 
 def complaint(capsys, *words, code=2):
@@ -74,28 +74,28 @@ def complaint(capsys, *words, code=2):
     return printed.err
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", parser.COMMANDS)
 def test_every_command_has_help_with_an_example_that_can_be_read(name, capsys):
     assert run(name, "--help") == 0
     printed = capsys.readouterr().out
     assert f"example: sparse-lavida {name}" in printed
     assert "--debug" in printed
-    words = shlex.split(re.split(" [<>]", cli.COMMANDS[name].example)[0])
-    cli.parser_of(name).parse_args(words)
+    words = shlex.split(re.split(" [<>]", parser.COMMANDS[name].example)[0])
+    parser.Parser(name).parse_args(words)
 
 
-@pytest.mark.parametrize("name", cli.MODES)
+@pytest.mark.parametrize("name", parser.MODES)
 def test_every_mode_has_help_of_its_own(name, capsys):
     assert run(name, "--help") == 0
     printed = capsys.readouterr().out
-    assert f"example: sparse-lavida {name} {cli.MODES[name].example}" in printed
-    taken = {*main.TAKES.get(name, "").split()} - {*cli.MODES[name].places}
-    for flag in taken:
-        assert f"--{flag.replace('_', '-')} " in printed or f"--{flag}]" in printed
-    assert ("--config.SECTION.NAME" in printed) == ("config" in main.TAKES.get(name, ""))
+    assert f"example: sparse-lavida {name} {parser.MODES[name].example}" in printed
+    made = parser.Parser(name)
+    for argument in made.taken:
+        assert argument in made.by_place or f"--{argument.key.replace('_', '-')}" in printed
+    assert ("--config.SECTION.NAME" in printed) == made.takes_settings
     assert ("int8" in printed) == (name == "export")
-    words = cli._mode_words(name, shlex.split(cli.MODES[name].example))
-    assert words[0] == f"--mode={name}" and not words[1].startswith("--mode")
+    asked = made.parse_args(shlex.split(parser.MODES[name].example))
+    assert getattr(asked, made.by_place[0].key)
 
 
 @pytest.mark.parametrize("name", ["generate", "ask", "chat"])
@@ -108,20 +108,22 @@ def test_the_help_of_a_task_says_what_the_bundled_model_knows(name, capsys):
 def test_the_overview_lists_all_commands(capsys):
     assert run() == run("--help") == 0
     printed = capsys.readouterr().out
-    for name in (*cli.COMMANDS, *cli.MODES):
+    for name in (*parser.COMMANDS, *parser.MODES):
         assert name in printed
 
 
 def test_every_mode_of_main_is_a_command(capsys):
-    assert sorted(cli.MODES) == sorted(main.MODES)
-    words = cli._mode_words("sample", ["scenes", "a red circle", "--seed=3"])
-    asked, _ = main.parse(["main", *words])
-    assert (asked.mode, asked.checkpoint, asked.prompt) == ("sample", "scenes", "a red circle")
+    assert sorted(parser.MODES) == sorted(modes.RUN)
+    asked = parser.Parser("sample").parse_args(["scenes", "a red circle", "--seed=3"])
+    words = ["--mode=sample", "--checkpoint=scenes", "--prompt=a red circle", "--seed=3"]
+    same, _ = main.parse(["main", *words])
+    assert (asked.checkpoint, asked.prompt) == (same.checkpoint, same.prompt)
+    assert (asked.seed, same.command) == (same.seed, "--mode=sample")
     assert "`sparse-lavida sample` needs the argument checkpoint:" in complaint(capsys, "sample")
-    for name, needs in (("verify", "src, a model folder"), ("train", "config or --data=FOLDER")):
+    for name, needs in (("verify", "src: a model folder"), ("train", "config or --data=FOLDER")):
         assert f" needs the argument {needs}" in complaint(capsys, name)
     for name in ("verify", "evaluate", "prepare"):
-        example = f"For example: `sparse-lavida {name} {cli.MODES[name].example}`."
+        example = f"For example: `sparse-lavida {name} {parser.MODES[name].example}`."
         assert complaint(capsys, name).endswith(f"{example}\n")
 
 
@@ -131,10 +133,9 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         "--data prepared --config.train.seconds 9 --distributed configs/scenes.py --init-from=a",
         "configs/scenes.py --data=prepared --config.train.seconds=9 --distributed --init-from a",
     ):
-        assert cli._mode_words("train", line.split()) == [
-            "--mode=train", "--config=configs/scenes.py", "--data=prepared",
-            "--config.train.seconds=9", "--distributed", "--init_from=a",
-        ]  # fmt: skip
+        asked = parser.Parser("train").parse_args(line.split())
+        assert (asked.config, asked.data, asked.init_from) == ("configs/scenes.py", "prepared", "a")
+        assert asked.distributed and asked.overrides == ["--config.train.seconds=9"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
     [
         (["generate"], "`sparse-lavida generate` needs a prompt"),
         (["generate", " "], "the prompt is empty"),
-        (["generate", "a", "--size=wide"], "--size: 'wide' is no size such as 512x512."),
+        (["generate", "a", "--size=wide"], "--size: 'wide' is not a size such as 512x512."),
         (["generate", "a", "--out=a.bmp"], "its name must end in .png"),
         (["verify", "data"], "`sparse-lavida train --data=data` trains one"),
         (["generate", "a", "--save-steps=a.png"], "its name must end in .gif"),
@@ -174,9 +175,11 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["ask", __file__], f"`sparse-lavida ask` needs a question after the image {__file__}."),
         (["genrate", "a"], "there is no command 'genrate'. Did you mean 'generate'?"),
         (["xyz"], "there is no command 'xyz'. `sparse-lavida --help` lists all commands."),
-        (["inpaint", "a.png", "b", "--box=1,x"], "--box: '1,x' is no box such as 16,16,48,48."),
+        (["inpaint", "a.png", "b", "--box=1,x"], "--box: '1,x' is not a box such as 16,16,48,48."),
         (["ground", "a.png"], "the following arguments are required: phrases"),
-        (["doctor", "--sed"], "unrecognized arguments: --sed"),
+        (["doctor", "--sed"], "unrecognized arguments: --sed. See `sparse-lavida doctor --help`."),
+        (["generate", "a", "--sed=1"], "unrecognized arguments: --sed=1. Did you mean --seed?"),
+        (["verify", "a", "--dst=b"], "`sparse-lavida verify` takes the argument src. See"),
     ],
 )
 def test_a_command_line_with_a_mistake_is_reported(asked, capsys, tmp_path, words, part):
@@ -224,7 +227,7 @@ def test_a_device_that_is_not_there_is_reported_with_what_to_do(monkeypatch, cap
 
 def test_a_platform_without_a_package_is_reported_with_what_to_do():
     """Then jax fails an assertion of its own, without a message."""
-    words = [sys.executable, "-m", "sparse_lavida_jax.cli", "doctor"]
+    words = [sys.executable, "-m", "sparse_lavida_jax", "doctor"]
     surroundings = os.environ | {"JAX_PLATFORMS": "cuda"}
     done = subprocess.run(words, env=surroundings, capture_output=True, text=True)
     if done.returncode == 0:
@@ -247,16 +250,16 @@ def test_a_platform_without_a_package_is_reported_with_what_to_do():
 def test_a_mode_that_fails_says_so_as_a_command_does(monkeypatch, capsys, trouble, code, told):
     seen = []
 
-    def fail(words):
-        seen.append(words)
+    def fail(name, asked):
+        seen.append((name, asked.config, asked.overrides))
         raise trouble
 
-    monkeypatch.setattr(cli.full, "run", fail)
-    assert told in complaint(capsys, "train", "configs/scenes.py", "--seed=1", code=code)
+    monkeypatch.setattr(modes, "run", fail)
+    words = ["train", "configs/scenes.py", "--config.seed=1"]
+    assert told in complaint(capsys, *words, code=code)
     with pytest.raises(type(trouble)):
-        run("train", "configs/scenes.py", "--seed=1", "--debug")
-    line = ["sparse-lavida", "--mode=train", "--config=configs/scenes.py", "--seed=1"]
-    assert seen == [line, line]
+        run(*words, "--debug")
+    assert seen == [("train", "configs/scenes.py", ["--config.seed=1"])] * 2
 
 
 @pytest.mark.parametrize(
@@ -271,7 +274,7 @@ def test_a_mode_that_is_stopped_says_what_is_kept(monkeypatch, capsys, mode, tol
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(main.MODES, mode, stop)
+    monkeypatch.setitem(modes.RUN, mode, stop)
     words = ["configs/scenes.py"] if mode == "train" else ["--src=mixture.yaml", "--dst=b"]
     assert complaint(capsys, mode, *words, code=130).endswith(f": stopped. {told}\n")
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from sparse_lavida_jax.apps import doctor
+from sparse_lavida_jax.cli import doctor
 
 
 @pytest.mark.parametrize(

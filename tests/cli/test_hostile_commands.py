@@ -9,17 +9,17 @@ import jax
 import pytest
 import raw_data
 
-from sparse_lavida_jax import cli, main, runtime
-from sparse_lavida_jax.apps import commands
-from sparse_lavida_jax.apps.errors import about_path
+from sparse_lavida_jax import main, runtime
+from sparse_lavida_jax.cli import commands, parser, program
+from sparse_lavida_jax.cli.errors import about_path
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import MOST_GAPS, RequestError, parse_template
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 OPTIONS = [
     (name, option)
-    for name in cli.COMMANDS
-    for action in cli.parser_of(name)._actions
+    for name in parser.COMMANDS
+    for action in parser.Parser(name)._actions
     for option in action.option_strings
     if option.startswith("--") and action.nargs != 0
 ]
@@ -34,7 +34,7 @@ def _no_model(monkeypatch):
 
 
 def complaint(capsys, *words, code=(1, 2)):
-    assert cli.main(["sparse-lavida", *map(str, words)]) in code
+    assert program.main(["sparse-lavida", *map(str, words)]) in code
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1, printed.err
     assert "an error of the program" not in printed.err and len(printed.err) < 2000, printed.err
@@ -157,7 +157,7 @@ def test_a_path_with_nul_and_a_loop_are_told_by_both_command_lines(place, capsys
 
 def test_a_long_question_is_no_path(monkeypatch):
     monkeypatch.setattr(commands, "load", lambda *_: (_ for _ in ()).throw(RequestError("asked")))
-    assert cli.main(["sparse-lavida", "ask", "why? " * 200]) == 2
+    assert program.main(["sparse-lavida", "ask", "why? " * 200]) == 2
 
 
 def test_a_line_without_an_end_is_refused(capsys):
@@ -190,7 +190,7 @@ def test_an_image_is_not_written_to_a_device(place):
 def test_a_want_of_memory_is_reported(monkeypatch, capsys, error, holds):
     assert runtime.out_of_memory(error) == holds
     monkeypatch.setattr(commands, "run", lambda *_: (_ for _ in ()).throw(error))
-    assert cli.main(["sparse-lavida", "generate", "x"]) == 1
+    assert program.main(["sparse-lavida", "generate", "x"]) == 1
     told = capsys.readouterr().err
     assert ("not enough memory: lower --batch-size" in told) == holds
     assert ("an error of the program" in told) != holds

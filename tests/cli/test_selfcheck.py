@@ -8,10 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import cli
-from sparse_lavida_jax.apps import selfcheck
-from sparse_lavida_jax.apps.selfcheck import Check
 from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.cli import program, selfcheck
+from sparse_lavida_jax.cli.selfcheck import Check
 from sparse_lavida_jax.convert import from_torch, stand_in
 
 
@@ -41,7 +40,7 @@ def test_a_report_is_for_an_issue(converted, monkeypatch, capsys, passed, code, 
     made = [Check("ask: answer", "1 or one", "7", passed), Check("same", "all", "99%", None)]
     monkeypatch.setattr(selfcheck, "_settings", lambda _: made[1])
     monkeypatch.setattr(selfcheck, "checks", lambda _: iter(made))
-    assert cli.main(["sparse-lavida", "selfcheck", str(converted)]) == code
+    assert program.main(["sparse-lavida", "selfcheck", str(converted)]) == code
     printed = capsys.readouterr()
     assert f"{count} checks passed" in printed.out and "paste this" in printed.err
     assert f"MANIFEST.sha256 {manifest.digest(converted)}" in printed.out
@@ -55,7 +54,7 @@ def test_a_damaged_model_is_a_sentence(converted, tmp_path, capsys):
     shutil.copytree(converted, copy)
     written = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(written, indent=9))
-    assert cli.main(["sparse-lavida", "selfcheck", str(copy)]) == 2
+    assert program.main(["sparse-lavida", "selfcheck", str(copy)]) == 2
     printed = capsys.readouterr()
     assert "damaged" in printed.err and not printed.out and "Traceback" not in printed.err
 

@@ -214,8 +214,8 @@ def test_the_space_for_an_answer_is_whole_text_blocks(pipe, asked, given):
         ("generate", {"guidance": float("inf")}, "guidance=inf is out of range"),
         ("ask", {"temperature": 1e308}, "temperature=1e[+]308 is out of range"),
         ("generate", {"registers": 10**9}, "registers=1000000000 is out of range"),
-        ("generate", {"registers": (4, 10**9)}, "registers_end=1000000000 is out of range"),
-        ("generate", {"steps": 10**10}, "num_steps=10000000000 is out of range"),
+        ("generate", {"registers": (4, 10**9)}, "registers=1000000000 is out of range"),
+        ("generate", {"steps": 10**10}, "^steps=10000000000 is out of range"),
         ("generate", {"plan": "\ud800"}, "of the layout is half a character"),
     ],
 )

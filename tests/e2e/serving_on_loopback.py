@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from sparse_lavida_jax.apps import hosting
+from sparse_lavida_jax.cli import hosting
 
 START_SECONDS = 30
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config, main, train
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
+from sparse_lavida_jax.cli import errors
 from sparse_lavida_jax.evals import report
 from sparse_lavida_jax.training import metrics
 
@@ -254,7 +255,7 @@ def test_a_mistake_ends_the_process_with_code_2(tmp_path):
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)},
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ended.returncode == main.MISTAKE == 2
+    assert ended.returncode == errors.MISTAKE == 2
     assert ended.stdout == ""
     assert ended.stderr.startswith("sparse_lavida_jax: there is no config file nowhere.py.")
     assert len(ended.stderr.splitlines()) == 1
@@ -262,5 +263,5 @@ def test_a_mistake_ends_the_process_with_code_2(tmp_path):
 
 
 def test_every_error_of_ours_is_a_mistake_and_not_a_crash():
-    assert issubclass(train.DivergedError, main.OURS)
-    assert issubclass(config.ConfigError, main.OURS)
+    assert issubclass(train.DivergedError, errors.MISTAKES)
+    assert issubclass(config.ConfigError, errors.MISTAKES)

@@ -14,7 +14,8 @@ import pytest
 import safetensors.numpy
 import torch_folder
 
-from sparse_lavida_jax import cli, main
+from sparse_lavida_jax import main
+from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.convert import from_torch
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def run(*words):
 
 
 def front(*words):
-    return cli.main(["sparse-lavida", *map(str, words)])
+    return program.main(["sparse-lavida", *map(str, words)])
 
 
 def test_there_and_back(tmp_path, folder, capsys):

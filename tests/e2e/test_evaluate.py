@@ -13,8 +13,9 @@ import pytest
 import torch_folder
 from PIL import Image
 
-from sparse_lavida_jax import cli, config, main
+from sparse_lavida_jax import config, main
 from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.lavida_o import chat
@@ -136,7 +137,7 @@ def test_images_are_drawn_for_the_judges(model, name, tmp_path, capsys):
 def test_a_scenes_model_has_its_exact_table(finished, tmp_path, capsys):
     words = [str(finished.folder), f"--config={EVALUATE}:scenes", f"--workdir={tmp_path}"]
     few = ["--config.evaluate.limit=2", "--config.evaluate.batch_size=2"]
-    assert cli.main(["sparse-lavida", "evaluate", *words, *few]) == 0
+    assert program.main(["sparse-lavida", "evaluate", *words, *few]) == 0
     table = capsys.readouterr().out
     for task in ("draw", "answer", "draw/held_out"):
         assert f"| {task} | " in table

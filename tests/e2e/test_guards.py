@@ -133,7 +133,8 @@ def test_an_error_of_the_program_is_one_line_and_repeats_are_counted(log, monkey
 
 SERVER = """
 import staged
-from sparse_lavida_jax.apps import hosting, log_lines, server
+from sparse_lavida_jax.cli import hosting
+from sparse_lavida_jax.apps import log_lines, server
 from sparse_lavida_jax.apps.serving import Service
 
 log_lines.shorten()

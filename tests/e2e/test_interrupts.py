@@ -16,7 +16,7 @@ import time
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import cli
+from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.convert import stand_in
 from sparse_lavida_jax.data import image_files
 
@@ -31,11 +31,10 @@ LAST_WORDS = (
 )
 PROGRAM = (
     "import signal, sys\n"
-    "from sparse_lavida_jax import cli\n"
-    "from sparse_lavida_jax.apps import commands\n"
+    "from sparse_lavida_jax.cli import commands, program\n"
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "print('ready', flush=True)\n"
-    "sys.exit(cli.main())\n"
+    "sys.exit(program.main())\n"
 )
 
 
@@ -110,7 +109,7 @@ def test_preparing_and_training(tmp_path):
     for attempt in range(KILLS):
         check([*words, "--config.train.train_steps=3000"], random.Random(attempt), tmp_path)
     few = "--config.train.train_steps=6"
-    assert cli.main(["sparse-lavida", *map(str, words), few]) == 0
+    assert program.main(["sparse-lavida", *map(str, words), few]) == 0
     words = ["train", f"--data={prepared}", f"--workdir={run}", "--config.model.width=32",
              "--config.model.num_heads=2", "--config.model.num_layers=2",
              "--config.model.dual_tower_layers=0", "--config.model.generation_width=16",
@@ -126,7 +125,7 @@ def test_an_interrupt_while_the_package_is_imported_is_a_sentence():
         "from sparse_lavida_jax.__main__ import main\n"
         "class Interrupted:\n"
         "    def find_spec(name, *_):\n"
-        "        if name == 'sparse_lavida_jax.cli': gc.collect()\n"
+        "        if name == 'sparse_lavida_jax.cli.program': gc.collect()\n"
         "def interrupt(*_):  # Python drops exceptions of a callback\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    for _ in range(99): pass\n"
@@ -144,8 +143,9 @@ def test_sigterm_leaves_out_the_end_of_the_interpreter_where_xla_may_crash():
         "from sparse_lavida_jax.__main__ import main\n"
         "def stop(): print('cleared up'); sys.exit(143)\n"
         "import sparse_lavida_jax\n"
-        "sys.modules['sparse_lavida_jax.cli'] = types.SimpleNamespace(main=stop)\n"
-        "sparse_lavida_jax.cli = sys.modules['sparse_lavida_jax.cli']\n"
+        "import sparse_lavida_jax.cli as cli\n"
+        "cli.program = types.SimpleNamespace(main=stop)\n"
+        "sys.modules['sparse_lavida_jax.cli.program'] = cli.program\n"
         "atexit.register(print, 'the usual end')\n"
         "main()\n"
     )

@@ -10,8 +10,9 @@ import pytest
 import raw_data
 from PIL import Image, ImageDraw
 
-from sparse_lavida_jax import cli, config
+from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
@@ -58,7 +59,7 @@ def images(tmp_path_factory):
 
 
 def front(*words):
-    return cli.main(["sparse-lavida", *map(str, words)])
+    return program.main(["sparse-lavida", *map(str, words)])
 
 
 def test_too_many_broken_images_are_reported_before_a_tokenizer_is_trained(

@@ -76,7 +76,8 @@ def test_the_command_of_the_wheel_works_outside_the_checkout(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     code = (
         "import sparse_lavida_jax as package; print(package.__file__);"
-        "from sparse_lavida_jax import cli; cli.main(['sparse-lavida', 'verify', 'scenes'])"
+        "from sparse_lavida_jax.cli import program;"
+        "program.main(['sparse-lavida', 'verify', 'scenes'])"
     )
     said = run("-P", "-c", code, folder=tmp_path, PYTHONPATH=str(site)).splitlines()
     assert pathlib.Path(said[0]).is_relative_to(site)
@@ -84,7 +85,7 @@ def test_the_command_of_the_wheel_works_outside_the_checkout(wheel, tmp_path):
 
 
 def test_extras_name_packages_that_are_said_where_they_are_needed():
-    from sparse_lavida_jax.apps import hosting
+    from sparse_lavida_jax.cli import hosting
 
     extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

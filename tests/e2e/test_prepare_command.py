@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import raw_data
 
-from sparse_lavida_jax import cli, main
+from sparse_lavida_jax import main
+from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.mixture.records import ShardedRecords
 from sparse_lavida_jax.models import vq
@@ -23,7 +24,7 @@ CODEC = "--config.data.image_codec=scenes"
 
 
 def front(*words):
-    return cli.main(["sparse-lavida", *map(str, words)])
+    return program.main(["sparse-lavida", *map(str, words)])
 
 
 def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):

@@ -13,7 +13,7 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import cli
+from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -68,13 +68,15 @@ def test_the_lines_run_in_order_in_one_process(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
         if words[1] != "doctor":
             words = [*words, f"--checkpoint={model}"]
-        assert cli.main(words) == 0, (line, capsys.readouterr().err)
+        assert program.main(words) == 0, (line, capsys.readouterr().err)
     for name in FILES:
         with Image.open(f"{name}.png") as image:
             assert min(image.size) > 128, f"{name}.png is not enlarged"
     assert image_files.read("cut.png").shape == (64, 64, 3)
     assert image_files.read_record("around.png")["recipe"] == {"box": [16, 16, 80, 80]}
-    assert cli.main(["x", "replay", "out.png", "--out", "again.png", f"--checkpoint={model}"]) == 0
+    assert (
+        program.main(["x", "replay", "out.png", "--out", "again.png", f"--checkpoint={model}"]) == 0
+    )
     assert pathlib.Path("again.png").read_bytes() == pathlib.Path("out.png").read_bytes()
 
 

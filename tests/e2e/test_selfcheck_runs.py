@@ -5,15 +5,14 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import cli
-from sparse_lavida_jax.apps import selfcheck
+from sparse_lavida_jax.cli import program, selfcheck
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_bundled_model_passes(capsys):
-    assert cli.main(["sparse-lavida", "selfcheck"]) == 0
+    assert program.main(["sparse-lavida", "selfcheck"]) == 0
     printed = capsys.readouterr().out
     assert "9 of 9 checks passed" in printed and "/" not in printed.split("| check |")[0]
 

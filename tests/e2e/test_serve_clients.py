@@ -18,9 +18,10 @@ from PIL import Image, PngImagePlugin
 from staged import until
 from staged_server import KEY, client_of, httpx, openai, png, said, serving, uri
 
-from sparse_lavida_jax.apps import hosting, server
+from sparse_lavida_jax.apps import server
 from sparse_lavida_jax.apps.api import guards
 from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.cli import hosting
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import ImageError
 

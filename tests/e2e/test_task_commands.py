@@ -11,7 +11,8 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax import cli, main, sample
+from sparse_lavida_jax import sample
+from sparse_lavida_jax.cli import errors, program
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import grammar, tasks, world
@@ -32,7 +33,7 @@ def replay(model):
     """Draws a PNG again, with the model of the other commands; returns the exit code."""
 
     def done(*words):
-        return cli.main(["sparse-lavida", *map(str, words), f"--checkpoint={model}"])
+        return program.main(["sparse-lavida", *map(str, words), f"--checkpoint={model}"])
 
     return done
 
@@ -50,7 +51,7 @@ def run(model, capsys):
     """Runs a command on the model; returns what it prints."""
 
     def done(name, *words):
-        code = cli.main(["sparse-lavida", name, *map(str, words), f"--checkpoint={model}"])
+        code = program.main(["sparse-lavida", name, *map(str, words), f"--checkpoint={model}"])
         printed = capsys.readouterr()
         assert code == 0, printed.err
         return printed.out
@@ -223,7 +224,7 @@ def test_an_image_of_another_program_is_reported(tmp_path, model, capsys):
     path = tmp_path / "old.png"
     image_files.write(path, stand_ins.EMPTY, {"format": "another/1"})
     words = ["replay", str(path), f"--checkpoint={model}", f"--out={tmp_path / 'new.png'}"]
-    assert cli.main(["sparse-lavida", *words]) == 2
+    assert program.main(["sparse-lavida", *words]) == 2
     assert "the record has format 'another/1'" in capsys.readouterr().err
 
 
@@ -247,7 +248,7 @@ def complaint(model, tmp_path, capsys):
         before = sorted(tmp_path.rglob("*"))
         out = [f"--out={tmp_path / 'never.png'}"] if words[0] != "ask" else []
         words = [*map(str, words), *out, f"--checkpoint={of}"]
-        assert cli.main(["sparse-lavida", *words]) == code
+        assert program.main(["sparse-lavida", *words]) == code
         assert sorted(tmp_path.rglob("*")) == before
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -272,7 +273,7 @@ def complaint(model, tmp_path, capsys):
         (["a", "--sampler=fast"], "choose one of dense, none, p"),
         (["a", "--seed=-1"], "--seed=-1 is out of range: 0 to 18446744073709551615"),
         (["a", "--num-images=0"], "--num-images=0 is out of range"),
-        (["a", "--size=100x50"], "an image of 100x50 cannot be drawn"),
+        (["a", "--size=100x50"], "--size=100x50 cannot be drawn"),
         (["a", "--registers=-2"], "number of registers such as 64 or 64:8"),
         (["a", "--registers=2:3"], "number of registers such as 64 or 64:8"),
     ],
@@ -305,7 +306,7 @@ def test_a_record_of_another_checkpoint_is_reported(run, tmp_path, finished, cap
     out = tmp_path / "out.png"
     run("generate", PROMPT, f"--out={out}")
     words = ["replay", str(out), f"--checkpoint={finished.folder}", f"--out={tmp_path / 'x.png'}"]
-    assert cli.main(["sparse-lavida", *words]) == 2
+    assert program.main(["sparse-lavida", *words]) == 2
     assert "it was drawn by another checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
 
@@ -328,11 +329,11 @@ def test_an_error_of_ours_has_no_traceback_unless_asked_for(complaint, monkeypat
         "generate", "a circle", code=1
     )
     with pytest.raises(ZeroDivisionError):
-        cli.main(["sparse-lavida", "generate", "a circle", f"--checkpoint={model}", "--debug"])
+        program.main(["sparse-lavida", "generate", "a circle", f"--checkpoint={model}", "--debug"])
 
 
 def test_the_modes_of_main_are_commands(finished, capsys):
-    assert cli.main(["sparse-lavida", "verify", str(finished.folder)]) == 0
+    assert program.main(["sparse-lavida", "verify", str(finished.folder)]) == 0
     assert capsys.readouterr().out.endswith("files, all as they were written\n")
-    assert cli.main(["sparse-lavida", "train", "nowhere.py"]) == main.MISTAKE
+    assert program.main(["sparse-lavida", "train", "nowhere.py"]) == errors.MISTAKE
     assert "there is no config file nowhere.py" in capsys.readouterr().err

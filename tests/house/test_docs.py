@@ -8,7 +8,8 @@ import shlex
 
 import pytest
 
-from sparse_lavida_jax import cli, config, main
+from sparse_lavida_jax import config, main
+from sparse_lavida_jax.cli import modes, parser
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.training import own_images
 
@@ -112,10 +113,11 @@ def test_a_command_of_the_documents_is_understood(words, monkeypatch):
         assert main.parse(words[2:]) is not None
         return
     name, *rest = words[1:]
-    if name in cli.MODES:
-        assert main.parse(["main", *cli._mode_words(name, rest)]) is not None
+    if name in parser.MODES:
+        asked = parser.Parser(name).parse_args(rest)
+        assert modes.settings_of(name, asked) is not None
     else:
-        cli.parser_of(name).parse_args(rest)
+        parser.Parser(name).parse_args(rest)
 
 
 def test_there_are_many_commands_in_the_documents():
@@ -125,7 +127,7 @@ def test_there_are_many_commands_in_the_documents():
 @pytest.mark.parametrize("command", TOUR)
 def test_a_command_of_the_tour_is_understood(command):
     name, *rest = shlex.split(command)
-    cli.parser_of(name).parse_args(rest)
+    parser.Parser(name).parse_args(rest)
 
 
 def test_the_page_of_the_tour_shows_all_its_commands():

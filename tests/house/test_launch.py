@@ -14,8 +14,7 @@ import sys
 import pytest
 import yaml
 
-from sparse_lavida_jax import cli
-from sparse_lavida_jax.apps import hosting
+from sparse_lavida_jax.cli import hosting, parser
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
@@ -254,7 +253,7 @@ def test_what_containers_start_is_a_command_line_of_ours():
     service = yaml.safe_load((LAUNCH / "kserve.yaml").read_text())
     (container,) = service["spec"]["predictor"]["containers"]
     for words in (json.loads(started["CMD"]), container["args"]):
-        asked = cli.parser_of(words[0]).parse_args(words[1:])
+        asked = parser.Parser(words[0]).parse_args(words[1:])
         assert hosting.warms_up("serve", asked.warmup) and asked.host == "0.0.0.0"
     assert asked.port == container["ports"][0]["containerPort"]
     assert container["env"][0]["name"] == "SPARSE_LAVIDA_API_KEY"

@@ -16,14 +16,15 @@ import pytest
 import stand_ins
 import tiny
 
-from sparse_lavida_jax import cli, pipeline
-from sparse_lavida_jax.apps.errors import REFUSED
+from sparse_lavida_jax import pipeline
 from sparse_lavida_jax.checkpoints.model_folder import CheckpointError
+from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches, engine
 from sparse_lavida_jax.inference.results import SHOWN_KEY
 from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.schema import InputError
 
 TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
 NASTY = [
@@ -107,7 +108,7 @@ def test_any_value_in_any_place(drawn, still, task):
         begin = time.monotonic()
         try:
             pipe.replay(changed(record, path, value), shown)
-        except (*REFUSED, CheckpointError) as error:
+        except (InputError, CheckpointError) as error:
             assert len(str(error)) < 1500, (path, len(str(error)))
             refused += 1
         except Exception as error:
@@ -139,7 +140,7 @@ def test_what_happened_to_nothing_draws_the_same(drawn):
 def test_what_a_request_does_not_need_is_refused(drawn, task, path, value, told):
     pipe, records = drawn
     record, shown, _ = records[task]
-    with pytest.raises(REFUSED, match=told):
+    with pytest.raises(InputError, match=told):
         pipe.replay(changed(record, path, value), shown)
 
 
@@ -188,7 +189,7 @@ def test_a_record_names_nothing_that_its_reader_did_not(drawn, place, capsys, pa
     else:
         record["checkpoint"]["name" if part == "checkpoint" else part] = name
     image_files.write(place / "a.png", np.zeros((8, 8, 3), np.uint8), record)
-    assert cli.main(["sparse-lavida", "replay", "a.png", "--out=b.png"]) == 2
+    assert program.main(["sparse-lavida", "replay", "a.png", "--out=b.png"]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "an error of the program" not in told
     assert len(told) < 1000 and not (place / "b.png").exists()

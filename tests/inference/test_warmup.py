@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import staged
 
-from sparse_lavida_jax import cli, sample
-from sparse_lavida_jax.apps import commands
+from sparse_lavida_jax import sample
+from sparse_lavida_jax.cli import commands, errors, parser, program
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches, warmup
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -109,7 +109,7 @@ def test_short_prompts_of_one_row_are_rehearsed_first(pipe):
     assert [one.rows for one in found] == sorted(one.rows for one in found)
     lengths = [one.length for one in found if one.rows == 1]
     assert lengths == sorted(lengths) and lengths[0] == batches.LENGTHS[0]
-    with pytest.raises(RequestError, match="an image of 7x96 cannot be drawn"):
+    with pytest.raises(RequestError, match="size=7x96 cannot be drawn"):
         warmup.rehearsals(pipe, "generate", [1], "served", size=(7, 96))
 
 
@@ -123,7 +123,7 @@ def test_numbers_of_rows_are_powers_of_two_and_the_largest():
 
 def test_the_command_says_what_each_kind_of_request_took(pipe, writes, monkeypatch, capsys):
     monkeypatch.setattr(commands, "load", lambda asked: pipe)
-    assert cli.main(["sparse-lavida", "warmup", "--tasks", "generate", "ask"]) == 0
+    assert program.main(["sparse-lavida", "warmup", "--tasks", "generate", "ask"]) == 0
     printed = capsys.readouterr()
     kinds = [line.partition(": ")[0] for line in printed.out.splitlines()]
     assert kinds == ["generate", "ask", "ask about an image", "all"]
@@ -136,12 +136,12 @@ def test_the_command_says_what_each_kind_of_request_took(pipe, writes, monkeypat
     [
         (["--tasks", "sing"], "there is no warm-up for 'sing': choose from generate, edit, ask."),
         (["--compilation-cache="], "--compilation-cache= keeps nothing for later"),
-        (["--size=7x7"], "an image of 7x7 cannot be drawn"),
+        (["--size=7x7"], "--size=7x7 cannot be drawn"),
     ],
 )
 def test_what_cannot_be_warmed_up_is_refused(pipe, monkeypatch, capsys, words, told):
     monkeypatch.setattr(commands, "load", lambda asked: pipe)
-    assert cli.main(["sparse-lavida", "warmup", *words]) == cli.MISTAKE
+    assert program.main(["sparse-lavida", "warmup", *words]) == errors.MISTAKE
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
 
@@ -165,7 +165,7 @@ def test_commands_keep_programs_where_they_are_asked_to(monkeypatch, words, fold
     monkeypatch.setattr(SparseLaViDa, "from_pretrained", lambda *_, **__: empty)
     for name in ("generate", "replay", "chat", "serve", "demo", "warmup"):
         needed = {"replay": ["a.png"]}.get(name, [])
-        commands.load(cli.parser_of(name).parse_args([*needed, *words]))
+        commands.load(parser.Parser(name).parse_args([*needed, *words]))
     assert kept_in == [folder] * 6
 
 

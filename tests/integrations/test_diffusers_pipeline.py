@@ -140,7 +140,7 @@ def test_the_seed_of_a_torch_generator_is_read(pipe):
         ({"negative_prompt": ["", "a cross"]}, "negative_prompt cannot be honoured"),
         ({"output_type": "pt"}, "output_type='pt' is not known: pil, np, latent"),
         ({"height": 96}, "give both, or neither"),
-        ({"height": 40, "width": 96}, "an image of 40x96 cannot be drawn"),
+        ({"height": 40, "width": 96}, "size=40x96 cannot be drawn"),
         ({"generator": "7"}, "generator='7' holds no seed"),
         ({"generator": 2**64}, "generator=18446744073709551616 is out of range: 0 to 184467440"),
         ({"eta": 0.5}, "eta=0.5 is out of range: 0, or leave it out"),

@@ -13,8 +13,8 @@ import pytest
 import tiny
 from jax._src import distributed, xla_bridge
 
-from sparse_lavida_jax import cli, runtime, visibility
-from sparse_lavida_jax.apps import doctor
+from sparse_lavida_jax import runtime, visibility
+from sparse_lavida_jax.cli import doctor, program
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.kernels import admission, attention, devices, trial
 from sparse_lavida_jax.models.stack import implementation_of
@@ -330,7 +330,7 @@ def test_a_second_kernel_is_checked_if_the_first_is_refused(gpu, monkeypatch, ca
         assert attention.runs_here("pallas_triton") and not attention.runs_here("pallas_gpu")
     said = caplog.messages[-1]
     assert "runs with pallas_triton: pallas_gpu is refused on a GPU: it is off by 0.3" in said
-    assert cli.main(["sparse-lavida", "doctor", "--kernels"]) == 0
+    assert program.main(["sparse-lavida", "doctor", "--kernels"]) == 0
     told = capsys.readouterr().out
     assert "pallas_triton is admitted, since pallas_gpu is refused on a GPU: it is off" in told
 
@@ -431,7 +431,7 @@ def test_the_doctor_prints_a_table_and_remembers(monkeypatch, capsys):
     lines = [GPU, {"check": "a", "off": 0.0123, "same_bits": True},
         {"check": "race: a", "kernel_us": 10.0, "blocks_us": 40.0}]  # fmt: skip
     monkeypatch.setattr(admission, "_run", lambda *_: (lines, ""))
-    assert cli.main(["sparse-lavida", "doctor", "--kernels"]) == 0
+    assert program.main(["sparse-lavida", "doctor", "--kernels"]) == 0
     told = capsys.readouterr().out
     assert "a GPU: pallas_gpu is admitted" in told
     assert "| a | yes | 0.0123 | | |" in told and "| race: a | | | 10 | 40 |" in told

@@ -451,7 +451,7 @@ def test_data_without_an_image_to_draw_are_prepared_with_a_named_tokenizer(tmp_p
     raw_data.lines(folder / "q.jsonl", [{"question": "how many?", "answer": "two"}])
     words = (f"--src={folder}", f"--dst={tmp_path / 'p'}")
     code, said = run(capsys, *words)
-    assert code == main.MISTAKE and "no image to draw" in said.err
+    assert code == 2 and "no image to draw" in said.err
     assert not (tmp_path / "p").exists()
     code, said = run(capsys, *words, how)
     assert code == 0 and "2 records" in said.out
@@ -465,7 +465,7 @@ def test_a_second_preparation_takes_nothing_from_the_first(tmp_path, capsys):
         (tmp_path / "p/half").write_text("")
         (tmp_path / "p/half").rename(tmp_path / "p/tokenizer.json")
         code, said = run(capsys, f"--src={folder}", f"--dst={tmp_path / 'p'}")
-        assert code == main.MISTAKE and "is being prepared by another process" in said.err
+        assert code == 2 and "is being prepared by another process" in said.err
         assert (tmp_path / "p/tokenizer.json").exists()
 
 

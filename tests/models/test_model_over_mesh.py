@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import cli
-from sparse_lavida_jax.apps import commands
-from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.cli import commands, parser
 from sparse_lavida_jax.kernels.attention import mesh_in_use
 from sparse_lavida_jax.models import fuse, parameters, quantize, sharding
 from sparse_lavida_jax.models.layers import linears
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.schema import InputError
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 SETTINGS = tiny.model_settings()
@@ -95,7 +94,7 @@ def test_a_command_names_the_mesh(monkeypatch):
         return object.__new__(SparseLaViDa)
 
     def mesh(*words):
-        commands.load(cli.parser_of("generate").parse_args(["a", *words]))
+        commands.load(parser.Parser("generate").parse_args(["a", *words]))
         return given.pop()
 
     monkeypatch.setattr(SparseLaViDa, "from_pretrained", from_pretrained)
@@ -103,13 +102,13 @@ def test_a_command_names_the_mesh(monkeypatch):
     assert not mesh()
     assert dict(mesh("--mesh=fsdp=2,tensor=-1").shape) == {"fsdp": 2, "tensor": 4}
     for words, told in (
-        ("rows=2", "--mesh: the mesh has an axis 'rows'"),
-        ("tensor=3", "--mesh: a mesh of tensor=3 does not make up the 8 devices"),
-        ("tensor", "'tensor' is no mesh such as tensor=4 or fsdp=2,tensor=4"),
+        ("rows=2", "mesh has no axis 'rows': its axes are among"),
+        ("tensor=3", "mesh=tensor=3 does not make up the 8 devices"),
+        ("tensor", "'tensor' is not a mesh such as tensor=4 or fsdp=2,tensor=4"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(InputError, match=told):
             mesh(f"--mesh={words}")
-    assert {"mesh"} < vars(cli.parser_of("serve").parse_args([])).keys()
+    assert {"mesh"} < vars(parser.Parser("serve").parse_args([])).keys()
 
 
 def test_arrays_that_are_not_split_are_left_alone():

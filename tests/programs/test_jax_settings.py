@@ -259,7 +259,7 @@ VARIABLES = [
 @pytest.mark.slow
 def test_commands_draw_and_answer_the_same_under_variables(tmp_path):
     def run(*words, **variables):
-        code = "import sys; from sparse_lavida_jax import cli; sys.exit(cli.main())"
+        code = "import sys; from sparse_lavida_jax.cli import program; sys.exit(program.main())"
         kept_in = f"--compilation-cache={tmp_path / 'programs'}"
         done = own_process(code, *words, kept_in, **variables)
         assert done.returncode == 0, done.stderr

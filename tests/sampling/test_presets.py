@@ -123,7 +123,7 @@ def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evalu
     released = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="released"))
     assert scenes.Bench(released).sampling.text_block_len == 128
     wrong = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="quick"))
-    with pytest.raises(RequestError, match="there is no sampler 'quick' of text: choose one of d"):
+    with pytest.raises(RequestError, match="sampler='quick' is not a sampler of text: choose"):
         scenes.Bench(wrong)
-    with pytest.raises(RequestError, match="there is no sampler 'prefix' of images: choose"):
+    with pytest.raises(RequestError, match="sampler='prefix' is not a sampler of images: choose"):
         options.changed(config.Sampling(), draws=True, sampler="prefix")

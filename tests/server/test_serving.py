@@ -16,11 +16,11 @@ import pytest
 import staged
 from PIL import Image
 
-from sparse_lavida_jax import cli
-from sparse_lavida_jax.apps import hosting, log_lines, serving
+from sparse_lavida_jax.apps import log_lines, serving
 from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
-from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.cli import errors, hosting, parser, program
+from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.programs import side_by_side
@@ -214,7 +214,7 @@ def test_an_address_that_cannot_be_used_is_reported(host, port, told):
 )
 def test_options_of_the_queue_have_ranges(option, capsys):
     pytest.importorskip("gradio")
-    assert cli.main(["sparse-lavida", "demo", option]) == cli.MISTAKE
+    assert program.main(["sparse-lavida", "demo", option]) == errors.MISTAKE
     assert f"{option} is out of range:" in capsys.readouterr().err
 
 
@@ -229,14 +229,14 @@ def test_an_unknown_host_is_reported(monkeypatch):
 
 def test_a_missing_extra_is_reported_with_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(hosting.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["sparse-lavida", "demo"]) == cli.MISTAKE
+    assert program.main(["sparse-lavida", "demo"]) == errors.MISTAKE
     said = capsys.readouterr().err
     assert "pip install 'sparse-lavida-jax[demo]'" in said
     assert "(fastapi, uvicorn, python_multipart, prometheus_client, gradio)" in said
 
 
 def test_only_loopback_is_served_unless_told_otherwise(capsys):
-    assert cli.parser_of("serve").parse_args([]).host == "127.0.0.1"
+    assert parser.Parser("serve").parse_args([]).host == "127.0.0.1"
     assert hosting._names("127.0.0.1", "localhost") == ("127.0.0.1", "localhost", "localhost")
     assert hosting._names("0.0.0.0", "0.0.0.0") == ()
     hosting._tell("serve", "127.0.0.1", 8)
@@ -264,7 +264,7 @@ def test_other_machines_are_not_let_in_by_accident(name, given, told):
 
 
 def test_limits_of_the_server_are_those_of_the_service():
-    asked = cli.parser_of("serve").parse_args([])
+    asked = parser.Parser("serve").parse_args([])
     found = asked.max_waiting, asked.longest_wait, asked.programs
     assert (Limits().waiting, Limits().longest_wait, Limits().programs) == found
     assert serving.Limits(waiting=0).waiting == 0
@@ -301,7 +301,7 @@ def test_a_key_that_cannot_match_is_refused_and_not_repeated(monkeypatch, capsys
     if given == hosting.KEY:
         monkeypatch.setattr(os, "environ", {**os.environ, hosting.KEY: key})
     words = [f"--api-key={key}"] if given == "--api-key" else []
-    assert cli.main(["sparse-lavida", "serve", "--port=0", *words]) == cli.MISTAKE
+    assert program.main(["sparse-lavida", "serve", "--port=0", *words]) == errors.MISTAKE
     told = capsys.readouterr().err
     known = "the key cannot match what clients send: choose one of at most 1000 printable"
     assert known in told or (key == " " and "--api-key: it is empty" in told)
@@ -331,7 +331,7 @@ def test_an_exception_is_a_line_in_the_log(lines):
         error.add_note("POST /a\n\x1b[2J\u202e\udcff" + "b" * 1000)
         logger.exception("it failed\n")
     (line,) = written()
-    begins = r"it failed: UsageError at sparse_lavida_jax/apps/hosting.py:\d+, POST /a"
+    begins = r"it failed: UsageError at sparse_lavida_jax/cli/hosting.py:\d+, POST /a"
     assert re.match(begins + re.escape(r"\n\x1b[2J\u202e\udcffbbb"), line)
     assert len(line) == log_lines.MOST
 

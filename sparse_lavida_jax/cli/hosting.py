@@ -10,44 +10,28 @@ import socket
 from typing import Any
 
 from sparse_lavida_jax.apps import log_lines
-from sparse_lavida_jax.apps.commands import load
-from sparse_lavida_jax.apps.errors import UsageError
 from sparse_lavida_jax.apps.serving import Limits, Service
-from sparse_lavida_jax.apps.terminal import say, unsaid
+from sparse_lavida_jax.cli.commands import load
+from sparse_lavida_jax.cli.errors import UsageError
+from sparse_lavida_jax.cli.terminal import say, unsaid
 from sparse_lavida_jax.inference import requests
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.sampling.content_cache import MOST_GB
 
 KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
 MOST_KEY = 1000  # characters of a key; all headers of a request have at most 16 kB
 BACKLOG = 128  # connections that wait to be accepted
 _SERVING = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 PACKAGES: dict[str, tuple[str, ...]] = {"serve": _SERVING, "demo": (*_SERVING, "gradio")}
-# The smallest and largest values of the options of the queue.
-RANGES = {
-    "batch_size": (1, 1024),
-    "longest_wait": (0, 60),
-    "max_waiting": (0, 100_000),
-    "programs": (1, 100_000),
-    "content_cache_gb": (0, MOST_GB),
-    "grace": (0, 86_400),
-}
 
 
 def run(name: str, asked: argparse.Namespace) -> int:
     """Serves until interrupted.
 
     Raises:
-        UsageError: an extra package is missing, an option is out of range, or the address cannot
-            be used.
+        UsageError: an extra package is missing, or the address cannot be used.
         CheckpointError: there is no such model.
     """
     _check_packages(name)
-    for option, (least, most) in RANGES.items():
-        value = getattr(asked, option)
-        if value is not None and not least <= value <= most:
-            named = f"--{option.replace('_', '-')}={value}"
-            raise UsageError(f"{named} is out of range: {least} to {most}.")
     # Clients are told; what strangers ask for stays out of the log.
     with unsaid(requests.__name__), listen(asked.host, asked.port) as door:
         from sparse_lavida_jax.apps import server

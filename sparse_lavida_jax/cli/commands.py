@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `cli.py` do: load a model, run a task, and write the results."""
+"""What the commands of tasks do: load a model, run a task, and write the results."""
 
 import argparse
 import contextlib
@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 import jax
 
 from sparse_lavida_jax import schema
-from sparse_lavida_jax.apps import doctor
 from sparse_lavida_jax.apps.conversation import Conversation
-from sparse_lavida_jax.apps.errors import DEFAULT_MODEL, UsageError
-from sparse_lavida_jax.apps.tasks import FORMS, cell_rows
-from sparse_lavida_jax.apps.terminal import FAILURE, progress, say, say_json, unsaid
+from sparse_lavida_jax.apps.tasks import cell_rows
+from sparse_lavida_jax.cli import doctor
+from sparse_lavida_jax.cli.arguments import DEFAULT_MODEL
+from sparse_lavida_jax.cli.errors import UsageError
+from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, records, requests, warmup
@@ -34,7 +35,6 @@ from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 
 Form = Literal["text", "JSON", "full JSON"]
-MOST_ROWS = 1024  # of a batch
 SMALL, SMALL_SCALE = 128, 4  # images with sides below that many pixels are saved so much enlarged
 LONGEST_LINE = 2**16  # characters of a line of `chat`
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
@@ -58,7 +58,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Runs a command.
 
     Raises:
-        one of main.MISTAKES: the command cannot be carried out; the message says why.
+        one of errors.MISTAKES: the command cannot be carried out; the message says why.
         OSError: something could not be written.
     """
     if getattr(asked, "seed", None) is not None:
@@ -67,16 +67,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
         found = doctor.kernels() if asked.kernels else doctor.report()
         told = doctor.kernels_text if asked.kernels else doctor.text
         print(json.dumps(found) if asked.json else told(found))
-    elif name == "fits":
-        from sparse_lavida_jax.apps import fits  # other commands do not need it
-
-        found = fits.report(asked)
-        print(json.dumps(found) if asked.json else fits.text(found))
-        if found["why"]:
-            say(found["why"])
-            return FAILURE
     elif name == "selfcheck":
-        from sparse_lavida_jax.apps import selfcheck
+        from sparse_lavida_jax.cli import selfcheck
 
         keep_programs(asked.compilation_cache)
         return selfcheck.run(asked.checkpoint or DEFAULT_MODEL)
@@ -188,7 +180,7 @@ def _words(
         if os.path.isfile(path) or path.suffix.lower() in image_files.SUFFIXES:
             raise UsageError(f"`sparse-lavida {name}` needs a question after the image {words}.")
     if words is None:
-        what = "an image and a prompt" if "image" in FORMS[name].options.split() else "a prompt"
+        what = "an image and a prompt" if TASKS[name].image == "needed" else "a prompt"
         raise UsageError(f"`sparse-lavida {name}` needs {what}. See `sparse-lavida {name} --help`.")
     return [check_words(words)], shown_images(image), {}
 
@@ -253,8 +245,15 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is no JSON: {error}.") from error
     except ValueError as error:
-        raise UsageError(f"{where}: {str(error).removeprefix('Line.')}") from error
+        raise UsageError(f"{where}: {_without_section(error)}") from error
     return named
+
+
+def _without_section(error: ValueError) -> str:
+    """Returns a message in which a key of a line is called by its name alone."""
+    if not isinstance(error, schema.InputError):
+        return str(error)
+    return error.worded(lambda setting: setting.rpartition(".")[2])
 
 
 def _check_out(path: pathlib.Path, suffixes: dict[str, str] | None = None) -> None:
@@ -277,11 +276,9 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
     """Returns the model that the command line names, or else the one that a record names.
 
     Raises:
-        UsageError: the batch size or the mesh is wrong.
+        ConfigError: the mesh is wrong.
         CheckpointError: there is no such model.
     """
-    if not 1 <= asked.batch_size <= MOST_ROWS:
-        raise UsageError(f"--batch-size={asked.batch_size} is out of range: 1 to {MOST_ROWS}.")
     keep_programs(asked.compilation_cache)
     recorded = recorded or {}
     name = asked.checkpoint or recorded.get("name") or DEFAULT_MODEL
@@ -289,10 +286,7 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
     how = {"batch_size": asked.batch_size, "convert": asked.convert, "adapters": adapters}
     if "content_cache_gb" in asked:
         how["content_cache_gb"] = asked.content_cache_gb
-    try:
-        mesh = asked.mesh and sharding.automatic(asked.mesh)
-    except ValueError as error:
-        raise UsageError(f"--mesh: {error}") from error
+    mesh = asked.mesh and sharding.automatic(asked.mesh)  # before a model is fetched
     return SparseLaViDa.from_pretrained(name, mesh=mesh, **how)
 
 

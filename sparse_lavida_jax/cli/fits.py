@@ -4,7 +4,6 @@
 import argparse
 import dataclasses
 import io
-import pathlib
 from typing import Any
 
 import rich.console
@@ -16,16 +15,15 @@ from sparse_lavida_jax.training import memory
 CARDS = (24, 48)  # GiB of other devices in the table
 
 
-def report(asked: argparse.Namespace) -> dict[str, Any]:
+def report(asked: argparse.Namespace, settings: config.Config) -> dict[str, Any]:
     """Returns the memory in bytes that ways to train need on one device, for `json`.
 
     The last way is the config itself, with its batch, microbatches and mesh; the others are
     compared at the same batch. Nothing is allocated: any machine will do.
 
     Raises:
-        ConfigError: the config is not valid, or cannot be laid over the devices.
+        ConfigError: the mesh of the config cannot be laid over the devices.
     """
-    settings = config.read(pathlib.Path(asked.config))
     axes, packing = memory.axes_of(settings.train.mesh, asked.devices or 0), settings.data.packing
     images = asked.image_tokens
     if settings.model.understanding_only:

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from sparse_lavida_jax import pipeline
-from sparse_lavida_jax.apps.terminal import progress, say, unsaid
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
+from sparse_lavida_jax.cli.terminal import progress, say, unsaid
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.convert.settings import settings_from
 from sparse_lavida_jax.data import files, markdown
