@@ -77,7 +77,7 @@ def test_load_times_are_those_of_the_rows():
         row = of_release(part, layers)
         disk, memory = (row["bytes"][name] / 1e9 for name in ("disk", "parameters"))
         told = f"| {disk:.2f} GB | {memory:.2f} GB | {row['cpu_s']:.1f} s |"
-        assert told in page("docs/checkpoints.md"), part
+        assert told in page("docs/log/2026-11-full-size.md"), part
 
 
 def test_full_size_is_as_it_was_measured():
