@@ -64,7 +64,7 @@ DEVICES = {
         H200,
         "NVIDIA H200",
         {
-            # By hand, 26 November 2026 (docs/speed.md).
+            # By hand, 26 November 2026 (docs/log/2026-11-one-h200.md).
             "measured": {"matmul_tflops": 660.0, "copy_gbps": 4300.0},
             "vendor": {"matmul_tflops": 989.0, "copy_gbps": 4800.0},
         },

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Writes the measurements of `docs/serving.md`: two tables, and `docs/serving.png`.
+r"""Writes the tables of `docs/log/2026-11-load.md`, and `docs/serving.png`.
 
 python -m benchmarks.serving --clients 1 4 16 64
 python -m benchmarks.serving --rate 20 --clients 1 4 16 64 --mix generate:8=9 generate:32=1
@@ -86,7 +86,7 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 
 def main() -> None:
     """Writes the tables and the plot."""
-    rows, page = record.read_rows("serving"), HERE / "serving.md"
+    rows, page = record.read_rows("serving"), HERE / "log" / "2026-11-load.md"
     text = markdown.with_part(page.read_text(), BEGIN, END, table(rows))
     page.write_text(markdown.with_part(text, TURNS_BEGIN, TURNS_END, turns(rows)))
     plot(rows, HERE / "serving.png")

@@ -15,6 +15,7 @@ from benchmarks import (
 )
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
+COMPILED = "docs/log/2026-11-training-compiled.md"
 
 
 def page(name):
@@ -26,7 +27,8 @@ def on_one_line(text):
 
 
 def test_ways_to_train_are_compared_as_measured():
-    assert learning.summary(record.read_rows("learning")) in page("docs/training.md")
+    shown = learning.summary(record.read_rows("learning"))
+    assert shown in page("docs/log/2026-11-ways-to-train.md")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CHECKOUT.glob("configs/ablation_*")))
@@ -47,7 +49,8 @@ def test_the_speed_of_the_bundled_model_is_that_of_the_rows():
 
 @pytest.mark.parametrize("name", ["content_cache", "content_cache_counted"])
 def test_what_is_kept_between_requests_saves_what_the_rows_say(name):
-    assert table.table(name, record.read_rows("content_cache")).strip() in page("docs/serving.md")
+    shown = table.table(name, record.read_rows("content_cache")).strip()
+    assert shown in page("docs/log/2026-11-content-cache.md")
 
 
 def test_training_steps_of_the_full_model_are_those_that_were_compiled():
@@ -55,7 +58,7 @@ def test_training_steps_of_the_full_model_are_those_that_were_compiled():
     assert rows
     for row in map(table.View, rows):
         exchanged, formula = row["exchanged"] / 1e9, row["expected_bytes"]["total"] / 1e9
-        assert f" | {exchanged:.1f} | {formula:.1f} | " in page("docs/training.md"), row["id"]
+        assert f" | {exchanged:.1f} | {formula:.1f} | " in page(COMPILED), row["id"]
 
 
 def of_release(part, layers):
@@ -74,7 +77,7 @@ def test_load_times_are_those_of_the_rows():
         row = of_release(part, layers)
         disk, memory = (row["bytes"][name] / 1e9 for name in ("disk", "parameters"))
         told = f"| {disk:.2f} GB | {memory:.2f} GB | {row['cpu_s']:.1f} s |"
-        assert told in page("docs/checkpoints.md"), part
+        assert told in page("docs/log/2026-11-full-size.md"), part
 
 
 def test_full_size_is_as_it_was_measured():
@@ -83,16 +86,13 @@ def test_full_size_is_as_it_was_measured():
         for row in record.read_rows("rehearsal")
         if (row["size"], row["layers"]) == ("release", 32)
     ]
-    for shown in (
-        table.table("full_size", table.full_size(rows)),
-        table.table("rehearsal_presets", rows),
-    ):
-        assert shown in page("docs/speed.md")
-    assert table.table("rehearsal", rows) in page("docs/log/2026-11-full-size.md")
+    assert table.table("full_size", table.full_size(rows)) in page("docs/speed.md")
+    for name in ("rehearsal", "rehearsal_presets"):
+        assert table.table(name, rows) in page("docs/log/2026-11-full-size.md")
 
 
 def test_what_was_measured_by_hand_is_reported_with_its_bars():
-    assert table.by_hand_table() in page("docs/speed.md")
+    assert table.by_hand_table() in page("docs/log/2026-11-one-h200.md")
     by_hand = {tuple(line["bar"]): line.get("value") for line in table.bars()["by_hand"]}
     for name in ("README.md", "docs/speed.md"):
         told = on_one_line(page(name))
@@ -113,7 +113,7 @@ def test_the_memory_of_a_conversion_is_that_of_the_rows():
 
 def test_the_cheaper_loss_is_taken_as_it_was_compiled():
     rows = record.read_rows("aot_loss")
-    assert table.table("aot_loss", rows) in page("docs/training.md")
+    assert table.table("aot_loss", rows) in page(COMPILED)
     pairs = {}
     for row in rows:
         pairs.setdefault((row["task"], row["head_tokens"]), {})[row["method"]] = row
@@ -130,7 +130,7 @@ def test_the_cheaper_loss_is_taken_as_it_was_compiled():
 
 def test_what_a_step_costs_is_as_it_was_compiled():
     rows = record.read_rows("aot_training")
-    assert table.table("aot_training", rows) in page("docs/training.md")
+    assert table.table("aot_training", rows) in page(COMPILED)
 
 
 def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
@@ -139,8 +139,9 @@ def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
         for row in record.read_rows("quality")
         if row["task"] == "draw" and row["method"] == "sparse"
     }
-    told = on_one_line(page("docs/training.md"))
-    assert f"It draws {share['scenes_long']} of its prompts correctly" in told
+    told = f"It draws {share['scenes_long']} of its prompts correctly"
+    assert told in on_one_line(page("docs/training.md"))
+    told = on_one_line(page("docs/log/2026-11-bundled-model.md"))
     four, one = share["scenes_g4"], share["scenes"]
     assert f"{four} of the prompts are drawn correctly with four codes and {one} with one" in told
 
@@ -148,7 +149,7 @@ def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
 def test_layouts_of_four_images_are_those_of_the_row():
     drawn = (row for row in record.read_rows("quality") if row["task"] == "draw/4 images")
     rows = {row["method"]: row for row in drawn}
-    row, told = rows["sparse"], on_one_line(page("docs/training.md"))
+    row, told = rows["sparse"], on_one_line(page("docs/log/2026-11-bundled-model.md"))
     right = f"{row['share']:.3f}".lstrip("0")
     assert f"have {row['layouts']:.2f} different layouts on average (bar 3.5; 500 prompts)" in told
     assert f"and {right} of these images are right" in told
@@ -162,7 +163,8 @@ def test_the_whole_request_on_a_cpu_is_that_of_the_rows():
     sparse["other"] = table.row_of(rows, sparse, "dense_lean")
     ratio = sparse["other"]["tokens"]["useful"] / sparse["tokens"]["useful"]
     share = 100 * sparse["share_of_token_ratio"]
-    told = on_one_line(page("docs/speed.md"))
+    assert f"sparse was {sparse['times_faster']:.1f} times" in on_one_line(page("docs/speed.md"))
+    told = on_one_line(page("docs/log/2026-11-speed-on-a-cpu.md"))
     assert f"{sparse['times_faster']:.1f} times (bar 4, met)" in told
     assert f"and {share:.0f} % of the ratio of tokens, which is {ratio:.1f} (bar" in told
 

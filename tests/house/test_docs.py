@@ -17,6 +17,11 @@ CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 TESTS = {path.name for path in (CHECKOUT / "tests").rglob("test_*.py")}
+GUIDES_AND_LOG = sorted(
+    path.relative_to(CHECKOUT / "docs").with_suffix("").as_posix()
+    for folder in ("docs", "docs/log")
+    for path in (CHECKOUT / folder).glob("*.md")
+)
 PAGES = ("gpus", "lavida_o", "method", "extending", "serving", "troubleshooting")
 # A command is in backticks, or on a line of its own after a prompt sign.
 COMMANDS = re.compile(
@@ -51,10 +56,22 @@ def text_of(page):
     return (CHECKOUT / "docs" / f"{page}.md").read_text()
 
 
-@pytest.mark.parametrize("page", sorted(path.stem for path in (CHECKOUT / "docs").glob("*.md")))
+def headings(path):
+    """Returns the addresses of a page's headings, as code hosts and the site make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in found}
+
+
+@pytest.mark.parametrize("page", GUIDES_AND_LOG)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", text_of(page)):
-        assert "://" in target or (CHECKOUT / "docs" / target).resolve().exists(), target
+    here = CHECKOUT / "docs" / f"{page}.md"
+    for target in re.findall(r"\]\(([^)\s]+)\)", here.read_text()):
+        name, _, anchor = target.partition("#")
+        there = (here.parent / name).resolve() if name else here
+        assert "://" in target or there.exists(), target
+        if anchor and there.suffix == ".md" and "://" not in target:
+            assert anchor in headings(there), target
 
 
 def test_every_page_is_on_the_site():
@@ -93,7 +110,7 @@ def test_the_readme_is_short():
 
 
 def commands():
-    pages = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+    pages = [CHECKOUT / "README.md", *(CHECKOUT / f"docs/{page}.md" for page in GUIDES_AND_LOG)]
     for page in pages:
         for found in COMMANDS.findall(page.read_text().replace("\\\n", " ")):
             words = shlex.split(MADE.sub("scenes", "".join(found)), comments=True)
