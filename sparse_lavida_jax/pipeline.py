@@ -27,7 +27,7 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import cards, model_folder, room
 from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import from_torch
-from sparse_lavida_jax.data.example import Example, RowRequest
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import checks, records
 from sparse_lavida_jax.inference.batches import Bucket, Padding
@@ -57,6 +57,7 @@ from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import MOST_GB, ContentCache
+from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.scenes.prompts import Encoder, ScenePrompts
 
 S = TypeVar("S", bound="SparseLaViDa")
@@ -614,8 +615,7 @@ class SparseLaViDa:
             raise RequestError("what is run together is of one task, with the same settings.")
         ((_, sampling),) = tasks
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
-        how = sampling or self.settings.sampling
-        return TaskRun(*parts, how, callback, bucket, padding, programs).run(requests)
+        return TaskRun(*parts, sampling, callback, bucket, padding, programs).run(requests)
 
     @runtime.interrupts_held()
     @jax_settings.defaults()
@@ -640,8 +640,10 @@ class SparseLaViDa:
         Raises:
             ConfigError: more steps than there are tokens.
         """
-        rows = [RowRequest(seed=one) for one in checks.row_seeds(seed, len(examples))]
         how = sampling or self.settings.sampling
+        scales = presets.scales(how, examples[0].kind)
+        seeds = checks.row_seeds(seed, len(examples))
+        rows = [RowRequest(seed=one, **scales) for one in seeds]
         padding: Padding = "full" if shared else "fit"
         done = self.engine.decode(examples, rows, how, padding=padding, callback=callback)
         return done.responses

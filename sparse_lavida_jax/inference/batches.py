@@ -69,16 +69,16 @@ def kind_of(request: Request) -> Hashable:
     Words, seed and scales may differ. But whether a scale is 0 decides which program runs, long
     words would make short ones wait, and masks must be the same.
     """
-    scales = request.temperature, request.guidance, request.guidance_image
+    scales = request.temperature, request.guidance, request.guidance_edit, request.guidance_image
     how = request.sampling
     characters = len(request.words) + sum(len(q) + len(a) for q, a in request.earlier)
     # The order of a row decides how many cells the codes of a step are spread over.
-    by_seed = how is not None and how.grid == "code" and how.order_seed < 0
+    by_seed = how.grid == "code" and how.order_seed < 0
     return (
         request.task,
         how,
         _few((1 + characters // CHARACTERS, 0))[0],
-        tuple(None if scale is None else scale > 0 for scale in scales),
+        tuple(scale > 0 for scale in scales),
         request.size,
         request.box,
         request.max_new_tokens,

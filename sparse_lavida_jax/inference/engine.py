@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
-from sparse_lavida_jax.data.example import Example, RowRequest
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.models import quantize
@@ -21,8 +21,8 @@ from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import costs, plans, presets
 from sparse_lavida_jax.sampling.content_cache import ContentCache
-from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import batched, lay_out
+from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
+from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
 from sparse_lavida_jax.sequence import Kind
 
 # Entered around compiled programs, with the key that chooses them.
@@ -101,28 +101,26 @@ class Engine:
         for example in examples:
             check_steps(example, sampling, model, block)
         kind, edits = examples[0].kind, _has_source(examples[0])
-        most = of_all(sampling, requests, has_source=edits)
-        scales = presets.guidance_of(sampling, has_source=edits), sampling.guidance_image
-        settings = _settings(most, model, kind, edits, scales)
+        guided = any(presets.is_guided(one, has_source=edits) for one in requests)
+        settings = _settings(sampling, model, kind, edits, guided)
         laid = [
-            lay_out(dataclasses.replace(example, request=request), model, settings)
+            lay_out(example, request, model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
         decoded = {}
         for chunk in batches.chunks(laid, self.batch_size, padding, bucket):
             filled = [laid[i] for i in chunk.filled]
-            rows = [one.example for one in filled]
-            segments = _plan_of(rows, most, settings, model, block)
+            segments = _plan_of(filled, sampling, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
             key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
             prompted = [laid[i].prompt_tokens for i in chunk.members]
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),
-                    rows,
+                    filled,
                     segments,
                     settings=settings,
-                    prompt=batched(filled, model, chunk.bucket.prompt_len),
+                    prompt_len=chunk.bucket.prompt_len,
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
                     making=making or kind,
                     content_cache=self.content_cache,
@@ -186,46 +184,24 @@ def planned_costs(
 ) -> list[costs.StepCost]:
     """Returns the cost of each step of one example, as planned (`costs.costs`)."""
     settings = _settings(sampling, model, example.kind, _has_source(example))
-    asked = dataclasses.replace(example, request=example.request or RowRequest())
-    segments = _plan_of([asked], sampling, settings, model, text_block_len)
-    return costs.costs(segments, settings, lay_out(asked, model, settings).prompt_tokens)
-
-
-def of_all(
-    sampling: config.Sampling, requests: Sequence[RowRequest], *, has_source: bool = False
-) -> config.Sampling:
-    """Returns the settings of a batch: it is guided if any of its rows is.
-
-    Args:
-        has_source: whether they are edits, which may have their own guidance.
-    """
-    scales = presets.guidance_of(sampling, has_source=has_source), sampling.guidance_image
-    own = dict(zip(("guidance", "guidance_image"), scales, strict=True))
-    most = {
-        name: max(
-            scale if asked is None else asked
-            for asked in (getattr(request, name) for request in requests)
-        )
-        for name, scale in own.items()
-    }
-    if most == own:
-        return sampling
-    return dataclasses.replace(sampling, guidance_edit=-1.0, **most)
+    laid = lay_out(example, RowRequest(), model, settings)
+    segments = _plan_of([laid], sampling, settings, model, text_block_len)
+    return costs.costs(segments, settings, laid.prompt_tokens)
 
 
 def _plan_of(
-    examples: Sequence[Example],
+    laid: Sequence[LaidOut],
     sampling: config.Sampling,
     settings: StepSettings,
     model: config.Model,
     text_block_len: int,
 ) -> list[plans.Segment]:
     """Returns the plan of a batch of one shape."""
-    given = np.stack([example.given for example in examples])
-    length, grid = given.shape[1], examples[0].grid
+    given = np.stack([one.example.given for one in laid])
+    length, grid = given.shape[1], laid[0].example.grid
     block = block_len(length, text_block_len)
     by_seed = settings.kind == "image" and sampling.order_seed < 0
-    seeds = tuple(example.request.seed if by_seed else 0 for example in examples)  # type: ignore
+    seeds = tuple(one.request.seed if by_seed else 0 for one in laid)
     return _plan(sampling, settings, model, given.tobytes(), given.shape, block, seeds, grid)
 
 
@@ -241,13 +217,9 @@ def _settings(
     model: config.Model,
     kind: Kind,
     has_source: bool,
-    scales: tuple[float, float] | None = None,
+    guided: bool | None = None,
 ) -> StepSettings:
-    """Returns the settings of a batch; `scales`: guidance of rows that have none of their own."""
-    settings = presets.step_settings(sampling, model, kind, has_source=has_source)
-    if scales is None:
-        return settings
-    return dataclasses.replace(settings, guidance=scales[0], guidance_image=scales[1])
+    return presets.step_settings(sampling, model, kind, has_source=has_source, guided=guided)
 
 
 def _has_source(example: Example) -> bool:

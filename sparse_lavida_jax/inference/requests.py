@@ -16,7 +16,6 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import arrays, files, image_files
-from sparse_lavida_jax.data.example import RowRequest
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
     Grid,
@@ -31,7 +30,9 @@ from sparse_lavida_jax.data.templates import (
 from sparse_lavida_jax.inference import checks, regions
 from sparse_lavida_jax.inference.checks import MOST_IMAGES, Number, Numbers, Words, each, texts
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
+from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.options import OPTIONS, changed
+from sparse_lavida_jax.sampling.presets import RowRequest
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Request(RowRequest):
         asked: the user's own words, if they are others.
         images: what the task is about; one image, except for questions about several.
         earlier: earlier questions of the conversation, with their answers.
-        sampling: how it is sampled; None: the settings of the checkpoint.
+        sampling: how it is sampled, except for its own scales: what requests run together share.
         plan: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
         size: height and width of the image to draw, in pixels; None: the largest.
@@ -86,7 +87,7 @@ class Request(RowRequest):
     asked: str = ""
     images: tuple[ShownImage, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
-    sampling: config.Sampling | None = None
+    sampling: config.Sampling = dataclasses.field(default_factory=config.Sampling)
     plan: bool | str | None = None
     size: tuple[int, int] | None = None
     mask: Grid | None = None
@@ -106,6 +107,12 @@ class Request(RowRequest):
     def seen(self) -> tuple[Pixels, ...]:
         """The pixels of all images."""
         return tuple(image.pixels for image in self.images)
+
+    @property
+    def own_sampling(self) -> config.Sampling:
+        """The settings for drawing its image by itself."""
+        own = {name: getattr(self, name) for name in presets.scales(self.sampling, "image")}
+        return dataclasses.replace(self.sampling, **own)
 
 
 class Options(TypedDict, total=False):
@@ -268,7 +275,7 @@ class RequestMaker:
             given["known"] = _masks(given["known"], count, copies, side)
         for plan in plans:
             check_characters(plan if isinstance(plan, str) else "", "layout")
-        numbers = {name: checks.row_numbers(name, columns[name], count, copies) for name in columns}
+        scales = _scales(sampling, columns, count, copies, draws=spec.draws)
         readings = [
             self.prompts.as_written(one) if as_written else self.prompts.read(task, one, seed)
             for (one, _), seed in zip(pairs, seeds, strict=True)
@@ -283,7 +290,7 @@ class RequestMaker:
                 seed=seeds[i],
                 sampling=sampling,
                 plan=plans[i],
-                **{name: column[i] for name, column in numbers.items()},
+                **scales[i],
                 **self._fields(task, readings[i].sentence, images, i, given),
             )
             for i, (one, images) in enumerate(pairs)
@@ -416,6 +423,30 @@ def sampling_of(
     return sampling, columns
 
 
+def _scales(
+    sampling: config.Sampling,
+    columns: Mapping[str, Sequence[float | None]],
+    rows: int,
+    copies: int,
+    *,
+    draws: bool,
+) -> list[dict[str, Any]]:
+    """Returns the scales of each row (`presets.scales`): its own, or those of the settings.
+
+    Args:
+        columns: what was given per row.
+    """
+    kind = "image" if draws else "text"
+    found = [presets.scales(sampling, kind) for _ in range(rows)]
+    for name, values in columns.items():
+        for own, value in zip(found, checks.row_numbers(name, values, rows, copies), strict=True):
+            if value is not None:
+                own[name] = value
+                if name == "guidance":
+                    own["guidance_edit"] = -1.0  # it applies to edits too
+    return found
+
+
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
     """Returns given images as `ShownImage`, reading files.
 
@@ -469,15 +500,6 @@ def paired(
         )
     pairs = zip(asked * (count // len(asked)), seen * (count // len(seen)), strict=True)
     return [pair for pair in pairs for _ in range(copies)]
-
-
-def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
-    """Returns the settings for drawing the image of a request by itself."""
-    names = ("temperature", "guidance", "guidance_image")
-    own = {name: value for name in names if (value := getattr(request, name)) is not None}
-    if "guidance" in own:
-        own["guidance_edit"] = -1.0  # it applies to edits too
-    return dataclasses.replace(sampling, **own) if own else sampling
 
 
 def grid_of(size: tuple[int, int] | None, side: int, model: config.Model) -> tuple[int, int]:

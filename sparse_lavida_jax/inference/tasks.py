@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, sequence
-from sparse_lavida_jax.data.example import Example, RowRequest
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import batches, regions
 from sparse_lavida_jax.inference.batches import Bucket, Padding
@@ -27,7 +27,6 @@ from sparse_lavida_jax.inference.requests import (
     Request,
     ShownImage,
     grid_of,
-    of_row,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
 from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
@@ -35,6 +34,7 @@ from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import digest
+from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.version import __version__
 
 _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
@@ -185,7 +185,7 @@ class TaskRun:
             "plan": plan,
             SHOWN_KEY: request.images[0].as_json() if request.images else None,
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
-            "sampling": dataclasses.asdict(of_row(self.sampling, request)),
+            "sampling": dataclasses.asdict(request.own_sampling),
             "checkpoint": dataclasses.asdict(self.source),
             "attention": implementation_of(self.engine.model.settings),
             "step": step_implementation_of(self.engine.model),
@@ -251,21 +251,30 @@ class TaskRun:
         if not wanted or not learned:
             return None
         examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
-        how = self._about_images(layout=task != "edit")
-        return self._texts(self.decode("layout", examples, _seeds(requests), how))
+        as_layout = task != "edit"  # edits use the temperature of other texts
+        return self._about_images("layout", examples, requests, as_layout=as_layout)
 
-    def _about_images(self, *, layout: bool) -> config.Sampling:
-        """Returns the settings for a text about an image to be drawn: a layout or a verdict.
+    def _about_images(
+        self,
+        making: str,
+        examples: Sequence[Example],
+        requests: Sequence[Request],
+        *,
+        as_layout: bool,
+    ) -> list[str]:
+        """Returns texts about images to be drawn: layouts or verdicts.
 
         Args:
-            layout: whether to use the temperature of layouts; edits use that of other texts.
+            as_layout: whether to use the temperature of layouts.
         """
         how, changes = self.sampling, {}
         if how.layout_block_len:
             changes["text_block_len"] = how.layout_block_len
-        if layout and how.layout_temperature >= 0:
+        if as_layout and how.layout_temperature >= 0:
             changes["text_temperature"] = how.layout_temperature
-        return dataclasses.replace(how, **changes)
+        how = dataclasses.replace(how, **changes)
+        rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
+        return self._texts(self.decode(making, examples, rows, how))
 
     def _image_example(
         self, canvas: _Canvas, plan: str | None, attempts: Sequence[_Attempt] = ()
@@ -317,8 +326,7 @@ class TaskRun:
             (cells,) = self.decode("image", [example], [now])
             (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
             judged = [self.prompts.judge(request.words, image)]
-            told = self.decode("text", judged, _seeds([now]), self._about_images(layout=False))
-            (verdict,) = self._texts(told)
+            (verdict,) = self._about_images("text", judged, [now], as_layout=False)
             attempts.append((image, verdict.strip()))
             if self.prompts.accepts(verdict.strip()) or len(attempts) == request.rounds:
                 return cells, attempts
@@ -372,8 +380,3 @@ class TaskRun:
         size = image.shape[1], image.shape[0]
         boxes = tuple(self.prompts.boxes(named, found, size))
         return self.result(requests, tokens=tuple(found), boxes=boxes)
-
-
-def _seeds(requests: Sequence[Request]) -> list[RowRequest]:
-    """Returns requests reduced to their noise, for text about an image to be drawn."""
-    return [RowRequest(seed=one.seed, attempt=one.attempt) for one in requests]

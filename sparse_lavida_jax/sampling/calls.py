@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels.attention import (
     mesh_in_use,
     query_multiple,
@@ -35,12 +34,13 @@ from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.content_cache import ContentCache, digest, num_tokens, row_digests
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import (
+    LaidOut,
     Prompt,
     PromptPart,
+    batched,
     guidance_shapes,
     padded_lengths,
     parted,
-    prepare,
 )
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
@@ -56,7 +56,6 @@ from sparse_lavida_jax.sampling.state import (
     own_len,
     pass_prompt,
     prefill,
-    program_of,
     prompt_bytes,
     reaches,
     rows_of,
@@ -248,34 +247,33 @@ class Prepared:
 
 def prepared(
     model: Denoiser,
-    examples: Sequence[Example],
+    laid: Sequence[LaidOut],
     segments: list[plans.Segment],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
-    prompt: Prompt | None = None,
     most_kept: int | None = None,
     making: str = "",
     in_trips: bool | None = None,
 ) -> Prepared:
-    """Lays a batch out (`sample.sample`), unless that was done; no program of the model runs.
+    """Makes the arrays of a batch (`sample.sample`); no program of the model runs.
 
     Args:
         model: arrays, or their types.
+        laid: its rows.
         most_kept: bytes that a `ContentCache` may keep: images are then encoded, and rows that
             requests share are passed, by themselves, even if it keeps none. None: without one.
     """
-    canvas, given = first_canvas(examples, mask_id_of(model.settings, settings.kind))
-    if segments and segments[0].decode.shape[1] != len(examples):
+    canvas, given = first_canvas(laid, mask_id_of(model.settings, settings.kind))
+    if segments and segments[0].decode.shape[1] != len(laid):
         raise ValueError(
-            f"the plan is for {segments[0].decode.shape[1]} rows, got {len(examples)} requests."
+            f"the plan is for {segments[0].decode.shape[1]} rows, got {len(laid)} requests."
         )
-    rows = rows_of(examples, settings, making)
-    program = program_of(settings, greedy=not np.any(rows.temperature))
+    rows = rows_of(laid, settings, making)
+    program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not segments:
         return Prepared(Begun(canvas, None, program, None))
-    if prompt is None:
-        prompt = prepare(examples, model.settings, settings, prompt_len)
+    prompt = batched(laid, model.settings, prompt_len)
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
@@ -325,16 +323,16 @@ def _read_slots(
 
 
 def first_canvas(
-    examples: Sequence[Example], mask_id: int
+    laid: Sequence[LaidOut], mask_id: int
 ) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
     """Returns the initial responses, and which of their tokens are known."""
-    lengths = sorted({len(example.given) for example in examples})
+    lengths = sorted({len(one.example.given) for one in laid})
     if len(lengths) > 1:
         raise ValueError(
             f"requests of one batch have one response length, got {lengths}: sample them apart."
         )
-    given = np.stack([example.given for example in examples])
-    tokens = np.stack([example.response for example in examples])
+    given = np.stack([one.example.given for one in laid])
+    tokens = np.stack([one.example.response for one in laid])
     return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
 
 

@@ -22,7 +22,7 @@ from sparse_lavida_jax.layout import (
     Stream,
     make_layout,
 )
-from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sequence import prompt_row, stack_images, stack_views, stacked_features
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -74,15 +74,17 @@ class StreamRow:
 
 @dataclasses.dataclass(frozen=True)
 class LaidOut:
-    """An example laid out once: a row of each stream for every guidance row.
+    """An example to be sampled, laid out once: a row of each stream for every guidance row.
 
     Attributes:
+        request: how it is sampled.
         text, image: prompt, and given tokens unless steps pass them (`Preset.passes_given`).
         response_position: position of the first response token.
         length: L, where register positions start.
     """
 
     example: Example
+    request: RowRequest
     text: tuple[StreamRow, ...]
     image: tuple[StreamRow, ...]
     response_position: int
@@ -95,7 +97,9 @@ class LaidOut:
         return tuple(len(text.index) + len(image.index) for text, image in pairs)
 
 
-def lay_out(example: Example, model: config.Model, settings: StepSettings) -> LaidOut:
+def lay_out(
+    example: Example, request: RowRequest, model: config.Model, settings: StepSettings
+) -> LaidOut:
     """Lays out an example on the host, with all guidance rows."""
     given_passed = not settings.preset.passes_given
     known, text, image = np.flatnonzero(example.given & given_passed), [], []
@@ -116,7 +120,7 @@ def lay_out(example: Example, model: config.Model, settings: StepSettings) -> La
         else:
             image[-1] = image[-1].followed_by(example.response[known], known, at)
     place = row.response_position, row.length
-    return LaidOut(example, tuple(text), tuple(image), *place)
+    return LaidOut(example, request, tuple(text), tuple(image), *place)
 
 
 def lengths_of(laid: Sequence[LaidOut]) -> tuple[int, int]:
@@ -154,20 +158,6 @@ def batched(
         np.array([one.response_position for one in laid] * rows, np.int32),
         np.array([one.length for one in laid] * rows, np.int32),
     )
-
-
-def prepare(
-    examples: Sequence[Example],
-    model: config.Model,
-    settings: StepSettings,
-    prompt_len: tuple[int, int] = (0, 0),
-) -> Prompt:
-    """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket.
-
-    Args:
-        prompt_len: smallest padded lengths of the two streams, so that batches share programs.
-    """
-    return batched([lay_out(one, model, settings) for one in examples], model, prompt_len)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,10 @@ def ran(monkeypatch):
     """Returns a pipeline, and the calls of its sampler: kind, width of a step, temperature."""
     seen = []
 
-    def sample(model, rows, segments, *, settings, **_):
-        seen.append((settings.kind, segments[0].decode.shape[-1], settings.temperature))
-        return np.stack([one.response for one in rows])
+    def sample(model, laid, segments, *, settings, **_):
+        temperature = laid[0].request.temperature
+        seen.append((settings.kind, segments[0].decode.shape[-1], temperature))
+        return np.stack([one.example.response for one in laid])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
     given = stand_ins.settings(data={"tasks": TASKS, "max_answer_len": 40})
