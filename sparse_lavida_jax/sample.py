@@ -30,6 +30,7 @@ from sparse_lavida_jax.programs.kept import Call, finish, kept, make
 from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling.calls import (
     Begun,
+    ModelConstants,
     Prepared,
     Trip,
     first_canvas,
@@ -275,6 +276,7 @@ def sample(
     draws: Draws | None = None,
     in_trips: bool | None = None,
     content_cache: ContentCache | None = None,
+    constants: ModelConstants | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of examples of one kind and one response length.
 
@@ -291,6 +293,7 @@ def sample(
         draws: recorded random numbers for every step of the plan.
         in_trips: whether segments run in programs of `calls.STEPS` steps; by default not on CPUs.
         content_cache: keeps features of images and rows of prompts for later batches.
+        constants: of the model; None: they are found.
 
     Returns:
         The responses.
@@ -306,12 +309,14 @@ def sample(
         how = {"plan": segments, "settings": settings}
         callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id, **how))
 
-    mask_id = mask_id_of(model.settings, settings.kind)
+    constants = constants or ModelConstants.of(model)
+    mask_id = constants.mask_ids[settings.kind]
     if callback is not None:
         canvas, given = first_canvas(laid, mask_id)
         tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
-    how = {"settings": settings, "prompt_len": prompt_len, "making": making, "in_trips": in_trips}
-    begun = begin(model, laid, segments, content_cache=content_cache, **how)
+    how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
+    how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
+    begun = begin(model, laid, segments, **how)
     state = begun.state
     if state is None:  # everything is given
         return begun.canvas

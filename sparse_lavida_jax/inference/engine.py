@@ -20,6 +20,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import costs, plans, presets
+from sparse_lavida_jax.sampling.calls import ModelConstants
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
@@ -68,6 +69,7 @@ class Engine:
         self._models: dict[str, Denoiser] = {}  # by method of `quantize`
         self._making = threading.Lock()  # several threads may decode
         self.content_cache = ContentCache(0) if content_cache is None else content_cache
+        self.constants = ModelConstants.of(model)
 
     def decode(
         self,
@@ -124,6 +126,7 @@ class Engine:
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
                     making=making or kind,
                     content_cache=self.content_cache,
+                    constants=self.constants,
                 )
             for row, i in enumerate(chunk.members):
                 end = None

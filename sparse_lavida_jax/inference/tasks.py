@@ -29,7 +29,6 @@ from sparse_lavida_jax.inference.requests import (
     grid_of,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
-from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
@@ -187,8 +186,8 @@ class TaskRun:
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
             "sampling": dataclasses.asdict(request.own_sampling),
             "checkpoint": dataclasses.asdict(self.source),
-            "attention": implementation_of(self.engine.model.settings),
-            "step": step_implementation_of(self.engine.model),
+            "attention": self.engine.constants.attention,
+            "step": self.engine.constants.step,
             "version": __version__,
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }

@@ -27,7 +27,7 @@ from sparse_lavida_jax.kernels.attention import (
 from sparse_lavida_jax.layout import GIVEN_BLOCK
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import implementation_of
+from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.kept import Call
 from sparse_lavida_jax.sampling import plans
@@ -48,7 +48,6 @@ from sparse_lavida_jax.sampling.state import (
     SamplerState,
     StepTokens,
     apart,
-    attention,
     capacity,
     decodes,
     gather,
@@ -74,7 +73,32 @@ STEPS = 16
 READ_SLOTS, TEXT_LENGTHS = 16, 8
 
 
-_slot_multiple = functools.cache(slot_multiple)
+@dataclasses.dataclass(frozen=True)
+class ModelConstants:
+    """What no request changes of a loaded model: what computes it here, and what that needs.
+
+    Attributes:
+        attention, step: the implementations of attention and of steps (`models.stack`).
+        slot_multiple, query_multiple: what cache slots, and tokens of a step, are padded to.
+        takes_tables: whether attention runs over listed tiles.
+        mask_ids: by the kind of the response.
+    """
+
+    settings: config.Model
+    attention: str
+    step: str
+    slot_multiple: int
+    query_multiple: int
+    takes_tables: bool
+    mask_ids: dict[Kind, int] = dataclasses.field(hash=False)
+
+    @classmethod
+    def of(cls, model: Denoiser) -> "ModelConstants":
+        """Finds them for a model, or for one of types."""
+        settings, attention = model.settings, implementation_of(model.settings)
+        kernel = slot_multiple(attention), query_multiple(attention), takes_tables(attention)
+        masks: dict[Kind, int] = {"text": settings.text_mask_id, "image": settings.image_mask_id}
+        return cls(settings, attention, step_implementation_of(model), *kernel, masks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +165,7 @@ class Prepared:
 
     Attributes:
         begun: without a state.
+        constants: of the model.
         arrays: the model, the canvas, when it was decoded, and the values of its rows.
         parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
         room: slots of the two regions of the cache.
@@ -149,6 +174,7 @@ class Prepared:
     """
 
     begun: Begun
+    constants: ModelConstants
     arrays: tuple = ()
     parts: Sequence[PromptPart] = ()
     room: tuple[int, int] = (0, 0)
@@ -236,8 +262,7 @@ class Prepared:
     @functools.cached_property
     def _by(self) -> tuple[Hashable, ...]:
         """What makes the entries of a cache, and by which they are found."""
-        model = self.arrays[0]
-        return weakref.ref(model), attention(model)
+        return weakref.ref(self.arrays[0]), self.constants.attention, self.constants.step
 
     @functools.cached_property
     def _images(self) -> list[str]:
@@ -255,6 +280,7 @@ def prepared(
     most_kept: int | None = None,
     making: str = "",
     in_trips: bool | None = None,
+    constants: ModelConstants | None = None,
 ) -> Prepared:
     """Makes the arrays of a batch (`sample.sample`); no program of the model runs.
 
@@ -263,8 +289,10 @@ def prepared(
         laid: its rows.
         most_kept: bytes that a `ContentCache` may keep: images are then encoded, and rows that
             requests share are passed, by themselves, even if it keeps none. None: without one.
+        constants: of the model; None: they are found.
     """
-    canvas, given = first_canvas(laid, mask_id_of(model.settings, settings.kind))
+    constants = constants or ModelConstants.of(model)
+    canvas, given = first_canvas(laid, constants.mask_ids[settings.kind])
     if segments and segments[0].decode.shape[1] != len(laid):
         raise ValueError(
             f"the plan is for {segments[0].decode.shape[1]} rows, got {len(laid)} requests."
@@ -272,17 +300,16 @@ def prepared(
     rows = rows_of(laid, settings, making)
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not segments:
-        return Prepared(Begun(canvas, None, program, None))
-    prompt = batched(laid, model.settings, prompt_len)
+        return Prepared(Begun(canvas, None, program, None), constants)
+    prompt = batched(laid, constants.settings, prompt_len)
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
-    implementation = implementation_of(model.settings)
-    multiple = query_multiple(implementation) if settings.uses_cache else 1
+    multiple = constants.query_multiple if settings.uses_cache else 1
     segments = [_in_groups(segment, settings, multiple) for segment in segments]
-    room = capacity(prompt, segments, settings, _slot_multiple(implementation))
+    room = capacity(prompt, segments, settings, constants.slot_multiple)
     reach = {}
-    if settings.uses_cache and not in_trips and not takes_tables(implementation):
+    if settings.uses_cache and not in_trips and not constants.takes_tables:
         reach = _read_slots(prompt, segments, settings, room[settings.kind == "image"])
     parts, pixels = [], None
     with over_mesh(model):
@@ -297,13 +324,14 @@ def prepared(
     kept_parts = frozenset(
         number
         for number, part in enumerate(parts)
-        if prompt_bytes(model.settings, part.prompt, settings.kind) <= (most_kept or 0)
+        if prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
     )
     if pixels is not None:
         prompt = dataclasses.replace(prompt, pixels=None)
     on_device, rows = jax.device_put((prompt, rows))
     begun = Begun(canvas, on_device, program, None, reach, in_trips, multiple)
-    return Prepared(begun, (model, canvas, decoded_at, rows), parts, room, kept_parts, pixels)
+    arrays = model, canvas, decoded_at, rows
+    return Prepared(begun, constants, arrays, parts, room, kept_parts, pixels)
 
 
 def _in_groups(segment: plans.Segment, settings: StepSettings, multiple: int) -> plans.Segment:
