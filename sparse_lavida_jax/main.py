@@ -39,7 +39,7 @@ from sparse_lavida_jax import config, runtime, schema
 from sparse_lavida_jax.apps.arguments import ADAPTERS
 from sparse_lavida_jax.apps.errors import REFUSED, UsageError, about_path
 from sparse_lavida_jax.apps.terminal import output_escaped, progress, say
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.inference.checks import LARGEST_SEED
@@ -225,7 +225,7 @@ def _convert(asked: flags.FlagValues, settings: config.Config) -> str:
 def _export(asked: flags.FlagValues, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import adapters, to_torch
 
-    weights = adapters.parse(asked.adapters)
+    weights = adapter_names.parse(asked.adapters)
     if asked.format or asked.dtype:
         kind = asked.format or "safetensors"
         count = adapters.copy(asked.src, asked.dst, weights, kind, dtype=asked.dtype)
@@ -239,18 +239,16 @@ def _written(dst: str, done: Any) -> str:
 
 
 def _verify(asked: flags.FlagValues, settings: config.Config) -> str:
+    from sparse_lavida_jax.data.templates import language
     from sparse_lavida_jax.data.vocabulary import Vocabulary
     from sparse_lavida_jax.models import vq
-    from sparse_lavida_jax.pipeline import LANGUAGES
 
     folder = model_folder.find_model(asked.src)
     count = model_folder.verify(folder)
     if (folder / "vq").is_dir():
         vq.load(folder / "vq")
     try:
-        LANGUAGES[model_folder.read_config(folder).prompts].tokenizer_type(
-            folder / "tokenizer.json"
-        )
+        language(model_folder.read_config(folder).prompts).tokenizer_type(folder / "tokenizer.json")
         Vocabulary.read(folder)
     except (ValueError, FileNotFoundError) as error:
         raise model_folder.CheckpointError(str(error)) from error
@@ -526,7 +524,7 @@ def _base_config(asked: flags.FlagValues) -> config.Config:
     from sparse_lavida_jax.convert import adapters
 
     settings = model_folder.read_config(model_folder.find_model(checkpoint))
-    settings = adapters.settings_with(settings, adapters.parse(asked.adapters))
+    settings = adapters.settings_with(settings, adapter_names.parse(asked.adapters))
     if path is not None:  # these replace the checkpoint's evaluation settings
         return config.read(path, settings)
     return _quick_evaluation(settings) if mode == "evaluate" else settings

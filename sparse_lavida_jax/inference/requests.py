@@ -27,7 +27,7 @@ from sparse_lavida_jax.data.templates import (
     parse_template,
     words_template,
 )
-from sparse_lavida_jax.inference import checks, regions
+from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.checks import MOST_IMAGES, Number, Numbers, Words, each, texts
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.sampling import presets
@@ -111,8 +111,9 @@ class Request(RowRequest):
     @property
     def own_sampling(self) -> config.Sampling:
         """The settings for drawing its image by itself."""
-        own = {name: getattr(self, name) for name in presets.scales(self.sampling, "image")}
-        return dataclasses.replace(self.sampling, **own)
+        shared = presets.scales(self.sampling, "image")
+        own = {name: getattr(self, name) for name in shared}
+        return self.sampling if own == shared else dataclasses.replace(self.sampling, **own)
 
 
 class Options(TypedDict, total=False):
@@ -354,14 +355,8 @@ class RequestMaker:
             size = given.get("size")
             grid_of(size, self.side, model)  # refuses impossible sizes
             found["size"] = size
-        elif task in ("inpaint", "outpaint") and "known" in given:
-            found["mask"] = given["known"][row]
-        elif task == "inpaint":
-            mask = regions.pixel_mask(images[0].pixels, given.get("mask"), given.get("box"))
-            found["mask"] = regions.cell_mask(self.prompts.on_canvas(mask), model.grid_size)
-        elif task == "outpaint":
-            step = self.side // model.grid_size
-            found["box"] = regions.inner_box(images[0].pixels, given.get("box"), self.side, step)
+        elif task in ("inpaint", "outpaint"):
+            found |= self._place(task, images[0].pixels, row, given)
         elif task == "infill":
             found["template"] = parse_template(words)
         elif "template" in given:
@@ -369,9 +364,24 @@ class RequestMaker:
         elif "required" in given:
             found["required"] = tuple(given["required"])
             found["template"] = words_template(found["required"])
-        if (mask := found.get("mask")) is not None:
-            _check_mask(task, mask)
         return found
+
+    def _place(
+        self, task: str, image: Pixels, row: int, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns which cells of an image are drawn, or where it goes in an outpainted one."""
+        from sparse_lavida_jax.inference import regions  # other tasks do without
+
+        mask, box, grid = given.get("mask"), given.get("box"), self.settings.model.grid_size
+        if "known" in given:
+            cells = given["known"][row]
+        elif task == "inpaint":
+            mask = regions.pixel_mask(image, mask, box)
+            cells = regions.cell_mask(self.prompts.on_canvas(mask), grid)
+        else:
+            return {"box": regions.inner_box(image, box, self.side, self.side // grid)}
+        _check_mask(task, cells)
+        return {"mask": cells}
 
 
 def _other_texts(request: Request) -> list[str]:

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
-from sparse_lavida_jax.inference import batches, regions
+from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs
 from sparse_lavida_jax.inference.requests import (
@@ -225,6 +225,8 @@ class TaskRun:
         if request.task == "edit":
             return _Canvas(request.words, (grid, grid), image, canvas)
         if request.box is not None:
+            from sparse_lavida_jax.inference import regions  # other tasks do without
+
             canvas, mask = regions.placed(image, request.box, side, side // grid)
         assert mask is not None
         canvas = self.prompts.erased(canvas, mask)

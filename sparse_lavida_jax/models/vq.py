@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config, runtime, schema, sequence
-from sparse_lavida_jax.data import files, grey, tensor_files
+from sparse_lavida_jax.data import files, tensor_files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.arguments import taken_apart
@@ -593,6 +593,9 @@ class ImageCodec:
         self.is_grey = name == "grey"
         self._decoders: dict[str, VQModel] = {}  # by dtype
         if self.is_grey:
+            from sparse_lavida_jax.data import grey
+
+            self.grey = grey
             self.vq, self.folder, self.image_size = None, None, grey.IMAGE_SIZE
             codes, levels = grey.SIDE, grey.LEVELS
         else:
@@ -612,7 +615,7 @@ class ImageCodec:
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of images in raster order, encoding each image separately."""
         if self.vq is None:
-            return np.stack([grey.read(image) for image in pixels])
+            return np.stack([self.grey.read(image) for image in pixels])
         codes = encode_images(self.vq, pixels, batch=1)
         return np.asarray(sequence.cells_from_codes(codes, self.side))
 
@@ -626,7 +629,7 @@ class ImageCodec:
             dtype: of the decoder (`for_decoding`).
         """
         if self.vq is None:
-            return np.stack([grey.render(codes) for codes in cells])
+            return np.stack([self.grey.render(codes) for codes in cells])
         codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
         return decode_codes(self._decoder(dtype), np.asarray(codes), batch=1)
 
