@@ -280,7 +280,7 @@ def _prepare(asked: flags.FlagValues, settings: config.Config) -> str:
             own_images.place_image_tokenizer(given.recipe, dst, settings, codec, say)
             codec = asked.dst
         with progress(f"{src} -> {dst}") as on_progress:
-            load_encoder = functools.partial(vq.ImageEncoder, codec)
+            load_encoder = functools.partial(vq.ImageTokenizer, codec)
             how = {"found": given.found, "sentences": sentences}
             done = prepare.fill(given.recipe, dst, settings, load_encoder, on_progress, **how)
         if with_tokenizers:

@@ -277,7 +277,7 @@ class SparseLaViDa:
 
     @property
     def encoder(self) -> Any:
-        """Makes training examples of the small world (`scenes.prompts.Encoder`).
+        """Makes training examples of the small world (`scenes.prompts.ExampleMaker`).
 
         Raises:
             ConfigError: it is a converted LaViDa-O, which has none.

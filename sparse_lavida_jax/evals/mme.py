@@ -29,7 +29,7 @@ SUFFIXES = (".jpg", ".png", ".jpeg")
 IMAGE_NAME = "picture"  # in records: digests of existing evaluations depend on it
 
 
-class Bench(QuestionBenchmark):
+class Mme(QuestionBenchmark):
     """2374 questions in 14 categories (table 5 of the paper has cognition).
 
     Room for an answer as in lmms-eval.
@@ -115,3 +115,6 @@ def _image(folder: pathlib.Path, stem: str) -> pathlib.Path:
     if path := next(filter(pathlib.Path.is_file, paths), None):
         return path
     raise EvaluationError(f"there is no image {stem} in {folder}: {', '.join(SUFFIXES)}.")
+
+
+BENCHMARK = Mme

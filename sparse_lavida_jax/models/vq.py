@@ -649,7 +649,7 @@ class ImageCodec:
         return self._decoders[dtype]
 
 
-class ImageEncoder:
+class ImageTokenizer:
     """The image tokenizer for `prepare`: converts squares of pixels to codes.
 
     Its parameters are read when the first image is encoded, in the process that encodes it.

@@ -184,7 +184,7 @@ def make(calls: Generator[Call, Any, Any], number: int) -> None:
         progress.show([one.future for one in programs.values()])
         return program.out
 
-    with side_by_side.Progress(number) as progress:
+    with side_by_side.ProgressLine(number) as progress:
         finish(calls, made)
         side_by_side.wait([one.future for one in programs.values()], progress)
 

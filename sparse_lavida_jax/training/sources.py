@@ -12,7 +12,7 @@ from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import ImageCodec, ImageEncoder
+from sparse_lavida_jax.models.vq import ImageCodec, ImageTokenizer
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import encoder_of
@@ -110,7 +110,7 @@ def open_source(
 def _check_codes(folder: pathlib.Path, base: pathlib.Path) -> None:
     """Refuses records whose codes are not from the model's image tokenizer."""
     if (folder / "vq").is_dir() and (base / "vq").is_dir():
-        if ImageEncoder(str(folder)).digest != ImageEncoder(str(base)).digest:
+        if ImageTokenizer(str(folder)).digest != ImageTokenizer(str(base)).digest:
             raise config.ConfigError(
                 f"{folder} was prepared with another image tokenizer than that of {base}: prepare"
                 f" the images again, into another folder, with --image-tokenizer={base}."

@@ -39,7 +39,7 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
 
     index = json.loads((tmp_path / "out/mixture.json").read_text())
     (dataset,) = index["datasets"]
-    encoder = vq.ImageEncoder("scenes_g1")
+    encoder = vq.ImageTokenizer("scenes_g1")
     assert index["tokenizer"]["digest"] == encoder.digest
     records = ShardedRecords(
         [(tmp_path / "out" / s["file"], s["records"], s["bytes"]) for s in dataset["shards"]]
@@ -82,10 +82,10 @@ def test_a_preparation_that_is_stopped_leaves_whole_shards_and_goes_on(tmp_path)
 
 
 def test_the_tokenizer_of_a_model_folder_is_found(tmp_path):
-    bundled = vq.ImageEncoder("scenes_g1")
+    bundled = vq.ImageTokenizer("scenes_g1")
     for place in ("vq", "model/vq"):
         shutil.copytree(bundled.folder, tmp_path / place)
-        found = vq.ImageEncoder(str(tmp_path))
+        found = vq.ImageTokenizer(str(tmp_path))
         assert found.folder == tmp_path / place and found.digest == bundled.digest
         shutil.rmtree(tmp_path / place)
 

@@ -238,7 +238,7 @@ def asked(monkeypatch):
 def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked):
     """Earlier, a cached prompt had not seen the phrases, and text blocks were decoded in turn."""
     converted.ground(IMAGE, ["a cat", "a dog"])
-    bench = object.__new__(refcoco.Bench)
+    bench = object.__new__(refcoco.RefCoco)
     bench.config, bench.settings = converted.settings, config.Evaluate()
     bench.sampling = dataclasses.replace(converted.settings.sampling, **bench.sampled_with)
     bench.answer(converted, [benchmark.Item("0", "a cat", {}, (png(),))], None)

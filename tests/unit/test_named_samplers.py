@@ -122,9 +122,9 @@ def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evalu
     ]  # fmt: skip
     assert rows[-1].sampling.text_commit == "factor"
     released = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="released"))
-    assert scenes.Bench(released).sampling.text_block_len == 128
+    assert scenes.SmallWorld(released).sampling.text_block_len == 128
     wrong = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="quick"))
     with pytest.raises(RequestError, match="there is no sampler 'quick' of text: choose one of d"):
-        scenes.Bench(wrong)
+        scenes.SmallWorld(wrong)
     with pytest.raises(RequestError, match="there is no sampler 'prefix' of images: choose"):
         options.changed(config.Sampling(), draws=True, sampler="prefix")
