@@ -302,11 +302,11 @@ def sample(
         ValueError: the examples differ in response length, or the plan is for another batch.
     """
     ends = settings.kind == "text" and not settings.released
-    total = sum(len(segment.block) for segment in segments)
 
     def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
         assert callback is not None
         how = {"plan": segments, "settings": settings}
+        total = sum(len(segment.block) for segment in segments)
         callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id, **how))
 
     constants = constants or ModelConstants.of(model)

@@ -356,7 +356,7 @@ LANGUAGES = {
 }
 
 
-def language(name: str) -> type[PromptLanguage]:
-    """Returns the language that a model's prompts are written in, given its name in `LANGUAGES`."""
+def language(name: str) -> Any:
+    """Returns the class of a model's prompts, a `PromptLanguage`, by its name in `LANGUAGES`."""
     module, kind = LANGUAGES[name]
     return getattr(importlib.import_module(module), kind)

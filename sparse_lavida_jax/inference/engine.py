@@ -54,6 +54,9 @@ class Engine:
         text_block_len: tokens per text block if the settings do not say; a text that is
             not a whole number of blocks is one block.
         content_cache: for what batches share; by default nothing is kept.
+
+    Attributes:
+        constants: what no request changes of the model.
     """
 
     def __init__(
@@ -149,8 +152,10 @@ class Engine:
 
 def _told(callback: Callback | None, **of_rows: Sequence[Any]) -> Callback | None:
     """Returns a callback that is also told about the rows of a batch (`Progress`)."""
+    if callback is None:
+        return None
     told = {name: tuple(values) for name, values in of_rows.items()}
-    return callback and (lambda state: callback(dataclasses.replace(state, **told)))
+    return lambda state: callback(dataclasses.replace(state, **told))
 
 
 def check_steps(
@@ -162,7 +167,7 @@ def check_steps(
         ConfigError: more steps than there are tokens.
     """
     if example.kind == "image":
-        preset = _settings(sampling, model, "image", _has_source(example)).preset
+        preset = _settings(sampling, model, "image", False).preset
         by_code = preset.full_attention and sampling.grid == "code"
         most = example.response.size if by_code else len(example.response)
         name, steps, what = "num_steps", sampling.num_steps, "tokens of the image"

@@ -446,15 +446,10 @@ def _scales(
     Args:
         columns: what was given per row.
     """
+    numbers = {name: checks.row_numbers(name, columns[name], rows, copies) for name in columns}
+    own = [{name: column[row] for name, column in numbers.items()} for row in range(rows)]
     kind = "image" if draws else "text"
-    found = [presets.scales(sampling, kind) for _ in range(rows)]
-    for name, values in columns.items():
-        for own, value in zip(found, checks.row_numbers(name, values, rows, copies), strict=True):
-            if value is not None:
-                own[name] = value
-                if name == "guidance":
-                    own["guidance_edit"] = -1.0  # it applies to edits too
-    return found
+    return [presets.scales(changed(sampling, draws=draws, **one), kind) for one in own]
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:

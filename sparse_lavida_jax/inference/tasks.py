@@ -147,19 +147,30 @@ class TaskRun:
             layouts = found.get("plans") or none
             buckets = none if requests[0].task == "reflect" else self.buckets
             records = tuple(map(self._record, requests, layouts, buckets))
+        asked, seeds, sentences, warnings = zip(
+            *[(one.asked or one.words, one.seed, one.words, one.warning) for one in requests],
+            strict=True,
+        )
+        prompted, passed, layout_passed = zip(
+            *[
+                (self.prompted.get(row, (0, 0)), self.tokens[row], self.layout_tokens[row])
+                for row in range(len(requests))
+            ],
+            strict=True,
+        )
         return Result(
             requests[0].task,
-            tuple(request.asked or request.words for request in requests),
-            tuple(request.seed for request in requests),
+            asked,
+            seeds,
             self.sampling,
             self.source,
             self.seconds,
             records=records,
-            sentences=tuple(request.words for request in requests),
-            warnings=tuple(request.warning for request in requests),
-            prompted=tuple(self.prompted.get(row, (0, 0)) for row in range(len(requests))),
-            passed=tuple(self.tokens[row] for row in range(len(requests))),
-            layout_passed=tuple(self.layout_tokens[row] for row in range(len(requests))),
+            sentences=sentences,
+            warnings=warnings,
+            prompted=prompted,
+            passed=passed,
+            layout_passed=layout_passed,
             **found,
         )
 

@@ -639,13 +639,13 @@ class ImageCodec:
             return []
         shape = 1, cells[0] * self.side, cells[1] * self.side
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
-        return [_decode.program(taken_apart(self._decoder(dtype)), codes)]
+        return [_decode.program(self._decoder(dtype), codes)]
 
-    @jax_settings.defaults()
     def _decoder(self, dtype: str) -> VQModel:
-        assert self.vq is not None
         if dtype not in self._decoders:
-            self._decoders[dtype] = for_decoding(self.vq, dtype)
+            assert self.vq is not None
+            with jax_settings.defaults():
+                self._decoders[dtype] = taken_apart(for_decoding(self.vq, dtype))
         return self._decoders[dtype]
 
 

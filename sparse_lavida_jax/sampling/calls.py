@@ -90,7 +90,7 @@ class ModelConstants:
     slot_multiple: int
     query_multiple: int
     takes_tables: bool
-    mask_ids: dict[Kind, int] = dataclasses.field(hash=False)
+    mask_ids: dict[Kind, int]
 
     @classmethod
     def of(cls, model: Denoiser) -> "ModelConstants":
@@ -133,7 +133,7 @@ class Begun:
             num_registers=num_registers(segment, self.program),
             reach=self.reach.get(int(segment.block[0])),
         )
-        steps, end = StepTokens.of(segment), segment.num_steps
+        steps, end = StepTokens.of(segment), len(segment.block)
         if not self.in_trips:
             yield Trip(np.arange(end), steps, {"settings": settings})
             return
@@ -335,6 +335,8 @@ def prepared(
 
 
 def _in_groups(segment: plans.Segment, settings: StepSettings, multiple: int) -> plans.Segment:
+    if multiple == 1:
+        return segment
     return plans.in_groups(segment, num_registers(segment, settings), multiple)
 
 
