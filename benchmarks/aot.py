@@ -30,7 +30,7 @@ from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import fuse, parameters, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.programs.kept import OVER_TPUS
-from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, program_of, rows_of
+from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, rows_of
 from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import memory
 
@@ -339,14 +339,13 @@ def sampling(
     room = capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
     longest = max(steps, key=lambda part: len(part.block))
     step = StepTokens.of(longest)
-    program = program_of(chosen, greedy=False)
     as_loaded = functools.partial(fuse.for_inference, by_layer=False, mesh=mesh)
     fused = jax.eval_shape(as_loaded, denoiser_shapes(model))
     own = parameters.mapped(parameter, fused)
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
     )
-    requests = rows_of(case.requests(range(images)), chosen)
+    requests = rows_of(case.laid(model, range(images)), chosen)
     rest = _whole((canvas, known, requests, prompt), mesh)
 
     def compiled(traced, *given) -> AotProgram:
@@ -355,11 +354,11 @@ def sampling(
         return AotProgram(topology, dict(axes), made, given, time.perf_counter() - begin)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = prefill.over_tpus.trace(own, *rest, settings=program, capacity=room)
+        traced = prefill.over_tpus.trace(own, *rest, settings=chosen, capacity=room)
         prefilled = compiled(traced, own, *rest)
         state = _laid(traced.out_info, prefilled.program.output_shardings)
         given = (own, state, _whole(step, mesh), rest[-1])
-        now = dataclasses.replace(program, guided=bool(longest.guided[0]))
+        now = dataclasses.replace(chosen, guided=bool(longest.guided[0]))
         return prefilled, compiled(sample.run_segment.over_tpus.trace(*given, settings=now), *given)
 
 

@@ -174,8 +174,8 @@ def programs(
         Each program, and the types of its arguments.
     """
     settings, plan = case.settings(model.settings), case.plan(model.settings)
-    examples, prompt = case.requests(range(case.batch)), case.prompt(model.settings)
-    batch = calls.prepared(model, examples, plan, settings=settings, prompt=prompt, in_trips=True)
+    laid = case.laid(model.settings, range(case.batch))
+    batch = calls.prepared(model, laid, plan, settings=settings, in_trips=True)
     trips = [trip for segment in plan for trip in batch.begun.trips(segment)]
     runs, steps = collections.Counter(), collections.Counter()
     for trip in trips:

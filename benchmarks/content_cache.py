@@ -102,8 +102,8 @@ def measured(sides: list[SparseLaViDa], name: str, turns: int) -> Iterator[dict[
 
 def counted(case: suites.RequestCase, model: config.Model) -> dict[str, Any]:
     """Returns a row about a request that is not made."""
-    settings, (example,) = case.settings(model), case.requests([0])
-    passed = prompts.lay_out(example, model, settings).prompt_tokens
+    settings, (laid,) = case.settings(model), case.laid(model, [0])
+    passed = laid.prompt_tokens
     total = costs.total(costs.costs(case.plan(model), settings, passed))
     parts = prompts.parted(case.prompt(model), settings.guidance_rows, keeping=True)
     kept = (state.prompt_bytes(model, part.prompt, settings.kind) for part in parts)
@@ -114,7 +114,7 @@ def counted(case: suites.RequestCase, model: config.Model) -> dict[str, Any]:
         "uncached_tokens": total,
         "saved_other_words": sum(num_tokens(part.prompt) for part in parts if part.keeps) / total,
         "saved_other_seed": sum(passed) / total,
-        "views": sum(map(len, example.shown)),
+        "views": sum(map(len, laid.example.shown)),
         "kept_gb": sum(kept) / 1e9,
         "note": "not run; the other words have as many tokens; vision tokens are not counted",
     }

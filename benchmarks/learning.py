@@ -37,16 +37,17 @@ from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
 from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.templates import language
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec
-from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
+from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches
-from sparse_lavida_jax.scenes.prompts import Encoder, encoder_of
+from sparse_lavida_jax.scenes.prompts import ExampleMaker, encoder_of
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.training import flops, optimizer, step
@@ -147,7 +148,7 @@ class FineBatches(SceneBatches):
         return fine_example(self.encoder, sample)
 
 
-def fine_example(encoder: Encoder, sample: tasks.Sample) -> Example:
+def fine_example(encoder: ExampleMaker, sample: tasks.Sample) -> Example:
     """Returns a scene to draw in 16 x 16 cells."""
     assert sample.target is not None
     return encoder.image_example(sample.prompt, tints_of(sample.target)[:, None])
@@ -241,7 +242,7 @@ def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
     tokenizer = Tokenizer()
     codec = None if fine else ImageCodec(settings.data.image_codec, settings.model)
     encoder = (
-        Encoder(tokenizer, settings.data, settings.model, None)
+        ExampleMaker(tokenizer, settings.data, settings.model, None)
         if codec is None
         else encoder_of(tokenizer, settings, codec)
     )
@@ -279,7 +280,7 @@ def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
         begin = time.process_time()
     row = {"curve": curve, "slots": spent.slots, "loss_tokens": spent.with_loss}
     if here.scored:
-        prompts = LANGUAGES[settings.prompts].of(tokenizer, settings, codec)
+        prompts = language(settings.prompts).of(tokenizer, settings, codec)
         pipe = SparseLaViDa(jax.tree.map(jax.numpy.asarray, kept), settings, prompts, codec, 32)
         row["scores"] = {
             name: exact.as_json(exact.evaluate(pipe, "draw", here.scored, sampling=sampling))

@@ -25,7 +25,7 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks
-from sparse_lavida_jax.scenes.prompts import Encoder
+from sparse_lavida_jax.scenes.prompts import ExampleMaker
 from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import flops, memory
 from sparse_lavida_jax.training.loss import linear_cross_entropy, weighted_cross_entropy
@@ -58,7 +58,7 @@ def methods(settings: config.Config) -> dict[str, config.Config]:
     }
 
 
-def scene_examples(encoder: Encoder, seed: int) -> MakeExample:
+def scene_examples(encoder: ExampleMaker, seed: int) -> MakeExample:
     """Returns a function from numbers to examples of images to draw."""
     return lambda index: encoder.scene_example(tasks.sample("draw", seed, index))
 

@@ -145,11 +145,11 @@ class Timed:
             vq.encode_images(self.subject.codec, shown, case.batch)
             ends("vq_encode")
         seeds = range(turn * case.batch, (turn + 1) * case.batch)
-        requests, plan = case.requests(seeds, turn), case.timed_plan(settings, list(seeds))
+        laid, plan = case.laid(settings, seeds, turn), case.timed_plan(settings, list(seeds))
         how, bucket = case.settings(settings), padded_lengths(case.prompt(settings))
         ends("host")
         begun = sample.begin(
-            model, requests, plan, settings=how, prompt_len=bucket, in_trips=case.in_trips,
+            model, laid, plan, settings=how, prompt_len=bucket, in_trips=case.in_trips,
             content_cache=self.content_cache,
         )  # fmt: skip
         state = jax.block_until_ready(begun.state)
@@ -226,11 +226,11 @@ class Timed:
         """Returns how far 8 bits change the logits of the first step, and how many modes remain."""
         case, whole = self.case, self.subject.model
         settings, plan = case.settings(whole.settings), case.plan(whole.settings)
-        first, requests = plan[0].steps(0, 1), case.requests(range(case.batch))
+        first, laid = plan[0].steps(0, 1), case.laid(whole.settings, range(case.batch))
         now = jax.tree.map(lambda x: jnp.asarray(x)[0], sample.StepTokens.of(first))
 
         def logits(model: Denoiser) -> np.ndarray:
-            begun = sample.begin(model, requests, plan, settings=settings)
+            begun = sample.begin(model, laid, plan, settings=settings)
             program = dataclasses.replace(
                 begun.program,
                 guided=bool(first.guided[0]),
@@ -257,8 +257,9 @@ class Timed:
         """
         case, whole, seeds = self.case, self.subject.model, range(RESPONSES)
         settings, plan = case.settings(whole.settings), case.plan(whole.settings, list(seeds))
+        laid = case.laid(whole.settings, seeds)
         made = [
-            sample.sample(model, case.requests(seeds), plan, settings=settings, stop_early=False)
+            sample.sample(model, laid, plan, settings=settings, stop_early=False)
             for model in (whole, self.model)
         ]
         return float((made[0] == made[1])[:, ~case.example.given].mean())

@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.data.example import Example, RowRequest
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
@@ -71,8 +71,10 @@ class RequestCase:
         made = presets.step_settings(self.sampling, model, self.example.kind, has_source=has_source)
         return dataclasses.replace(made, **TAKEN_BACK.get(self.without, {}))
 
-    def requests(self, seeds: Sequence[int], turn: int = 0) -> list[Example]:
-        """Returns a batch of examples; other turns may have fewer words, or others.
+    def laid(
+        self, model: config.Model, seeds: Sequence[int], turn: int = 0
+    ) -> list[prompts.LaidOut]:
+        """Returns a batch, laid out; other turns may have fewer words, or others.
 
         If prefixes are kept, as many others, so that only the rows without words recur.
         """
@@ -83,8 +85,10 @@ class RequestCase:
             else part
             for part in self.example.parts
         )
-        asked = [RowRequest(seed=seed) for seed in seeds]
-        return [dataclasses.replace(self.example, parts=parts, request=one) for one in asked]
+        example = dataclasses.replace(self.example, parts=parts)
+        settings, scales = self.settings(model), presets.scales(self.sampling, example.kind)
+        rows = [presets.RowRequest(seed=seed, **scales) for seed in seeds]
+        return [prompts.lay_out(example, row, model, settings) for row in rows]
 
     def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Segment]:
         """Returns the steps of a batch with these seeds, by default those of the first turn."""
@@ -115,7 +119,7 @@ class RequestCase:
 
     def prompt(self, model: config.Model) -> prompts.Prompt:
         """Returns the prompts of a batch, with all guidance rows."""
-        return prompts.prepare(self.requests(range(self.batch)), model, self.settings(model))
+        return prompts.batched(self.laid(model, range(self.batch)), model)
 
 
 def cases(suite: str, settings: config.Config) -> list[RequestCase]:

@@ -24,12 +24,10 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import cards, model_folder, room
-from sparse_lavida_jax.convert import adapters as lora_folders
-from sparse_lavida_jax.convert import from_torch
-from sparse_lavida_jax.data.example import Example, RowRequest
-from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
-from sparse_lavida_jax.inference import checks, records
+from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.templates import PromptLanguage, RequestError, language
+from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.checks import Number, Numbers, Words
 from sparse_lavida_jax.inference.engine import Engine, Programs
@@ -48,7 +46,6 @@ from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
-from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import admit_kernel_for
@@ -57,14 +54,12 @@ from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import MOST_GB, ContentCache
-from sparse_lavida_jax.scenes.prompts import Encoder, ScenePrompts
+from sparse_lavida_jax.sampling.presets import RowRequest
 
 S = TypeVar("S", bound="SparseLaViDa")
 
 log = logging.getLogger(__name__)
 
-# By `config.Config.prompts`.
-LANGUAGES: dict[str, type[PromptLanguage]] = {"scenes": ScenePrompts, "chat": ChatPrompts}
 MASKED_GREY = 168  # of undecoded cells, in previews
 
 
@@ -166,12 +161,14 @@ class SparseLaViDa:
         name = os.path.expanduser(name)
         where: Any = {"revision": revision, "local_files_only": local_files_only}
         if convert:
+            from sparse_lavida_jax.convert import from_torch
+
             # This uses the device, which must be unused when the kernel is checked.
             attention.admit_kernel(RELEASE_HEAD_DIM, "bfloat16", None)
             from_torch.convert_from_hub(name, **where)
         folder = model_folder.find_model(name, **where)
         admit_kernel_for(model_folder.read_config(folder).model)
-        weights = lora_folders.parse(adapters)
+        weights = adapter_names.parse(adapters)
         split = None if mesh is None else sharding.over(mesh)
         wanted = None if weights else fuse.reads(task)  # adapters are for all layers
         platform = jax.default_backend()
@@ -183,19 +180,22 @@ class SparseLaViDa:
         loaded = model_folder.load_model(folder, sharding=split, dtype=kinds, wanted=wanted)
         settings, model = loaded.config, loaded.model
         if weights:
+            from sparse_lavida_jax.convert import adapters as lora_folders
+
             added = lora_folders.added(model, settings, folder, weights, merge=merge_adapters)
             model, settings = added
         textual = settings.model.understanding_only
         place = loaded.vq_folder or folder / "vq"
         codec = None if textual else ImageCodec(place, settings.model)
-        language = LANGUAGES[settings.prompts]
+        spoken = language(settings.prompts)
         try:
-            tokenizer = language.tokenizer_type(loaded.tokenizer_path)
-            prompts = language.of(tokenizer, settings, codec)
+            tokenizer = spoken.tokenizer_type(loaded.tokenizer_path)
+            prompts = spoken.of(tokenizer, settings, codec)
         except (ValueError, FileNotFoundError) as error:
             raise model_folder.CheckpointError(str(error)) from error
         named = f"{name}@{revision}" if revision else str(name)
-        source = Origin(named, lora_folders.digest(folder, weights), lora_folders.written(weights))
+        digest, written = adapter_names.digest(folder, weights), adapter_names.written(weights)
+        source = Origin(named, digest, written)
         over = attention.mesh_of(model)
         if merge_adapters and fused:
             model = fuse.for_inference(model, task=task, mesh=over, consume=True)
@@ -227,7 +227,9 @@ class SparseLaViDa:
             CheckpointError: `folder` contains something else, the disk is full, or this was not
                 loaded from a folder, or that has changed since.
         """
-        weights = lora_folders.parse(self.source.adapters)
+        from sparse_lavida_jax.convert import adapters as lora_folders
+
+        weights = adapter_names.parse(self.source.adapters)
         lora_folders.copy(self._loaded_from(weights), folder, weights)
 
     def push_to_hub(self, name: str, *, private: bool = False) -> str:
@@ -236,12 +238,14 @@ class SparseLaViDa:
         Raises:
             CheckpointError: it has adapters, or as `save_pretrained`, or see `cards.push`.
         """
+        from sparse_lavida_jax.checkpoints import cards
+
         return cards.push(self._loaded_from({}), name, private=private)
 
     def _loaded_from(self, weights: Mapping[str, float]) -> pathlib.Path:
         if self.source.name:
             found = model_folder.find_model(self.source.name, local_files_only=True)
-            if lora_folders.digest(found, weights) == self.source.sha256:
+            if adapter_names.digest(found, weights) == self.source.sha256:
                 return found
         raise model_folder.CheckpointError(
             "there is no folder of this very model: write the one you trained or load it anew. With"
@@ -274,8 +278,12 @@ class SparseLaViDa:
         return self.prompts.tokenizer
 
     @property
-    def encoder(self) -> Encoder:
-        """Makes training examples of the small world; a converted LaViDa-O has none."""
+    def encoder(self) -> Any:
+        """Makes training examples of the small world (`scenes.prompts.ExampleMaker`).
+
+        Raises:
+            ConfigError: it is a converted LaViDa-O, which has none.
+        """
         if self.prompts.encoder is None:
             raise config.ConfigError("only models of the small world have its examples.")
         return self.prompts.encoder
@@ -527,6 +535,8 @@ class SparseLaViDa:
             RequestError: the record is damaged or from another version or checkpoint, or the
                 image is another one.
         """
+        from sparse_lavida_jax.inference import records
+
         records.check(record)
         records.check_names(record, {"checkpoint", "adapters", "" if shown is None else "image"})
         name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
@@ -616,8 +626,7 @@ class SparseLaViDa:
             raise RequestError("what is run together is of one task, with the same settings.")
         ((_, sampling),) = tasks
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
-        how = sampling or self.settings.sampling
-        return TaskRun(*parts, how, callback, bucket, padding, programs).run(requests)
+        return TaskRun(*parts, sampling, callback, bucket, padding, programs).run(requests)
 
     @runtime.interrupts_held()
     @jax_settings.defaults()
@@ -642,8 +651,10 @@ class SparseLaViDa:
         Raises:
             ConfigError: more steps than there are tokens.
         """
-        rows = [RowRequest(seed=one) for one in checks.row_seeds(seed, len(examples))]
         how = sampling or self.settings.sampling
+        scales = presets.scales(how, examples[0].kind)
+        seeds = checks.row_seeds(seed, len(examples))
+        rows = [RowRequest(seed=one, **scales) for one in seeds]
         padding: Padding = "full" if shared else "fit"
         done = self.engine.decode(examples, rows, how, padding=padding, callback=callback)
         return done.responses

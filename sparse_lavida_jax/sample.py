@@ -21,7 +21,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.layout import GIVEN_BLOCK, AnyArray, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -31,6 +30,7 @@ from sparse_lavida_jax.programs.kept import Call, finish, kept, make
 from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling.calls import (
     Begun,
+    ModelConstants,
     Prepared,
     Trip,
     first_canvas,
@@ -41,7 +41,7 @@ from sparse_lavida_jax.sampling.calls import (
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import Prompt
+from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     SamplerState,
@@ -265,24 +265,25 @@ def _tables_ahead(
 
 def sample(
     model: Denoiser,
-    examples: Sequence[Example],
+    laid: Sequence[LaidOut],
     segments: list[plans.Segment],
     *,
     settings: StepSettings,
-    prompt: Prompt | None = None,
+    prompt_len: tuple[int, int] = (0, 0),
     stop_early: bool = True,
     callback: Callback | None = None,
     making: str = "",
     draws: Draws | None = None,
     in_trips: bool | None = None,
     content_cache: ContentCache | None = None,
+    constants: ModelConstants | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of examples of one kind and one response length.
 
     Args:
-        examples: each with its request.
+        laid: the examples, laid out for the same `settings` (`prompts.lay_out`).
         segments: the plan (`presets.plan`), a row for each example.
-        prompt: the examples already laid out; by default that is done here.
+        prompt_len: smallest padded lengths of the two streams, so that batches share programs.
         stop_early: for text, skip segments once every row has an end-of-text after everything
             given, with all tokens before it decoded (never with `settings.released`).
         callback: called before the first step and after each segment, for which the host then
@@ -292,6 +293,7 @@ def sample(
         draws: recorded random numbers for every step of the plan.
         in_trips: whether segments run in programs of `calls.STEPS` steps; by default not on CPUs.
         content_cache: keeps features of images and rows of prompts for later batches.
+        constants: of the model; None: they are found.
 
     Returns:
         The responses.
@@ -300,19 +302,21 @@ def sample(
         ValueError: the examples differ in response length, or the plan is for another batch.
     """
     ends = settings.kind == "text" and not settings.released
-    total = sum(len(segment.block) for segment in segments)
 
     def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
         assert callback is not None
         how = {"plan": segments, "settings": settings}
+        total = sum(len(segment.block) for segment in segments)
         callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id, **how))
 
-    mask_id = mask_id_of(model.settings, settings.kind)
-    canvas, given = first_canvas(examples, mask_id)
+    constants = constants or ModelConstants.of(model)
+    mask_id = constants.mask_ids[settings.kind]
     if callback is not None:
+        canvas, given = first_canvas(laid, mask_id)
         tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
-    how = {"settings": settings, "prompt": prompt, "making": making, "in_trips": in_trips}
-    begun = begin(model, examples, segments, content_cache=content_cache, **how)
+    how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
+    how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
+    begun = begin(model, laid, segments, **how)
     state = begun.state
     if state is None:  # everything is given
         return begun.canvas
@@ -380,15 +384,15 @@ def calls_of(
 
 def begin(
     model: Denoiser,
-    examples: Sequence[Example],
+    laid: Sequence[LaidOut],
     segments: list[plans.Segment],
     *,
     content_cache: ContentCache | None = None,
     **how: Any,
 ) -> Begun:
-    """Lays a batch out (`calls.prepared`), and passes its prompts."""
+    """Makes the arrays of a batch (`calls.prepared`), and passes its prompts."""
     most = None if content_cache is None else content_cache.most_bytes
-    batch = prepared(model, examples, segments, most_kept=most, **how)
+    batch = prepared(model, laid, segments, most_kept=most, **how)
     begun = batch.begun
     if not segments:
         return begun

@@ -182,7 +182,7 @@ class _Loop:
                 given = self._held, batch, np.float32(0)
                 lowered[_key(batch)] = train_step.lower(*given, **self._statics).compile
         if lowered:
-            with side_by_side.Progress(len(lowered)) as progress:
+            with side_by_side.ProgressLine(len(lowered)) as progress:
                 made = [side_by_side.start(compile_one) for compile_one in lowered.values()]
                 side_by_side.wait(made, progress)
             self._programs = {key: one.result() for key, one in zip(lowered, made, strict=True)}

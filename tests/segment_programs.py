@@ -25,7 +25,7 @@ from sparse_lavida_jax.models import fuse, parameters
 from sparse_lavida_jax.models import sharding as rules
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets, prompts
-from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, program_of, rows_of
+from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, rows_of
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
 WORDS = 500  # of the prompt: no matrix has as many rows as it needs slots
@@ -133,23 +133,23 @@ def compiled(
 
     model_shapes = jax.eval_shape(parameters_of)
     asked = config.Sampling(preset="sparse", guidance=4.0, num_steps=64, shift=5.0)
-    chosen = presets.step_settings(asked, model, kind)
+    chosen = tiny.step_settings(asked, model, kind)
     requests = _requests(kind, model, 1 if kind == "image" else 2)
     known = np.stack([request.given for request in requests])
     plan = presets.plan(asked, chosen, model, known, TEXT_BLOCK_LEN, [0] * len(requests))
-    prompt = prompts.prepare(requests, model, chosen)
+    laid = tiny.laid(requests, model, chosen)
+    prompt = prompts.batched(laid, model)
     segment = max(plan, key=lambda part: len(part.block))
     steps = jax.tree.map(jnp.asarray, StepTokens.of(segment))
-    program = program_of(chosen, greedy=False)
     stored = given(model_shapes)
     room = capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         state = jax.eval_shape(
-            lambda *arrays: prefill(*arrays, settings=program, capacity=room),
-            stored, canvas, known.astype(np.int32), rows_of(requests, chosen), prompt,
+            lambda *arrays: prefill(*arrays, settings=chosen, capacity=room),
+            stored, canvas, known.astype(np.int32), rows_of(laid, chosen), prompt,
         )  # fmt: skip
-        now = dataclasses.replace(program, guided=bool(segment.guided[0]))
+        now = dataclasses.replace(chosen, guided=bool(segment.guided[0]))
         arrays = stored, given(state), given(steps), given(jax.tree.map(jnp.asarray, prompt))
         lowered = sample.run_segment.trace(*arrays, settings=now).lower(
             lowering_platforms=(platform,)

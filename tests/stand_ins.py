@@ -21,7 +21,7 @@ from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches
-from sparse_lavida_jax.scenes.prompts import Encoder, ScenePrompts, encoder_of
+from sparse_lavida_jax.scenes.prompts import ExampleMaker, ScenePrompts, encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import sources
 
@@ -116,7 +116,7 @@ def command_line(folder: pathlib.Path, given: config.Config) -> list[str]:
     return words
 
 
-def encoder(given: config.Config) -> Encoder:
+def encoder(given: config.Config) -> ExampleMaker:
     return encoder_of(tokenizer(), given, Codec())
 
 

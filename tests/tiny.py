@@ -3,6 +3,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -12,7 +14,6 @@ import numpy as np
 from sparse_lavida_jax import config, diffusion, sequence
 from sparse_lavida_jax.data.batch import RowShape, TrainingRow, stack
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling import draw, presets, prompts
@@ -82,6 +83,57 @@ def denoiser(settings: config.Model) -> Denoiser:
         return jax.tree_util.tree_map_with_path(arbitrary, shapes)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RowRequest(presets.RowRequest):
+    """A request whose scales may be left to the settings of the batch: None."""
+
+    temperature: Any = None
+    guidance: Any = None
+    guidance_image: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked(Example):
+    """An example with its request."""
+
+    request: RowRequest = RowRequest()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings(presets.StepSettings):
+    """Settings of steps, with the scales of requests without their own; no program reads these."""
+
+    temperature: float = dataclasses.field(default=0.0, compare=False, repr=False)
+    guidance: float = dataclasses.field(default=0.0, compare=False, repr=False)
+    guidance_image: float = dataclasses.field(default=0.0, compare=False, repr=False)
+
+
+def step_settings(
+    sampling: config.Sampling, model: config.Model, kind: sequence.Kind, *, has_source: bool = False
+) -> StepSettings:
+    """Returns what `presets.step_settings` does, with the scales of the configuration."""
+    made = presets.step_settings(sampling, model, kind, has_source=has_source)
+    guidance = presets.guidance_of(sampling, has_source=has_source)
+    scales = presets.scales(sampling, kind) | {"guidance": guidance}
+    del scales["guidance_edit"]
+    return StepSettings(**vars(made), **scales)
+
+
+def laid(
+    examples: Sequence[Asked], model: config.Model, settings: StepSettings
+) -> list[prompts.LaidOut]:
+    """Returns examples as the sampler takes them, with all scales."""
+    found = []
+    for one in examples:
+        own = {
+            name: getattr(settings, name)
+            for name in ("temperature", "guidance", "guidance_image")
+            if getattr(one.request, name) is None
+        }
+        found.append(prompts.lay_out(one, dataclasses.replace(one.request, **own), model, settings))
+    return found
+
+
 def request(
     kind: sequence.Kind,
     settings: config.Model,
@@ -91,7 +143,7 @@ def request(
     vision: bool = False,
     source: bool = False,
     given: float = 0.0,
-) -> Example:
+) -> Asked:
     """Returns a request whose prompt has `words` words, with a share `given` of known tokens."""
     rng = np.random.default_rng(seed)
     length = TEXT_LEN if kind == "text" else IMAGE_LEN
@@ -115,15 +167,15 @@ def request(
     )
 
 
-def example(parts, tokens, given, kind, pixels=None, seed=0) -> Example:
+def example(parts, tokens, given, kind, pixels=None, seed=0) -> Asked:
     """Returns an example with a seeded request; `pixels` may be views of several images."""
     views = pixels if isinstance(pixels, tuple) else ()
     image = None if views else pixels
-    asked = Request(task="", seed=seed)
-    return Example(parts, tokens, given, kind, image, len(tokens), views, request=asked)
+    request = RowRequest(seed=seed)
+    return Asked(parts, tokens, given, kind, image, len(tokens), views, request=request)
 
 
-def asked_with(one: Example, **changes) -> Example:
+def asked_with(one: Asked, **changes) -> Asked:
     """Returns an example with changes to its request, such as seed or temperature."""
     return dataclasses.replace(one, request=dataclasses.replace(one.request, **changes))
 
@@ -143,7 +195,8 @@ def prepare(
     settings = dataclasses.replace(
         settings, preset=preset, guidance_rows=guidance_rows, edit_guidance=edit_guidance
     )
-    return prompts.prepare(examples, model, settings, prompt_len)
+    laid = [prompts.lay_out(one, RowRequest(), model, settings) for one in examples]
+    return prompts.batched(laid, model, prompt_len)
 
 
 @flax.struct.dataclass

@@ -41,10 +41,10 @@ class Moment:
 
 def settings_of(
     preset: str, kind: sequence.Kind, model: config.Model, *, has_source=False, **changes
-) -> presets.StepSettings:
+) -> tiny.StepSettings:
     """Returns step settings at temperature 0.8, so that draws differ from the modes."""
     asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
-    return presets.step_settings(asked, model, kind, has_source=has_source)
+    return tiny.step_settings(asked, model, kind, has_source=has_source)
 
 
 def plan(
@@ -91,13 +91,14 @@ def finished(
     model,
     requests: list[Example],
     segments: list[plans.Segment],
-    settings: presets.StepSettings,
+    settings: tiny.StepSettings,
     **options,
 ) -> np.ndarray:
     """Returns what `sample.sample` returns, compiled without optimisation."""
     settings = tiny.without_tiles(settings, options.get("draws"))
     with _patched(**_quick(), run_segment=_run_segment):
-        return sample.sample(model, requests, segments, settings=settings, **options)
+        laid = tiny.laid(requests, model.settings, settings)
+        return sample.sample(model, laid, segments, settings=settings, **options)
 
 
 def moments(
@@ -121,8 +122,9 @@ def moments(
         return state
 
     with _patched(**_quick(), run_segment=step_by_step):
+        laid = tiny.laid(requests, model.settings, settings)
         canvas = sample.sample(
-            model, requests, segments, settings=settings, stop_early=False, **options
+            model, laid, segments, settings=settings, stop_early=False, **options
         )
     return steps, canvas
 
@@ -287,7 +289,7 @@ def spread_logits(
     return spread
 
 
-def guide(rows, settings: presets.StepSettings):
+def guide(rows, settings: tiny.StepSettings):
     """Returns the guided logits: away from the unconditional row, away from the source-only row."""
     guided = rows[-1]
     if len(rows) == 3:

@@ -14,7 +14,7 @@ from benchmarks import learning
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks, world
-from sparse_lavida_jax.scenes.prompts import Encoder
+from sparse_lavida_jax.scenes.prompts import ExampleMaker
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 SMALL = {
@@ -35,7 +35,7 @@ def ways() -> dict[str, config.Config]:
 @pytest.fixture(scope="module")
 def examples(ways):
     settings = ways["plan"]
-    encoder = Encoder(Tokenizer(), settings.data, settings.model, None)
+    encoder = ExampleMaker(Tokenizer(), settings.data, settings.model, None)
     samples = [tasks.sample("draw", 0, number) for number in range(2)]
     return [learning.fine_example(encoder, sample) for sample in samples]
 

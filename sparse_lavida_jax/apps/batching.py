@@ -172,7 +172,7 @@ class Ticket:
 # The device.
 
 
-class Device:
+class DeviceTurns:
     """Lets one batch at a time use the device.
 
     A batch keeps the device until it is done, or until it ends a segment while another batch with
@@ -360,7 +360,7 @@ class Batcher:
     def __init__(self, pipe: Any, limits: Limits, ended: Callable[[Ticket], None]):
         self.pipe, self.limits, self.ended = pipe, limits, ended
         self.open: list[Ticket] = []
-        self.device = Device()
+        self.device = DeviceTurns()
         self.known: set[Hashable] = set()
         self.kept: set[Hashable] = set()
         self.warm: set[Hashable] = set()

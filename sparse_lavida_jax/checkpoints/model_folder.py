@@ -30,13 +30,13 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, contents, hub, manifest, stores
+from sparse_lavida_jax.checkpoints import arrays, contents, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, SHARD_BYTES, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.data.vocabulary import WORDS
-from sparse_lavida_jax.models import denoiser, lora, parameters, quantize, vq
+from sparse_lavida_jax.models import denoiser, parameters, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
 from sparse_lavida_jax.schema import shown
@@ -207,6 +207,8 @@ def find_model(
         raise CheckpointError(
             f"{folder} is data, not a model: `sparse-lavida train --data={folder}` trains one."
         )
+    from sparse_lavida_jax.checkpoints import hub
+
     if hub.is_id(name):
         return _fetched(str(name), {"revision": revision, "local_files_only": local_files_only})
     names = ", ".join(bundled_models()) or "none"
@@ -223,6 +225,8 @@ def _is_released(folder: pathlib.Path) -> bool:
 
 
 def _fetched(name: str, how: dict[str, Any]) -> pathlib.Path:
+    from sparse_lavida_jax.checkpoints import hub
+
     described = hub.fetch(name, only=hub.SETTINGS, **how)
     if is_ours(described):
         return hub.fetch(name, **how)
@@ -316,6 +320,8 @@ def save_model(
     Raises:
         CheckpointError: the folder holds something else, or the disk is full.
     """
+    from sparse_lavida_jax.models import lora  # reading a model does without
+
     stored = jnp.dtype(dtype)
     wanted = [
         Tensor(

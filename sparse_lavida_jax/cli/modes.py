@@ -16,7 +16,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sparse_lavida_jax import config, runtime, schema
-from sparse_lavida_jax.checkpoints import model_folder, room
+from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
 from sparse_lavida_jax.cli.arguments import MODEL_NAMES, SAMPLE_TASKS
 from sparse_lavida_jax.cli.errors import LONGEST_MESSAGE, STOPPED, UsageError, need
 from sparse_lavida_jax.cli.terminal import progress, say
@@ -138,7 +138,7 @@ def _convert(asked: argparse.Namespace, settings: config.Config) -> str:
 def _export(asked: argparse.Namespace, settings: config.Config) -> str:
     from sparse_lavida_jax.convert import adapters, to_torch
 
-    weights = adapters.parse(asked.adapters or "")
+    weights = adapter_names.parse(asked.adapters or "")
     if asked.format or asked.dtype:
         kind = asked.format or "safetensors"
         count = adapters.copy(asked.src, asked.dst, weights, kind, dtype=asked.dtype or "")
@@ -152,18 +152,16 @@ def _written(dst: str, done: Any) -> str:
 
 
 def _verify(asked: argparse.Namespace, settings: config.Config) -> str:
+    from sparse_lavida_jax.data.templates import language
     from sparse_lavida_jax.data.vocabulary import Vocabulary
     from sparse_lavida_jax.models import vq
-    from sparse_lavida_jax.pipeline import LANGUAGES
 
     folder = model_folder.find_model(asked.src)
     count = model_folder.verify(folder)
     if (folder / "vq").is_dir():
         vq.load(folder / "vq")
     try:
-        LANGUAGES[model_folder.read_config(folder).prompts].tokenizer_type(
-            folder / "tokenizer.json"
-        )
+        language(model_folder.read_config(folder).prompts).tokenizer_type(folder / "tokenizer.json")
         Vocabulary.read(folder)
     except (ValueError, FileNotFoundError) as error:
         raise model_folder.CheckpointError(str(error)) from error
@@ -195,7 +193,7 @@ def _prepare(asked: argparse.Namespace, settings: config.Config) -> str:
             own_images.place_image_tokenizer(given.recipe, dst, settings, codec, say)
             codec = asked.dst
         with progress(f"{src} -> {dst}") as on_progress:
-            load_encoder = functools.partial(vq.ImageEncoder, codec)
+            load_encoder = functools.partial(vq.ImageTokenizer, codec)
             how = {"found": given.found, "sentences": sentences}
             done = prepare.fill(given.recipe, dst, settings, load_encoder, on_progress, **how)
         if with_tokenizers:
@@ -345,7 +343,7 @@ def _base_config(name: str, asked: argparse.Namespace) -> config.Config:
     from sparse_lavida_jax.convert import adapters
 
     settings = model_folder.read_config(model_folder.find_model(asked.checkpoint))
-    settings = adapters.settings_with(settings, adapters.parse(asked.adapters or ""))
+    settings = adapters.settings_with(settings, adapter_names.parse(asked.adapters or ""))
     if path is not None:  # these replace the checkpoint's evaluation settings
         return config.read(path, settings)
     return _quick_evaluation(settings) if name == "evaluate" else settings

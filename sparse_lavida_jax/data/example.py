@@ -9,24 +9,6 @@ from jaxtyping import Bool, Float, Int, UInt8
 from sparse_lavida_jax.sequence import Kind, Part, Views
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RowRequest:
-    """How a row is sampled: the part of a request that the sampler reads.
-
-    Attributes:
-        seed: determines all random numbers of this row.
-        attempt: the number of this attempt; each has its own noise.
-        temperature: for the image or the text; None: as configured.
-        guidance, guidance_image: guidance scales for an image; None: as configured.
-    """
-
-    seed: int = 0
-    attempt: int = 0
-    temperature: float | None = None
-    guidance: float | None = None
-    guidance_image: float | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Example:
     """One sequence with its response.
@@ -43,7 +25,6 @@ class Example:
         grid: rows and columns of cells of an image response; None: the model's largest.
         code_weight: loss weight of each code of an image response; None: all equal.
         ends: whether a text may end before its last token; boxes, for example, do not.
-        request: the request it was made for, if it is sampled; else None.
     """
 
     parts: tuple[Part, ...]
@@ -56,7 +37,6 @@ class Example:
     grid: tuple[int, int] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
     ends: bool = True
-    request: RowRequest | None = None
 
     @property
     def shown(self) -> tuple[Views, ...]:

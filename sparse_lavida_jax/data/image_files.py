@@ -60,7 +60,7 @@ _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {  # views of an array [
 }  # fmt: skip
 
 
-class WriteError(OSError):
+class ImageWriteError(OSError):
     """A file could not be written; no part of it is left."""
 
 
@@ -435,7 +435,7 @@ def write(
 
     Raises:
         ImageError: the suffix is of an unsupported format.
-        WriteError: the disk is full, or the place cannot be written to.
+        ImageWriteError: the disk is full, or the place cannot be written to.
     """
     path = check_writable(path)
     format = SUFFIXES[path.suffix.lower()]
@@ -477,7 +477,7 @@ def write_animation(path: pathlib.Path | str, frames: Sequence[Pixels]) -> None:
 
     Raises:
         ImageError: the name does not end in .gif, or there are no frames.
-        WriteError: as `write`.
+        ImageWriteError: as `write`.
     """
     path = check_writable(path, {".gif": "GIF"})
     if not frames:
@@ -521,7 +521,7 @@ def _save(path: pathlib.Path, image: Image.Image, format: str, **options: Any) -
             image.save(new, format, **options)
     except OSError as error:
         reason = error.strerror or error
-        raise WriteError(f"the image cannot be written to {path}: {reason}.") from error
+        raise ImageWriteError(f"the image cannot be written to {path}: {reason}.") from error
 
 
 def sheet(images: Sequence[Pixels]) -> Pixels:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by both prompt languages: request errors, texts with gaps, and their interface."""
 
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -11,7 +12,6 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Box, Pixels
-from sparse_lavida_jax.data.tokenizer import TextTokenizer
 from sparse_lavida_jax.data.vocabulary import Reading, Vocabulary
 from sparse_lavida_jax.schema import InputError
 
@@ -127,7 +127,7 @@ class PromptLanguage(Protocol):
     """The prompts of every task: `ScenePrompts` in `scenes`, or `ChatPrompts` in `lavida_o`.
 
     Attributes:
-        tokenizer_type, tokenizer: of the text.
+        tokenizer_type, tokenizer: of the text (`data.tokenizer.TextTokenizer`).
         encoder: makes training examples of the small world; None for other models.
         describe: words that ask for a caption.
         describe_in: words that ask for a caption with given words.
@@ -140,7 +140,7 @@ class PromptLanguage(Protocol):
         locates_in_one_step: whether all boxes are decoded in one step, as released.
     """
 
-    tokenizer_type: ClassVar[type[TextTokenizer]]
+    tokenizer_type: ClassVar[Any]
     tokenizer: Any
     encoder: Any
     describe: ClassVar[str]
@@ -350,3 +350,16 @@ class PromptLanguage(Protocol):
     ) -> list[Box | None]:
         """Returns the boxes found, in pixels of an image of `size` (width, height)."""
         ...
+
+
+# By `config.Config.prompts`: the module of a language, loaded when it is first used, and its class.
+LANGUAGES = {
+    "scenes": ("sparse_lavida_jax.scenes.prompts", "ScenePrompts"),
+    "chat": ("sparse_lavida_jax.lavida_o.prompts", "ChatPrompts"),
+}
+
+
+def language(name: str) -> Any:
+    """Returns the class of a model's prompts, a `PromptLanguage`, by its name in `LANGUAGES`."""
+    module, kind = LANGUAGES[name]
+    return getattr(importlib.import_module(module), kind)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all benchmarks share: numbered items, how a model is asked, and what is done with answers.
 
-A benchmark is one file of this folder with a class `Bench`, found by its name. `evals/run.py` runs
-it: it keeps every answer, and computes the metrics when all are there.
+A benchmark is one file of this folder with its class as `BENCHMARK`, found by its name.
+`evals/run.py` runs it: it keeps every answer, and computes the metrics when all are there.
 """
 
 import abc
@@ -299,7 +299,7 @@ def find(name: str) -> type[Benchmark]:
     """
     if name not in names():
         raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(names())}.")
-    return importlib.import_module(f"{evals.__name__}.{name}").Bench
+    return importlib.import_module(f"{evals.__name__}.{name}").BENCHMARK
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ FIELDS = ("imgname", "query", "label")
 ENDING = "\nAnswer the question with a single word."
 
 
-class Bench(QuestionBenchmark):
+class ChartQa(QuestionBenchmark):
     """2500 questions, test (table 5 of the paper). Room for an answer as in lmms-eval."""
 
     title = "ChartQA"
@@ -56,3 +56,6 @@ class Bench(QuestionBenchmark):
             for one in answers
         ]
         return means("relaxed accuracy", hits)
+
+
+BENCHMARK = ChartQa

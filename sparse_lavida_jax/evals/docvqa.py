@@ -15,7 +15,7 @@ FIELDS = ("questionId", "question", "image")
 ENDING = "\nAnswer the question using a single word or phrase."
 
 
-class Bench(QuestionBenchmark):
+class DocVqa(QuestionBenchmark):
     """5349 questions of val (table 5 of the paper), or 5188 of test, with secret answers.
 
     Room for an answer as in lmms-eval.
@@ -45,3 +45,6 @@ class Bench(QuestionBenchmark):
     def scores(self, answers, folder):
         """Returns the mean ANLS."""
         return [mean("ANLS", [anls(one.text, one.record["answers"]) for one in answers])]
+
+
+BENCHMARK = DocVqa

@@ -23,7 +23,7 @@ _LINE = re.compile(
 )
 
 
-class Bench(ImageBenchmark):
+class DpgBench(ImageBenchmark):
     """1065 long prompts, four images each on a sheet of two by two (table 2 of the paper)."""
 
     title = "DPG-Bench"
@@ -79,3 +79,6 @@ class Bench(ImageBenchmark):
                 " judge them again."
             )
         return [mean("DPG-Bench score", [found[key] for key in keys if key in found])]
+
+
+BENCHMARK = DpgBench

@@ -13,7 +13,7 @@ from sparse_lavida_jax.evals.files import EvaluationError, records
 from sparse_lavida_jax.evals.scorers import mean, means
 
 
-class Bench(ImageBenchmark):
+class GenEval(ImageBenchmark):
     """553 prompts in six groups, four images each (table 1 of the paper).
 
     The prompts' prefix is that of the released evaluation (spec Sec. 7.5).
@@ -61,3 +61,6 @@ class Bench(ImageBenchmark):
         whole, *groups = means("right images", hits)
         overall = mean("overall, mean of the groups", [group.value for group in groups])
         return [overall, *groups, whole]
+
+
+BENCHMARK = GenEval

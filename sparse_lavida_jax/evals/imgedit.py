@@ -15,7 +15,7 @@ from sparse_lavida_jax.evals.scorers import mean, means
 ORIGINALS = "singleturn"
 
 
-class Bench(Benchmark):
+class ImgEdit(Benchmark):
     """737 edits of nine types (table 3 of the paper)."""
 
     title = "ImgEdit"
@@ -84,3 +84,6 @@ def judged_points(said: str) -> float | None:
     lines = [line.strip().split(": ") for line in files.lines(said)]
     points = [int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()]
     return round(sum(points) / len(points), 2) if points else None
+
+
+BENCHMARK = ImgEdit

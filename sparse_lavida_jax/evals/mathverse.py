@@ -17,7 +17,7 @@ OUTPUT = "output_testmini.json"
 SCORES = "scores_testmini.json"
 
 
-class Bench(QuestionBenchmark):
+class MathVerse(QuestionBenchmark):
     """3940 questions, testmini (table 5 of the paper): 788 problems in five versions.
 
     Room for an answer is as in MathVista: our choice, as the paper does not say.
@@ -67,3 +67,6 @@ class Bench(QuestionBenchmark):
             )
         hits = [(item.record["problem_version"], judged[item.key] == 1) for item in self.items]
         return means("accuracy", hits)
+
+
+BENCHMARK = MathVerse

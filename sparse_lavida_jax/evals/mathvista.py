@@ -20,7 +20,7 @@ OTHERS = ("choices", "unit", "precision", "answer", "metadata")
 OUTPUT = "output.json"
 
 
-class Bench(QuestionBenchmark):
+class MathVista(QuestionBenchmark):
     """1000 questions, testmini (table 4 of the paper).
 
     Room for 1024 tokens in blocks of 32, as in the paper; the paper does not say how many
@@ -126,3 +126,6 @@ def _choice(said: str, choices: list[str]) -> str:
     if not choices:
         raise EvaluationError("a question of options has none.")
     return min(choices, key=lambda choice: edit_distance(said, choice))
+
+
+BENCHMARK = MathVista

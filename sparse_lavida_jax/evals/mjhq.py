@@ -18,7 +18,7 @@ from sparse_lavida_jax.evals.scorers import Metric, frechet_distance, means
 PAIRS = "prompts.jsonl"
 
 
-class Bench(ImageBenchmark):
+class Mjhq(ImageBenchmark):
     """30,000 prompts in ten categories (table 2 of the paper)."""
 
     title = "MJHQ-30K"
@@ -97,3 +97,6 @@ class Bench(ImageBenchmark):
 def _file(record: Record, key: str) -> str:
     """Returns the path of an image, in the folder of its category like the real one."""
     return f"{record['category']}/{key}.png"
+
+
+BENCHMARK = Mjhq

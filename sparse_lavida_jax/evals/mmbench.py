@@ -23,7 +23,7 @@ REFERENCE = 64  # characters: shorter "images" are the number of the row that co
 ENDING = "\nAnswer with the option's letter from the given choices directly."
 
 
-class Bench(QuestionBenchmark):
+class MmBench(QuestionBenchmark):
     """1164 questions in up to four orders of their options, dev, English (table 5 of the paper).
 
     Room for an answer is ours; lmms-eval allows 1024 tokens for a single letter.
@@ -133,3 +133,6 @@ _MARKS = (
     ("", "."), ("", ","), ("", ":"), ("", ")"), ("", ")."), ("(", ")"), ("(", ")."), (":", ""),
     (":", ","), (":", "."), (":", ")"), (":", ")."),
 )  # fmt: skip
+
+
+BENCHMARK = MmBench

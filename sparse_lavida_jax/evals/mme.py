@@ -28,7 +28,7 @@ ENDING = "\nAnswer the question using a single word or phrase."
 SUFFIXES = (".jpg", ".png", ".jpeg")
 
 
-class Bench(QuestionBenchmark):
+class Mme(QuestionBenchmark):
     """2374 questions in 14 categories (table 5 of the paper has cognition).
 
     Room for an answer as in lmms-eval.
@@ -114,3 +114,6 @@ def _image(folder: pathlib.Path, stem: str) -> pathlib.Path:
     if path := next(filter(pathlib.Path.is_file, paths), None):
         return path
     raise EvaluationError(f"there is no image {stem} in {folder}: {', '.join(SUFFIXES)}.")
+
+
+BENCHMARK = Mme

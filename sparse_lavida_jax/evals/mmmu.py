@@ -34,7 +34,7 @@ _NUMBERS = (
 )
 
 
-class Bench(QuestionBenchmark):
+class Mmmu(QuestionBenchmark):
     """900 questions of 30 subjects, validation (table 5 of the paper).
 
     Room for an answer as in lmms-eval.
@@ -167,3 +167,6 @@ def _comparable(text: str) -> list[str | float]:
     except ValueError:
         low = text.lower()
     return [f" {low}", f"{low} "] if len(low) == 1 else [low]
+
+
+BENCHMARK = Mmmu

@@ -20,7 +20,7 @@ LEAST_OVERLAP = 0.5
 FIELDS = ("ref_id", "ann_id", "image_id", "split", "sentences")
 
 
-class Bench(Benchmark):
+class RefCoco(Benchmark):
     """Boxes found in one step (table in the paper's supplement).
 
     Every phrase is an item; evaluate.split is "refcoco/val", "refcoco+/testA", "refcocog/test" ...
@@ -124,3 +124,6 @@ def read_plain_pickle(path: pathlib.Path) -> Any:
         raise EvaluationError(
             f"{path} is no list of references as they were released: {error}. Download it again."
         ) from error
+
+
+BENCHMARK = RefCoco

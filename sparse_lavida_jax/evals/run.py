@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import config, schema
-from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.convert import adapters as lora_folders
+from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.evals import benchmark, scorers
@@ -68,10 +67,10 @@ def evaluate(
     part, parts = _shard(shard)
     bench = benchmark.find(settings.evaluate.benchmark)(settings)
     # The SHA-256 of the manifest of a model, which contains those of all its files.
-    weights = lora_folders.parse(adapters)
-    source = {"name": name, "sha256": lora_folders.digest(model_folder.find_model(name), weights)}
+    weights = adapter_names.parse(adapters)
+    source = {"name": name, "sha256": adapter_names.digest(model_folder.find_model(name), weights)}
     if weights:
-        source["adapters"] = lora_folders.written(weights)
+        source["adapters"] = adapter_names.written(weights)
     _claim(folder, settings, bench, source["sha256"])
     own = folder / "shards" / f"{part}-of-{parts}"
     own.mkdir(parents=True, exist_ok=True)

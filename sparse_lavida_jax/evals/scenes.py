@@ -13,7 +13,7 @@ from sparse_lavida_jax.evals.files import EvaluationError
 from sparse_lavida_jax.scenes import tasks
 
 
-class Bench(Benchmark):
+class SmallWorld(Benchmark):
     """Every task that a small model was trained on, and drawing of held-out combinations.
 
     The prompts are ours, and never occur in training.
@@ -98,3 +98,6 @@ def _sample(item: Item) -> tasks.Sample:
 def _name(item: Item) -> str:
     task, split = item.record["task"], item.record["split"]
     return task if split == "test" else f"{task}/{split}"
+
+
+BENCHMARK = SmallWorld

@@ -69,16 +69,16 @@ def kind_of(request: Request) -> Hashable:
     Words, seed and scales may differ. But whether a scale is 0 decides which program runs, long
     words would make short ones wait, and masks must be the same.
     """
-    scales = request.temperature, request.guidance, request.guidance_image
+    scales = request.temperature, request.guidance, request.guidance_edit, request.guidance_image
     how = request.sampling
     characters = len(request.words) + sum(len(q) + len(a) for q, a in request.earlier)
     # The order of a row decides how many cells the codes of a step are spread over.
-    by_seed = how is not None and how.grid == "code" and how.order_seed < 0
+    by_seed = how.grid == "code" and how.order_seed < 0
     return (
         request.task,
         how,
         _few((1 + characters // CHARACTERS, 0))[0],
-        tuple(None if scale is None else scale > 0 for scale in scales),
+        tuple(scale > 0 for scale in scales),
         request.size,
         request.box,
         request.max_new_tokens,
@@ -101,7 +101,7 @@ def chunks(
     for number, one in enumerate(laid):
         # Rows of a batch have the same given tokens, but where these are no program depends on.
         given = one.example.given.tobytes() if apart else None
-        shape = _shape(one, bucket.prompt_len if bucket else lengths_of([one]), apart=apart)
+        shape = _shape(one, bucket) if apart else (len(one.example.response), one.example.grid)
         shapes.setdefault((shape, given), []).append(number)
     found = []
     for (shape, _), members in shapes.items():
@@ -111,20 +111,13 @@ def chunks(
     return found
 
 
-def _shape(laid: LaidOut, lengths: tuple[int, int], *, apart: bool) -> Hashable:
-    """Returns the shapes that the rows of a batch have in common.
-
-    Args:
-        lengths: of the prompt.
-        apart: whether they include everything the batch is padded to.
-    """
+def _shape(laid: LaidOut, bucket: Bucket | None) -> Hashable:
+    """Returns the shapes that rows have in common, with all that their batch is padded to."""
     example = laid.example
-    own = len(example.response), example.grid
-    if not apart:
-        return own
+    lengths = bucket.prompt_len if bucket else lengths_of([laid])
     given = int(example.given.sum()) if example.kind == "image" else example.given.tobytes()
     views = tuple(view.shape for view in example.shown)
-    return *own, _few(lengths), given, views
+    return len(example.response), example.grid, _few(lengths), given, views
 
 
 def _bucket(laid: Sequence[LaidOut], most: int, padding: Padding) -> Bucket:

@@ -35,7 +35,7 @@ def refusal(name: str, value: Any, allowed: str) -> RequestError:
 
 def plain(value: Any) -> Any:
     """Returns an array of any library as numbers of Python, in lists; anything else as it is."""
-    if not any(hasattr(value, name) for name in ("__array__", "__dlpack__")):
+    if not hasattr(value, "__array__") and not hasattr(value, "__dlpack__"):
         return value
     try:
         return arrays.array_of(value, "").tolist()

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
-from sparse_lavida_jax.data.example import Example, RowRequest
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.models import quantize
@@ -20,9 +20,10 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import costs, plans, presets
+from sparse_lavida_jax.sampling.calls import ModelConstants
 from sparse_lavida_jax.sampling.content_cache import ContentCache
-from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import batched, lay_out
+from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
+from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
 from sparse_lavida_jax.sequence import Kind
 
 # Entered around compiled programs, with the key that chooses them.
@@ -53,6 +54,9 @@ class Engine:
         text_block_len: tokens per text block if the settings do not say; a text that is
             not a whole number of blocks is one block.
         content_cache: for what batches share; by default nothing is kept.
+
+    Attributes:
+        constants: what no request changes of the model.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Engine:
         self._models: dict[str, Denoiser] = {}  # by method of `quantize`
         self._making = threading.Lock()  # several threads may decode
         self.content_cache = ContentCache(0) if content_cache is None else content_cache
+        self.constants = ModelConstants.of(model)
 
     def decode(
         self,
@@ -101,31 +106,30 @@ class Engine:
         for example in examples:
             check_steps(example, sampling, model, block)
         kind, edits = examples[0].kind, _has_source(examples[0])
-        most = of_all(sampling, requests, has_source=edits)
-        scales = presets.guidance_of(sampling, has_source=edits), sampling.guidance_image
-        settings = _settings(most, model, kind, edits, scales)
+        guided = any(presets.is_guided(one, has_source=edits) for one in requests)
+        settings = _settings(sampling, model, kind, edits, guided)
         laid = [
-            lay_out(dataclasses.replace(example, request=request), model, settings)
+            lay_out(example, request, model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
         decoded = {}
         for chunk in batches.chunks(laid, self.batch_size, padding, bucket):
             filled = [laid[i] for i in chunk.filled]
-            rows = [one.example for one in filled]
-            segments = _plan_of(rows, most, settings, model, block)
+            segments = _plan_of(filled, sampling, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
             key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
             prompted = [laid[i].prompt_tokens for i in chunk.members]
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),
-                    rows,
+                    filled,
                     segments,
                     settings=settings,
-                    prompt=batched(filled, model, chunk.bucket.prompt_len),
+                    prompt_len=chunk.bucket.prompt_len,
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
                     making=making or kind,
                     content_cache=self.content_cache,
+                    constants=self.constants,
                 )
             for row, i in enumerate(chunk.members):
                 end = None
@@ -148,8 +152,10 @@ class Engine:
 
 def _told(callback: Callback | None, **of_rows: Sequence[Any]) -> Callback | None:
     """Returns a callback that is also told about the rows of a batch (`Progress`)."""
+    if callback is None:
+        return None
     told = {name: tuple(values) for name, values in of_rows.items()}
-    return callback and (lambda state: callback(dataclasses.replace(state, **told)))
+    return lambda state: callback(dataclasses.replace(state, **told))
 
 
 def check_steps(
@@ -161,7 +167,7 @@ def check_steps(
         ConfigError: more steps than there are tokens.
     """
     if example.kind == "image":
-        preset = _settings(sampling, model, "image", _has_source(example)).preset
+        preset = _settings(sampling, model, "image", False).preset
         by_code = preset.full_attention and sampling.grid == "code"
         most = example.response.size if by_code else len(example.response)
         steps, what = sampling.num_steps, "tokens of the image"
@@ -188,46 +194,24 @@ def planned_costs(
 ) -> list[costs.StepCost]:
     """Returns the cost of each step of one example, as planned (`costs.costs`)."""
     settings = _settings(sampling, model, example.kind, _has_source(example))
-    asked = dataclasses.replace(example, request=example.request or RowRequest())
-    segments = _plan_of([asked], sampling, settings, model, text_block_len)
-    return costs.costs(segments, settings, lay_out(asked, model, settings).prompt_tokens)
-
-
-def of_all(
-    sampling: config.Sampling, requests: Sequence[RowRequest], *, has_source: bool = False
-) -> config.Sampling:
-    """Returns the settings of a batch: it is guided if any of its rows is.
-
-    Args:
-        has_source: whether they are edits, which may have their own guidance.
-    """
-    scales = presets.guidance_of(sampling, has_source=has_source), sampling.guidance_image
-    own = dict(zip(("guidance", "guidance_image"), scales, strict=True))
-    most = {
-        name: max(
-            scale if asked is None else asked
-            for asked in (getattr(request, name) for request in requests)
-        )
-        for name, scale in own.items()
-    }
-    if most == own:
-        return sampling
-    return dataclasses.replace(sampling, guidance_edit=-1.0, **most)
+    laid = lay_out(example, RowRequest(), model, settings)
+    segments = _plan_of([laid], sampling, settings, model, text_block_len)
+    return costs.costs(segments, settings, laid.prompt_tokens)
 
 
 def _plan_of(
-    examples: Sequence[Example],
+    laid: Sequence[LaidOut],
     sampling: config.Sampling,
     settings: StepSettings,
     model: config.Model,
     text_block_len: int,
 ) -> list[plans.Segment]:
     """Returns the plan of a batch of one shape."""
-    given = np.stack([example.given for example in examples])
-    length, grid = given.shape[1], examples[0].grid
+    given = np.stack([one.example.given for one in laid])
+    length, grid = given.shape[1], laid[0].example.grid
     block = block_len(length, text_block_len)
     by_seed = settings.kind == "image" and sampling.order_seed < 0
-    seeds = tuple(example.request.seed if by_seed else 0 for example in examples)  # type: ignore
+    seeds = tuple(one.request.seed if by_seed else 0 for one in laid)
     return _plan(sampling, settings, model, given.tobytes(), given.shape, block, seeds, grid)
 
 
@@ -243,13 +227,9 @@ def _settings(
     model: config.Model,
     kind: Kind,
     has_source: bool,
-    scales: tuple[float, float] | None = None,
+    guided: bool | None = None,
 ) -> StepSettings:
-    """Returns the settings of a batch; `scales`: guidance of rows that have none of their own."""
-    settings = presets.step_settings(sampling, model, kind, has_source=has_source)
-    if scales is None:
-        return settings
-    return dataclasses.replace(settings, guidance=scales[0], guidance_image=scales[1])
+    return presets.step_settings(sampling, model, kind, has_source=has_source, guided=guided)
 
 
 def _has_source(example: Example) -> bool:

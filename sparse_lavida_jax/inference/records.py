@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 import jax
 
 from sparse_lavida_jax import config, schema
-from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.convert import adapters
+from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
@@ -125,7 +124,7 @@ def check_names(
     origin, shown = record["checkpoint"], record.get(SHOWN_KEY) or {}
     named = {
         "checkpoint": [origin.get("name")],
-        "adapters": [*adapters.parse(origin.get("adapters") or "")],
+        "adapters": [*adapter_names.parse(origin.get("adapters") or "")],
         "image": [shown.get("path")],
     }
     for option, names in named.items():

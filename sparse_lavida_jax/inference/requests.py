@@ -16,7 +16,6 @@ import numpy as np
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import arrays, files, image_files
-from sparse_lavida_jax.data.example import RowRequest
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
     Grid,
@@ -28,10 +27,12 @@ from sparse_lavida_jax.data.templates import (
     parse_template,
     words_template,
 )
-from sparse_lavida_jax.inference import checks, regions
+from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.checks import MOST_IMAGES, Number, Numbers, Words, each, texts
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
+from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.options import OPTIONS, changed
+from sparse_lavida_jax.sampling.presets import RowRequest
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Request(RowRequest):
         asked: the user's own words, if they are others.
         images: what the task is about; one image, except for questions about several.
         earlier: earlier questions of the conversation, with their answers.
-        sampling: how it is sampled; None: the settings of the checkpoint.
+        sampling: how it is sampled, except for its own scales: what requests run together share.
         plan: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
         size: height and width of the image to draw, in pixels; None: the largest.
@@ -86,7 +87,7 @@ class Request(RowRequest):
     asked: str = ""
     images: tuple[ShownImage, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
-    sampling: config.Sampling | None = None
+    sampling: config.Sampling = dataclasses.field(default_factory=config.Sampling)
     plan: bool | str | None = None
     size: tuple[int, int] | None = None
     mask: Grid | None = None
@@ -106,6 +107,13 @@ class Request(RowRequest):
     def seen(self) -> tuple[Pixels, ...]:
         """The pixels of all images."""
         return tuple(image.pixels for image in self.images)
+
+    @property
+    def own_sampling(self) -> config.Sampling:
+        """The settings for drawing its image by itself."""
+        shared = presets.scales(self.sampling, "image")
+        own = {name: getattr(self, name) for name in shared}
+        return self.sampling if own == shared else dataclasses.replace(self.sampling, **own)
 
 
 class Options(TypedDict, total=False):
@@ -270,7 +278,7 @@ class RequestMaker:
             given["known"] = _masks(given["known"], count, copies, side)
         for plan in plans:
             check_characters(plan if isinstance(plan, str) else "", "layout")
-        numbers = {name: checks.row_numbers(name, columns[name], count, copies) for name in columns}
+        scales = _scales(sampling, columns, count, copies, draws=spec.draws)
         readings = [
             self.prompts.as_written(one) if as_written else self.prompts.read(task, one, seed)
             for (one, _), seed in zip(pairs, seeds, strict=True)
@@ -285,7 +293,7 @@ class RequestMaker:
                 seed=seeds[i],
                 sampling=sampling,
                 plan=plans[i],
-                **{name: column[i] for name, column in numbers.items()},
+                **scales[i],
                 **self._fields(task, readings[i].sentence, images, i, given),
             )
             for i, (one, images) in enumerate(pairs)
@@ -352,14 +360,8 @@ class RequestMaker:
             size = given.get("size")
             grid_of(size, self.side, model)  # refuses impossible sizes
             found["size"] = size
-        elif task in ("inpaint", "outpaint") and "known" in given:
-            found["mask"] = given["known"][row]
-        elif task == "inpaint":
-            mask = regions.pixel_mask(images[0].pixels, given.get("mask"), given.get("box"))
-            found["mask"] = regions.cell_mask(self.prompts.on_canvas(mask), model.grid_size)
-        elif task == "outpaint":
-            step = self.side // model.grid_size
-            found["box"] = regions.inner_box(images[0].pixels, given.get("box"), self.side, step)
+        elif task in ("inpaint", "outpaint"):
+            found |= self._place(task, images[0].pixels, row, given)
         elif task == "infill":
             found["template"] = parse_template(words)
         elif "template" in given:
@@ -367,9 +369,24 @@ class RequestMaker:
         elif "required" in given:
             found["required"] = tuple(given["required"])
             found["template"] = words_template(found["required"])
-        if (mask := found.get("mask")) is not None:
-            _check_mask(task, mask)
         return found
+
+    def _place(
+        self, task: str, image: Pixels, row: int, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns which cells of an image are drawn, or where it goes in an outpainted one."""
+        from sparse_lavida_jax.inference import regions  # other tasks do without
+
+        mask, box, grid = given.get("mask"), given.get("box"), self.settings.model.grid_size
+        if "known" in given:
+            cells = given["known"][row]
+        elif task == "inpaint":
+            mask = regions.pixel_mask(image, mask, box)
+            cells = regions.cell_mask(self.prompts.on_canvas(mask), grid)
+        else:
+            return {"box": regions.inner_box(image, box, self.side, self.side // grid)}
+        _check_mask(task, cells)
+        return {"mask": cells}
 
 
 def _other_texts(request: Request) -> list[str]:
@@ -419,6 +436,25 @@ def sampling_of(
     if shared:
         sampling = changed(sampling, draws=draws, **shared)
     return sampling, columns
+
+
+def _scales(
+    sampling: config.Sampling,
+    columns: Mapping[str, Sequence[float | None]],
+    rows: int,
+    copies: int,
+    *,
+    draws: bool,
+) -> list[dict[str, Any]]:
+    """Returns the scales of each row (`presets.scales`): its own, or those of the settings.
+
+    Args:
+        columns: what was given per row.
+    """
+    numbers = {name: checks.row_numbers(name, columns[name], rows, copies) for name in columns}
+    own = [{name: column[row] for name, column in numbers.items()} for row in range(rows)]
+    kind = "image" if draws else "text"
+    return [presets.scales(changed(sampling, draws=draws, **one), kind) for one in own]
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:
@@ -474,15 +510,6 @@ def paired(
         )
     pairs = zip(asked * (count // len(asked)), seen * (count // len(seen)), strict=True)
     return [pair for pair in pairs for _ in range(copies)]
-
-
-def of_row(sampling: config.Sampling, request: Request) -> config.Sampling:
-    """Returns the settings for drawing the image of a request by itself."""
-    names = ("temperature", "guidance", "guidance_image")
-    own = {name: value for name in names if (value := getattr(request, name)) is not None}
-    if "guidance" in own:
-        own["guidance_edit"] = -1.0  # it applies to edits too
-    return dataclasses.replace(sampling, **own) if own else sampling
 
 
 def grid_of(size: tuple[int, int] | None, side: int, model: config.Model) -> tuple[int, int]:

@@ -125,7 +125,7 @@ class Result:
         """Writes an image; a PNG includes the record of how it was drawn.
 
         Raises:
-            ImageError, WriteError: see `image_files.write`.
+            ImageError, ImageWriteError: see `image_files.write`.
         """
         image_files.write(path, self.pixels[row], self.records[row])
 

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, sequence
-from sparse_lavida_jax.data.example import Example, RowRequest
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
-from sparse_lavida_jax.inference import batches, regions
+from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs
 from sparse_lavida_jax.inference.requests import (
@@ -27,14 +27,13 @@ from sparse_lavida_jax.inference.requests import (
     Request,
     ShownImage,
     grid_of,
-    of_row,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
-from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import digest
+from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.version import __version__
 
 _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
@@ -148,19 +147,30 @@ class TaskRun:
             layouts = found.get("plans") or none
             buckets = none if requests[0].task == "reflect" else self.buckets
             records = tuple(map(self._record, requests, layouts, buckets))
+        asked, seeds, sentences, warnings = zip(
+            *[(one.asked or one.words, one.seed, one.words, one.warning) for one in requests],
+            strict=True,
+        )
+        prompted, passed, layout_passed = zip(
+            *[
+                (self.prompted.get(row, (0, 0)), self.tokens[row], self.layout_tokens[row])
+                for row in range(len(requests))
+            ],
+            strict=True,
+        )
         return Result(
             requests[0].task,
-            tuple(request.asked or request.words for request in requests),
-            tuple(request.seed for request in requests),
+            asked,
+            seeds,
             self.sampling,
             self.source,
             self.seconds,
             records=records,
-            sentences=tuple(request.words for request in requests),
-            warnings=tuple(request.warning for request in requests),
-            prompted=tuple(self.prompted.get(row, (0, 0)) for row in range(len(requests))),
-            passed=tuple(self.tokens[row] for row in range(len(requests))),
-            layout_passed=tuple(self.layout_tokens[row] for row in range(len(requests))),
+            sentences=sentences,
+            warnings=warnings,
+            prompted=prompted,
+            passed=passed,
+            layout_passed=layout_passed,
             **found,
         )
 
@@ -185,10 +195,10 @@ class TaskRun:
             "plan": plan,
             SHOWN_KEY: request.images[0].as_json() if request.images else None,
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
-            "sampling": dataclasses.asdict(of_row(self.sampling, request)),
+            "sampling": dataclasses.asdict(request.own_sampling),
             "checkpoint": dataclasses.asdict(self.source),
-            "attention": implementation_of(self.engine.model.settings),
-            "step": step_implementation_of(self.engine.model),
+            "attention": self.engine.constants.attention,
+            "step": self.engine.constants.step,
             "version": __version__,
             "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         }
@@ -226,6 +236,8 @@ class TaskRun:
         if request.task == "edit":
             return _Canvas(request.words, (grid, grid), image, canvas)
         if request.box is not None:
+            from sparse_lavida_jax.inference import regions  # other tasks do without
+
             canvas, mask = regions.placed(image, request.box, side, side // grid)
         assert mask is not None
         canvas = self.prompts.erased(canvas, mask)
@@ -251,21 +263,30 @@ class TaskRun:
         if not wanted or not learned:
             return None
         examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
-        how = self._about_images(layout=task != "edit")
-        return self._texts(self.decode("layout", examples, _seeds(requests), how))
+        as_layout = task != "edit"  # edits use the temperature of other texts
+        return self._about_images("layout", examples, requests, as_layout=as_layout)
 
-    def _about_images(self, *, layout: bool) -> config.Sampling:
-        """Returns the settings for a text about an image to be drawn: a layout or a verdict.
+    def _about_images(
+        self,
+        making: str,
+        examples: Sequence[Example],
+        requests: Sequence[Request],
+        *,
+        as_layout: bool,
+    ) -> list[str]:
+        """Returns texts about images to be drawn: layouts or verdicts.
 
         Args:
-            layout: whether to use the temperature of layouts; edits use that of other texts.
+            as_layout: whether to use the temperature of layouts.
         """
         how, changes = self.sampling, {}
         if how.layout_block_len:
             changes["text_block_len"] = how.layout_block_len
-        if layout and how.layout_temperature >= 0:
+        if as_layout and how.layout_temperature >= 0:
             changes["text_temperature"] = how.layout_temperature
-        return dataclasses.replace(how, **changes)
+        how = dataclasses.replace(how, **changes)
+        rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
+        return self._texts(self.decode(making, examples, rows, how))
 
     def _image_example(
         self, canvas: _Canvas, plan: str | None, attempts: Sequence[_Attempt] = ()
@@ -317,8 +338,7 @@ class TaskRun:
             (cells,) = self.decode("image", [example], [now])
             (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
             judged = [self.prompts.judge(request.words, image)]
-            told = self.decode("text", judged, _seeds([now]), self._about_images(layout=False))
-            (verdict,) = self._texts(told)
+            (verdict,) = self._about_images("text", judged, [now], as_layout=False)
             attempts.append((image, verdict.strip()))
             if self.prompts.accepts(verdict.strip()) or len(attempts) == request.rounds:
                 return cells, attempts
@@ -372,8 +392,3 @@ class TaskRun:
         size = image.shape[1], image.shape[0]
         boxes = tuple(self.prompts.boxes(named, found, size))
         return self.result(requests, tokens=tuple(found), boxes=boxes)
-
-
-def _seeds(requests: Sequence[Request]) -> list[RowRequest]:
-    """Returns requests reduced to their noise, for text about an image to be drawn."""
-    return [RowRequest(seed=one.seed, attempt=one.attempt) for one in requests]

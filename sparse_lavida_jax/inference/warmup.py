@@ -23,6 +23,7 @@ from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.requests import TASKS, Request, grid_of
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.sampling.prompts import PROMPT_BUCKET, lay_out
 from sparse_lavida_jax.scenes.grammar import Plan
 
@@ -140,7 +141,7 @@ class _Prompts:
         """The settings of the requests."""
         one = {**self.options, "as_written": True}
         (request,) = self.pipe.requests(self.task, _words(1), self.image, **one)
-        return request.sampling or self.pipe.settings.sampling
+        return request.sampling
 
     def written(self) -> list[Rehearsal]:
         """Returns those of a text, each with one row."""
@@ -233,7 +234,7 @@ class _Prompts:
         settings = presets.step_settings(
             self.sampling, model, example.kind, has_source=has_source and example.kind == "image"
         )
-        laid = lay_out(example, model, settings)
+        laid = lay_out(example, RowRequest(), model, settings)
         text, image = (max(len(row.index) for row in rows) for rows in (laid.text, laid.image))
         return text, image
 

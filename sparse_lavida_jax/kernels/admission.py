@@ -285,7 +285,7 @@ def _run(command: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], 
 def _wait(child: subprocess.Popen, out: IO[str], limit_s: float) -> int:
     """Waits for a child, and shows which of its programs is compiled; returns its status."""
     end = time.monotonic() + limit_s
-    with side_by_side.Progress(0, "attention's kernel is checked") as progress:
+    with side_by_side.ProgressLine(0, "attention's kernel is checked") as progress:
         while True:
             try:
                 return child.wait(max(0, min(LOOK_S, end - time.monotonic())))

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from sparse_lavida_jax.kernels import blockwise, devices, sharded
+from sparse_lavida_jax.kernels import devices, sharded
 from sparse_lavida_jax.kernels import tables as tiles
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags
 from sparse_lavida_jax.kernels.sharded import Deal
@@ -504,6 +504,8 @@ def _run(
 def _kernel(chosen: str, dtype: DTypeLike, head_dim: int) -> tuple[ModuleType, Any]:
     """Returns the module that computes a call, and how it is interpreted (False: not)."""
     if chosen == "blockwise":
+        from sparse_lavida_jax.kernels import blockwise
+
         return blockwise, False
     if chosen == "pallas_tpu":
         from sparse_lavida_jax.kernels import pallas_tpu

@@ -32,7 +32,7 @@ UNSEEN = -1  # the block of a query that is padding: no key has it
 WARPS = 8  # of a program
 
 
-class _Row(NamedTuple):
+class _RowTiles(NamedTuple):
     """One row of a list, inside a kernel, and the head that the program computes."""
 
     lists: Any
@@ -41,7 +41,7 @@ class _Row(NamedTuple):
     head: Any
 
     @classmethod
-    def mine(cls, lists) -> "_Row":
+    def mine(cls, lists) -> "_RowTiles":
         """Returns the row of this program; with an order, the first programs take the longest."""
         row, head, batch = map(pl.program_id, range(3))
         order = lists[3:]
@@ -97,7 +97,7 @@ def _exp2(x, shape: Shape):
 
 
 def _forward_kernel(q, k, v, layer, tags, lists, out, lse, *, shape: Shape):
-    work, scale = _Row.mine(lists), shape.scale * LOG2_E
+    work, scale = _RowTiles.mine(lists), shape.scale * LOG2_E
     batch, queries, lanes = work.batch, work.tokens, _lanes(work.head, shape)
     key_lanes, of_layer = _lanes(work.head, shape, shape.group), layer[0]
     own, own_tags = q[batch, queries, lanes], _read(tags[0], batch, queries)
@@ -130,7 +130,7 @@ def _forward_kernel(q, k, v, layer, tags, lists, out, lse, *, shape: Shape):
 
 
 def _query_gradient_kernel(q, k, v, dout, lse, delta, tags, lists, dq, *, shape: Shape):
-    work, scale = _Row.mine(lists), shape.scale * LOG2_E
+    work, scale = _RowTiles.mine(lists), shape.scale * LOG2_E
     batch, queries, lanes = work.batch, work.tokens, _lanes(work.head, shape)
     key_lanes = _lanes(work.head, shape, shape.group)
     own, own_dout = (x[batch, queries, lanes] for x in (q, dout))
@@ -153,7 +153,7 @@ def _query_gradient_kernel(q, k, v, dout, lse, delta, tags, lists, dq, *, shape:
 
 def _key_gradient_kernel(q, k, v, dout, lse, delta, tags, lists, dk, dv, *, shape: Shape):
     """Adds up the query heads that share a key head."""
-    work, scale = _Row.mine(lists), shape.scale * LOG2_E
+    work, scale = _RowTiles.mine(lists), shape.scale * LOG2_E
     batch, keys, lanes = work.batch, work.tokens, _lanes(work.head, shape)
     own_k, own_v = (x[batch, keys, lanes] for x in (k, v))
     own_tags = _read(tags[1], batch, keys)

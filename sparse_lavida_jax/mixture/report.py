@@ -15,7 +15,7 @@ NAMED = 3  # names in a line
 LONGEST_NAME = 60  # characters in a line
 
 
-class Line(NamedTuple):
+class ReportLine(NamedTuple):
     """A line of the table.
 
     Attributes:
@@ -46,24 +46,30 @@ class Found(NamedTuple):
     remarks: dict[str, list[str]]
 
 
-def lines(shards: Sequence[Shard], done: Mapping[str, Outcome], found: Found) -> list[Line]:
+def lines(shards: Sequence[Shard], done: Mapping[str, Outcome], found: Found) -> list[ReportLine]:
     """Returns the table of a preparation, with the shards that are finished."""
     used, unused = [], []
     for name, grouped in itertools.groupby(shards, lambda shard: shard.dataset.name):
         of = [*grouped]
         there = [done[shard.stem] for shard in of if shard.stem in done]
         tables = sorted({path.name for shard in of for path in shard.tables})
-        used.append(Line("used", f"records of {name}", sum(one.records for one in there), tables))
+        used.append(
+            ReportLine("used", f"records of {name}", sum(one.records for one in there), tables)
+        )
         rules = sum((collections.Counter(one.left_out) for one in there), collections.Counter())
-        unused += [Line("left out", f"{name}: {rule}", n, ()) for rule, n in sorted(rules.items())]
+        unused += [
+            ReportLine("left out", f"{name}: {rule}", n, ()) for rule, n in sorted(rules.items())
+        ]
         if bad := [row for one in there for row, _ in one.bad]:
-            unused.append(Line("left out", f"{name}: bad rows", len(bad), bad))
-    unused += [Line("left out", why, len(names), names) for why, names in found.left_out.items()]
-    notes = [Line("note", what, len(names), names) for what, names in found.remarks.items()]
+            unused.append(ReportLine("left out", f"{name}: bad rows", len(bad), bad))
+    unused += [
+        ReportLine("left out", why, len(names), names) for why, names in found.left_out.items()
+    ]
+    notes = [ReportLine("note", what, len(names), names) for what, names in found.remarks.items()]
     return [*used, *unused, *notes]
 
 
-def as_text(table: Sequence[Line]) -> str:
+def as_text(table: Sequence[ReportLine]) -> str:
     """Returns the table for a terminal."""
     most = len(str(max((line.count for line in table), default=0)))
     return "\n".join(
@@ -73,7 +79,7 @@ def as_text(table: Sequence[Line]) -> str:
     )
 
 
-def as_json(table: Sequence[Line]) -> list[dict[str, Any]]:
+def as_json(table: Sequence[ReportLine]) -> list[dict[str, Any]]:
     """Returns the table with all names."""
     return [line._asdict() | {"names": [*line.names]} for line in table]
 
@@ -116,7 +122,7 @@ class Summary:
     records: int
     left_out: int
     bad: int
-    table: tuple[Line, ...] = ()
+    table: tuple[ReportLine, ...] = ()
 
 
 def summary(

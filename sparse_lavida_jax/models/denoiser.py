@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, Stream, TokenLayout
-from sparse_lavida_jax.models import neighbours
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
 from sparse_lavida_jax.models.stack import StepTables, Wanted, run_layers, step_tables
@@ -142,6 +141,8 @@ class Denoiser(nnx.Module):
 
     def _look_at_neighbours(self, rngs: nnx.Rngs) -> None:
         """Makes the first heads of the first layer attend to the neighbours of each word."""
+        from sparse_lavida_jax.models import neighbours  # a model that is loaded does without
+
         direction = neighbours.shared_direction(self.settings.width, rngs.params())
         self.text_embedding[...] = neighbours.with_direction(self.text_embedding[...], direction)
         register = self.register_understanding[...][None]

@@ -627,16 +627,16 @@ class ImageCodec:
         """Starts to make the program that decodes an image of rows and columns of cells."""
         shape = 1, cells[0] * self.side, cells[1] * self.side
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
-        return [_decode.program(taken_apart(self._decoder(dtype)), codes)]
+        return [_decode.program(self._decoder(dtype), codes)]
 
-    @jax_settings.defaults()
     def _decoder(self, dtype: str) -> VQModel:
         if dtype not in self._decoders:
-            self._decoders[dtype] = for_decoding(self.vq, dtype)
+            with jax_settings.defaults():
+                self._decoders[dtype] = taken_apart(for_decoding(self.vq, dtype))
         return self._decoders[dtype]
 
 
-class ImageEncoder:
+class ImageTokenizer:
     """The image tokenizer for `prepare`: converts squares of pixels to codes.
 
     Its parameters are read when the first image is encoded, in the process that encodes it.

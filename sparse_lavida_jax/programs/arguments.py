@@ -68,9 +68,10 @@ def taken_apart(module: M) -> M:
     """Returns a module whose arrays are already listed, as an argument of compiled programs.
 
     A program flattens the module itself again in every call, which takes the host longer than
-    everything else in the call. Inside the program it is the original module.
+    everything else in the call. Inside the program it is the original module. One that is taken
+    apart already is returned as it is.
     """
-    return cast(M, TakenApart(module))
+    return module if type(module) is TakenApart else cast(M, TakenApart(module))
 
 
 def arguments(tree: Any) -> Arguments:

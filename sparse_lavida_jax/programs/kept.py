@@ -28,7 +28,6 @@ from jax.experimental import serialize_executable
 
 from sparse_lavida_jax.programs import executables, jax_settings, side_by_side
 from sparse_lavida_jax.programs.arguments import Arguments, Types, arguments, type_of
-from sparse_lavida_jax.programs.folder import compiling_anew
 
 T = TypeVar("T")
 
@@ -185,7 +184,7 @@ def make(calls: Generator[Call, Any, Any], number: int) -> None:
         progress.show([one.future for one in programs.values()])
         return program.out
 
-    with side_by_side.Progress(number) as progress:
+    with side_by_side.ProgressLine(number) as progress:
         finish(calls, made)
         side_by_side.wait([one.future for one in programs.values()], progress)
 
@@ -304,6 +303,8 @@ class Program:
 
 def _compile(lowered: jax.stages.Lowered, out: Types, name: str) -> jax.stages.Compiled:
     """Compiles a program, and keeps it if it has a name."""
+    from sparse_lavida_jax.programs.folder import compiling_anew
+
     with compiling_anew() if name else contextlib.nullcontext():
         compiled = lowered.compile()
     if name:

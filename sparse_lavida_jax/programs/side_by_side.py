@@ -50,7 +50,7 @@ def start(make: Callable[[], T]) -> "Future[T]":
     return _threads().submit(jax_settings.options()(make))
 
 
-def wait(futures: "Sequence[Future]", progress: "Progress | None" = None) -> None:
+def wait(futures: "Sequence[Future]", progress: "ProgressLine | None" = None) -> None:
     """Waits for functions, or for Ctrl-C; their errors are not raised."""
     waiting = set(futures)
     try:
@@ -75,7 +75,7 @@ def progress_shown(show: Callable[[str], None]) -> Iterator[None]:
         _show = before
 
 
-class Progress:
+class ProgressLine:
     """One line on a terminal, such as "compiling: program 3 of 7, 12 s", after `QUIET_S`.
 
     Elsewhere, where a line cannot be written over, one is written when all is done.
@@ -86,7 +86,7 @@ class Progress:
         self._begin, self._shown = time.monotonic(), ""
         self._overwrites = sys.stderr.isatty()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels.attention import (
     mesh_in_use,
     query_multiple,
@@ -28,19 +27,20 @@ from sparse_lavida_jax.kernels.attention import (
 from sparse_lavida_jax.layout import GIVEN_BLOCK
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import implementation_of
+from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.kept import Call
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.content_cache import ContentCache, digest, num_tokens, row_digests
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import (
+    LaidOut,
     Prompt,
     PromptPart,
+    batched,
     guidance_shapes,
     padded_lengths,
     parted,
-    prepare,
 )
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
@@ -48,7 +48,6 @@ from sparse_lavida_jax.sampling.state import (
     SamplerState,
     StepTokens,
     apart,
-    attention,
     capacity,
     decodes,
     gather,
@@ -56,7 +55,6 @@ from sparse_lavida_jax.sampling.state import (
     own_len,
     pass_prompt,
     prefill,
-    program_of,
     prompt_bytes,
     reaches,
     rows_of,
@@ -75,7 +73,32 @@ STEPS = 16
 READ_SLOTS, TEXT_LENGTHS = 16, 8
 
 
-_slot_multiple = functools.cache(slot_multiple)
+@dataclasses.dataclass(frozen=True)
+class ModelConstants:
+    """What no request changes of a loaded model: what computes it here, and what that needs.
+
+    Attributes:
+        attention, step: the implementations of attention and of steps (`models.stack`).
+        slot_multiple, query_multiple: what cache slots, and tokens of a step, are padded to.
+        takes_tables: whether attention runs over listed tiles.
+        mask_ids: by the kind of the response.
+    """
+
+    settings: config.Model
+    attention: str
+    step: str
+    slot_multiple: int
+    query_multiple: int
+    takes_tables: bool
+    mask_ids: dict[Kind, int]
+
+    @classmethod
+    def of(cls, model: Denoiser) -> "ModelConstants":
+        """Finds them for a model, or for one of types."""
+        settings, attention = model.settings, implementation_of(model.settings)
+        kernel = slot_multiple(attention), query_multiple(attention), takes_tables(attention)
+        masks: dict[Kind, int] = {"text": settings.text_mask_id, "image": settings.image_mask_id}
+        return cls(settings, attention, step_implementation_of(model), *kernel, masks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +133,7 @@ class Begun:
             num_registers=num_registers(segment, self.program),
             reach=self.reach.get(int(segment.block[0])),
         )
-        steps, end = StepTokens.of(segment), segment.num_steps
+        steps, end = StepTokens.of(segment), len(segment.block)
         if not self.in_trips:
             yield Trip(np.arange(end), steps, {"settings": settings})
             return
@@ -142,6 +165,7 @@ class Prepared:
 
     Attributes:
         begun: without a state.
+        constants: of the model.
         arrays: the model, the canvas, when it was decoded, and the values of its rows.
         parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
         room: slots of the two regions of the cache.
@@ -150,6 +174,7 @@ class Prepared:
     """
 
     begun: Begun
+    constants: ModelConstants
     arrays: tuple = ()
     parts: Sequence[PromptPart] = ()
     room: tuple[int, int] = (0, 0)
@@ -237,8 +262,7 @@ class Prepared:
     @functools.cached_property
     def _by(self) -> tuple[Hashable, ...]:
         """What makes the entries of a cache, and by which they are found."""
-        model = self.arrays[0]
-        return weakref.ref(model), attention(model)
+        return weakref.ref(self.arrays[0]), self.constants.attention, self.constants.step
 
     @functools.cached_property
     def _images(self) -> list[str]:
@@ -248,43 +272,44 @@ class Prepared:
 
 def prepared(
     model: Denoiser,
-    examples: Sequence[Example],
+    laid: Sequence[LaidOut],
     segments: list[plans.Segment],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
-    prompt: Prompt | None = None,
     most_kept: int | None = None,
     making: str = "",
     in_trips: bool | None = None,
+    constants: ModelConstants | None = None,
 ) -> Prepared:
-    """Lays a batch out (`sample.sample`), unless that was done; no program of the model runs.
+    """Makes the arrays of a batch (`sample.sample`); no program of the model runs.
 
     Args:
         model: arrays, or their types.
+        laid: its rows.
         most_kept: bytes that a `ContentCache` may keep: images are then encoded, and rows that
             requests share are passed, by themselves, even if it keeps none. None: without one.
+        constants: of the model; None: they are found.
     """
-    canvas, given = first_canvas(examples, mask_id_of(model.settings, settings.kind))
-    if segments and segments[0].decode.shape[1] != len(examples):
+    constants = constants or ModelConstants.of(model)
+    canvas, given = first_canvas(laid, constants.mask_ids[settings.kind])
+    if segments and segments[0].decode.shape[1] != len(laid):
         raise ValueError(
-            f"the plan is for {segments[0].decode.shape[1]} rows, got {len(examples)} requests."
+            f"the plan is for {segments[0].decode.shape[1]} rows, got {len(laid)} requests."
         )
-    rows = rows_of(examples, settings, making)
-    program = program_of(settings, greedy=not np.any(rows.temperature))
+    rows = rows_of(laid, settings, making)
+    program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not segments:
-        return Prepared(Begun(canvas, None, program, None))
-    if prompt is None:
-        prompt = prepare(examples, model.settings, settings, prompt_len)
+        return Prepared(Begun(canvas, None, program, None), constants)
+    prompt = batched(laid, constants.settings, prompt_len)
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
-    implementation = implementation_of(model.settings)
-    multiple = query_multiple(implementation) if settings.uses_cache else 1
+    multiple = constants.query_multiple if settings.uses_cache else 1
     segments = [_in_groups(segment, settings, multiple) for segment in segments]
-    room = capacity(prompt, segments, settings, _slot_multiple(implementation))
+    room = capacity(prompt, segments, settings, constants.slot_multiple)
     reach = {}
-    if settings.uses_cache and not in_trips and not takes_tables(implementation):
+    if settings.uses_cache and not in_trips and not constants.takes_tables:
         reach = _read_slots(prompt, segments, settings, room[settings.kind == "image"])
     parts, pixels = [], None
     with over_mesh(model):
@@ -299,16 +324,19 @@ def prepared(
     kept_parts = frozenset(
         number
         for number, part in enumerate(parts)
-        if prompt_bytes(model.settings, part.prompt, settings.kind) <= (most_kept or 0)
+        if prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
     )
     if pixels is not None:
         prompt = dataclasses.replace(prompt, pixels=None)
     on_device, rows = jax.device_put((prompt, rows))
     begun = Begun(canvas, on_device, program, None, reach, in_trips, multiple)
-    return Prepared(begun, (model, canvas, decoded_at, rows), parts, room, kept_parts, pixels)
+    arrays = model, canvas, decoded_at, rows
+    return Prepared(begun, constants, arrays, parts, room, kept_parts, pixels)
 
 
 def _in_groups(segment: plans.Segment, settings: StepSettings, multiple: int) -> plans.Segment:
+    if multiple == 1:
+        return segment
     return plans.in_groups(segment, num_registers(segment, settings), multiple)
 
 
@@ -325,16 +353,16 @@ def _read_slots(
 
 
 def first_canvas(
-    examples: Sequence[Example], mask_id: int
+    laid: Sequence[LaidOut], mask_id: int
 ) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
     """Returns the initial responses, and which of their tokens are known."""
-    lengths = sorted({len(example.given) for example in examples})
+    lengths = sorted({len(one.example.given) for one in laid})
     if len(lengths) > 1:
         raise ValueError(
             f"requests of one batch have one response length, got {lengths}: sample them apart."
         )
-    given = np.stack([example.given for example in examples])
-    tokens = np.stack([example.response for example in examples])
+    given = np.stack([one.example.given for one in laid])
+    tokens = np.stack([one.example.response for one in laid])
     return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
 
 

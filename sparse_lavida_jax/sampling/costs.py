@@ -64,4 +64,4 @@ def costs(
 
 def total(steps: Sequence[StepCost]) -> int:
     """Returns the tokens of some steps."""
-    return sum(step.total for step in steps)
+    return sum(map(sum, steps))

@@ -202,7 +202,7 @@ class Draws:
         self, rows: Rows, now: StepTokens, logits: Float[Array, "b w g v"], settings: StepSettings
     ) -> Int[Array, "b w g"]:
         """Draws each code independently; at temperature 0, takes the most probable one."""
-        if settings.temperature == 0:
+        if settings.greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         drawn = self.noise(rows.key, now, logits.shape[2:])
         return jnp.argmax(_scores(rows, now, logits, drawn), axis=-1).astype(jnp.int32)
@@ -312,7 +312,7 @@ def draw_by_tiles(
         return jnp.where(_barred(ids, rows, now, model.settings), -jnp.inf, logits)
 
     def score_of(logits, number):
-        if settings.temperature == 0:
+        if settings.greedy:
             return logits
         drawn = noise(rows.key, now, (settings.head_tile,), number)[..., : logits.shape[-1]]
         return _scores(rows, now, logits, drawn)

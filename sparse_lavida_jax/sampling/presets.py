@@ -18,6 +18,7 @@ and the registers, and what the cache holds:
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
@@ -123,15 +124,56 @@ class Choice:
         return self.commit in ("threshold", "factor", "entropy")
 
 
-@dataclasses.dataclass(frozen=True)
-class StepSettings:
-    """Everything that is compiled into a step, and the numbers that `state.program_of` drops.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RowRequest:
+    """How one row is sampled: what rows of a batch may differ in, none of which is compiled in.
 
     Attributes:
-        temperature, guidance, guidance_image: for rows whose request does not set them.
+        seed: determines all random numbers of the row.
+        attempt: the number of this attempt; each has its own noise.
+        temperature: of the image, or of the text; 0 takes the most probable token or code.
+        guidance, guidance_edit, guidance_image: scales of an image (`config.Sampling`).
+    """
+
+    seed: int = 0
+    attempt: int = 0
+    temperature: float = 0.0
+    guidance: float = 0.0
+    guidance_edit: float = -1.0
+    guidance_image: float = 0.0
+
+
+def scales(sampling: config.Sampling, kind: Kind) -> dict[str, Any]:
+    """Returns the scales of rows with a response of this kind, by their names in `RowRequest`."""
+    return {
+        "temperature": sampling.text_temperature if kind == "text" else sampling.temperature,
+        "guidance": sampling.guidance,
+        "guidance_edit": sampling.guidance_edit,
+        "guidance_image": sampling.guidance_image,
+    }
+
+
+def guidance_of(scaled: RowRequest | config.Sampling, *, has_source: bool) -> float:
+    """Returns the guidance scale of an image, or with `has_source` of an edit."""
+    of_edits = has_source and scaled.guidance_edit >= 0
+    return scaled.guidance_edit if of_edits else scaled.guidance
+
+
+def is_guided(scaled: RowRequest | config.Sampling, *, has_source: bool) -> bool:
+    """Whether guidance acts on an image, or with `has_source` on an edit."""
+    by_image = has_source and scaled.guidance_image > 0
+    return by_image or guidance_of(scaled, has_source=has_source) > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Everything that is compiled into a step.
+
+    Attributes:
         guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: samples text as the released code does (`config.Sampling.released_behaviour`).
+        greedy: whether every row has temperature 0, so that no noise is drawn.
         guided, refreshing: of the segment (`plans.Segment`).
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
@@ -144,15 +186,13 @@ class StepSettings:
     kind: Kind
     preset: Preset
     num_registers: int
-    temperature: float
     guidance_rows: int
-    guidance: float
-    guidance_image: float
     edit_guidance: str = "source"
     choice: Choice = Choice()
     top_k: int = 0
     top_p: float = 1.0
     released: bool = False
+    greedy: bool = False
     guided: bool = True
     refreshing: bool = False
     head_tile: int = 0
@@ -170,16 +210,19 @@ class StepSettings:
         return self.preset.cache_prompt and not self.preset.refreshes
 
 
-def guidance_of(sampling: config.Sampling, *, has_source: bool) -> float:
-    """Returns the guidance scale of an image, or with `has_source` of an edit."""
-    of_edits = has_source and sampling.guidance_edit >= 0
-    return sampling.guidance_edit if of_edits else sampling.guidance
-
-
 def step_settings(
-    sampling: config.Sampling, model: config.Model, kind: Kind, *, has_source: bool = False
+    sampling: config.Sampling,
+    model: config.Model,
+    kind: Kind,
+    *,
+    has_source: bool = False,
+    guided: bool | None = None,
 ) -> StepSettings:
     """Returns the settings that a sampling configuration compiles into a step.
+
+    Args:
+        has_source: whether an image is edited.
+        guided: whether guidance acts on any row (`is_guided`); None: as configured.
 
     Raises:
         ConfigError: more registers than the model has.
@@ -187,9 +230,8 @@ def step_settings(
     is_text = kind == "text"
     name = (sampling.text_preset if is_text else "") or sampling.preset
     chosen = preset(name or default_preset(model))
-    scale = guidance_of(sampling, has_source=has_source)
-    pulled = scale > 0 or (has_source and sampling.guidance_image > 0)
-    guided = pulled and not is_text
+    if guided is None:
+        guided = is_guided(sampling, has_source=has_source)
     registers = model.num_registers if sampling.registers < 0 else sampling.registers
     if registers > model.num_registers and not chosen.full_attention:
         raise config.ConfigError(
@@ -204,10 +246,7 @@ def step_settings(
         kind=kind,
         preset=chosen,
         num_registers=0 if chosen.full_attention else registers,
-        temperature=sampling.text_temperature if is_text else sampling.temperature,
-        guidance_rows=(3 if has_source else 2) if guided else 1,
-        guidance=scale if guided else 0.0,
-        guidance_image=sampling.guidance_image if guided else 0.0,
+        guidance_rows=(3 if has_source else 2) if guided and not is_text else 1,
         edit_guidance=sampling.edit_guidance,
         choice=_choice(sampling, kind),
         top_k=sampling.text_top_k if is_text else sampling.top_k,

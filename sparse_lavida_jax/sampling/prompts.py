@@ -2,7 +2,6 @@
 """Lays out examples as the prompts of a batch, on the host: all guidance rows, in one bucket."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -22,7 +21,7 @@ from sparse_lavida_jax.layout import (
     Stream,
     make_layout,
 )
-from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sequence import prompt_row, stack_images, stack_views, stacked_features
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -74,15 +73,17 @@ class StreamRow:
 
 @dataclasses.dataclass(frozen=True)
 class LaidOut:
-    """An example laid out once: a row of each stream for every guidance row.
+    """An example to be sampled, laid out once: a row of each stream for every guidance row.
 
     Attributes:
+        request: how it is sampled.
         text, image: prompt, and given tokens unless steps pass them (`Preset.passes_given`).
         response_position: position of the first response token.
         length: L, where register positions start.
     """
 
     example: Example
+    request: RowRequest
     text: tuple[StreamRow, ...]
     image: tuple[StreamRow, ...]
     response_position: int
@@ -95,7 +96,9 @@ class LaidOut:
         return tuple(len(text.index) + len(image.index) for text, image in pairs)
 
 
-def lay_out(example: Example, model: config.Model, settings: StepSettings) -> LaidOut:
+def lay_out(
+    example: Example, request: RowRequest, model: config.Model, settings: StepSettings
+) -> LaidOut:
     """Lays out an example on the host, with all guidance rows."""
     given_passed = not settings.preset.passes_given
     known, text, image = np.flatnonzero(example.given & given_passed), [], []
@@ -109,6 +112,8 @@ def lay_out(example: Example, model: config.Model, settings: StepSettings) -> La
         blocks = np.full(len(row.ids), PROMPT_BLOCK), np.full(len(row.cell), PROMPT_BLOCK)
         text.append(StreamRow(row.ids, row.feature, row.position, blocks[0]))
         image.append(StreamRow(row.codes, row.cell, row.source_position, blocks[1]))
+        if not len(known):
+            continue
         at = row.response_position + known
         if example.kind == "text":
             tokens, no_feature = example.response[known, 0], np.full(len(known), NO_FEATURE)
@@ -116,7 +121,7 @@ def lay_out(example: Example, model: config.Model, settings: StepSettings) -> La
         else:
             image[-1] = image[-1].followed_by(example.response[known], known, at)
     place = row.response_position, row.length
-    return LaidOut(example, tuple(text), tuple(image), *place)
+    return LaidOut(example, request, tuple(text), tuple(image), *place)
 
 
 def lengths_of(laid: Sequence[LaidOut]) -> tuple[int, int]:
@@ -135,16 +140,14 @@ def batched(
         prompt_len: smallest padded lengths of the two streams, so that batches share programs.
     """
     pixels, views = _seen([one.example for one in laid])
-    text, image = (
-        [row for rows in zip(*streams, strict=True) for row in rows]
-        for streams in ([one.text for one in laid], [one.image for one in laid])
-    )
+    rows = len(laid[0].text)
+    text = [one.text[row] for row in range(rows) for one in laid]
+    image = [one.image[row] for row in range(rows) for one in laid]
     if views is not None:
         text = [
             dataclasses.replace(row, index=_numbered(row.index, shown, pixels, model.vision))
             for row, shown in zip(text, itertools.cycle(views), strict=False)
         ]
-    rows = len(text) // len(laid)
     return Prompt(
         _stack(text, model.end_of_text_id, prompt_len[0]),
         _stack(image, model.image_mask_id, prompt_len[1])
@@ -154,20 +157,6 @@ def batched(
         np.array([one.response_position for one in laid] * rows, np.int32),
         np.array([one.length for one in laid] * rows, np.int32),
     )
-
-
-def prepare(
-    examples: Sequence[Example],
-    model: config.Model,
-    settings: StepSettings,
-    prompt_len: tuple[int, int] = (0, 0),
-) -> Prompt:
-    """Lays out the prompts of a batch on the host, all guidance rows, padded to a bucket.
-
-    Args:
-        prompt_len: smallest padded lengths of the two streams, so that batches share programs.
-    """
-    return batched([lay_out(one, model, settings) for one in examples], model, prompt_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,14 +288,12 @@ def _numbered(feature, views: tuple[int, ...], pixels, vision: config.Vision):
 
 
 def _stack(rows: Sequence[StreamRow], pad_token: int, least: int) -> Stream:
-    length = _padded(max(least, *(len(row.index) for row in rows)))
-
-    def padded(name: str, fill: int):
-        values = [getattr(row, name) for row in rows]
-        widths = [((0, length - len(one)),) + ((0, 0),) * (one.ndim - 1) for one in values]
-        filled = map(functools.partial(np.pad, constant_values=fill), values, widths)
-        return np.stack([one.astype(np.int32) for one in filled])
-
-    tokens, index = padded("tokens", pad_token), padded("index", NO_CELL)
-    position, block = padded("position", 0), padded("block", PAD_BLOCK)
+    shape = len(rows), _padded(max(least, *(len(row.index) for row in rows)))
+    tokens = np.full((*shape, *rows[0].tokens.shape[1:]), pad_token, np.int32)
+    index, position = np.full(shape, NO_CELL, np.int32), np.zeros(shape, np.int32)
+    block = np.full(shape, PAD_BLOCK, np.int32)
+    for number, row in enumerate(rows):
+        used = number, slice(len(row.index))
+        tokens[used], index[used] = row.tokens, row.index
+        position[used], block[used] = row.position, row.block
     return Stream(tokens, index, make_layout(position, block, GIVEN_BLOCK))

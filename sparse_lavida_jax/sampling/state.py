@@ -33,8 +33,8 @@ from sparse_lavida_jax.models.stack import (
 )
 from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling import plans
-from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import Prompt, cut_rows, padded_lengths
+from sparse_lavida_jax.sampling.presets import StepSettings, guidance_of
+from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, cut_rows, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -68,27 +68,22 @@ class Rows:
     ends_from: Int[AnyArray, " b"]
 
 
-def rows_of(examples: Sequence[Example], settings: StepSettings, making: str = "") -> Rows:
-    """Returns the values that requests set, and those of the settings where they do not.
+def rows_of(laid: Sequence[LaidOut], settings: StepSettings, making: str = "") -> Rows:
+    """Returns the values of the rows of a batch, from their requests.
 
     Args:
         making: a key of `NOISE`; "": the kind of the responses.
     """
-    requests = [example.request for example in examples if example.request is not None]
-    if len(requests) < len(examples):
-        raise ValueError("every example that is sampled needs its request, with a seed at least.")
-
-    def own(name: str) -> np.ndarray:
-        values = (getattr(request, name) for request in requests)
-        default = getattr(settings, name)
-        return np.array([default if value is None else value for value in values], np.float32)
-
-    seeds, attempts = (
-        np.array([getattr(request, name) for request in requests]) for name in ("seed", "attempt")
-    )
-    ends = np.array([ends_from(example) for example in examples], np.int32)
-    scales = own("temperature"), own("guidance"), own("guidance_image")
-    return Rows(_keys(seeds, attempts, making=NOISE[making or settings.kind]), *scales, ends)
+    requests, edits = [one.request for one in laid], settings.guidance_rows == 3
+    seeds, attempts = np.array([(one.seed, one.attempt) for one in requests]).T
+    scales = [
+        (one.temperature, guidance_of(one, has_source=edits), one.guidance_image)
+        for one in requests
+    ]
+    temperature, guidance, guidance_image = np.array(scales, np.float32).T
+    key = _keys(seeds, attempts, making=NOISE[making or settings.kind])
+    ends = np.array([ends_from(one.example) for one in laid], np.int32)
+    return Rows(key, temperature, guidance, guidance_image, ends)
 
 
 @kept(static=("making",))
@@ -324,17 +319,6 @@ def reaches(prompt: Prompt, segments: list[plans.Segment], settings: StepSetting
         committed += len(s.block) * kept
         found.append(own + committed - kept + clean + others + registers)
     return found
-
-
-def program_of(settings: StepSettings, *, greedy: bool) -> StepSettings:
-    """Returns settings without numbers that rows may set: the key of the compiled program.
-
-    Args:
-        greedy: whether every row has temperature 0, so that no noise is drawn.
-    """
-    return dataclasses.replace(
-        settings, temperature=0.0 if greedy else 1.0, guidance=0.0, guidance_image=0.0
-    )
 
 
 def num_registers(segment: plans.Segment, settings: StepSettings) -> int:

@@ -20,7 +20,7 @@ from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.dice import PhiloxPool
-from sparse_lavida_jax.scenes.prompts import Encoder
+from sparse_lavida_jax.scenes.prompts import ExampleMaker
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
@@ -49,7 +49,7 @@ class SceneBatches(Batches):
     remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
     multiple = 8
 
-    def __init__(self, settings: config.Config, encoder: Encoder, **share: int):
+    def __init__(self, settings: config.Config, encoder: ExampleMaker, **share: int):
         self.encoder, self.probe = encoder, LENGTH_PROBE
         self._kinds: list[tuple[SceneBatches, str]] = []  # a group of each shape of the run
         weights = settings.data.tasks

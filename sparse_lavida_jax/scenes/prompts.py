@@ -4,7 +4,7 @@
 The sequence of a text response is `<|user|> [image] prompt <|eot|> <|assistant|> response`, that
 of an image response `<|user|> [image, source cells] prompt <|eot|> <|assistant|> [plan]
 response <|eot|>`: the form of the base model (spec Sec. 5), with one token in place of a header.
-An `Encoder` makes them, for training too; `ScenePrompts` turns requests into them.
+An `ExampleMaker` makes them, for training too; `ScenePrompts` turns requests into them.
 """
 
 import dataclasses
@@ -64,9 +64,9 @@ class Codec(Protocol):
         ...
 
 
-def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "Encoder":
+def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ExampleMaker":
     """Returns the encoder of a model with this image tokenizer."""
-    return Encoder(tokenizer, settings.data, settings.model, appearance_codes(codec))
+    return ExampleMaker(tokenizer, settings.data, settings.model, appearance_codes(codec))
 
 
 def appearance_codes(codec: Codec) -> Int[np.ndarray, "a g"]:
@@ -79,7 +79,7 @@ def appearance_codes(codec: Codec) -> Int[np.ndarray, "a g"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoder:
+class ExampleMaker:
     """Turns samples of a task into examples.
 
     Attributes:
@@ -272,7 +272,7 @@ class ScenePrompts(PromptLanguage):
         encoder: turns words, images and codes into examples.
     """
 
-    encoder: Encoder
+    encoder: ExampleMaker
     tokenizer_type = Tokenizer
     describe = caption.PROMPT
     describe_in = constrained_caption.PROMPT
@@ -284,7 +284,7 @@ class ScenePrompts(PromptLanguage):
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
         # Requests do not need the codes of appearances, and they take as long as an image.
         codes = functools.cache(lambda: appearance_codes(codec))
-        return cls(Encoder(tokenizer, settings.data, settings.model, codes))
+        return cls(ExampleMaker(tokenizer, settings.data, settings.model, codes))
 
     @property
     def tokenizer(self) -> Tokenizer:

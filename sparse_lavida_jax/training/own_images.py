@@ -142,7 +142,7 @@ def place_image_tokenizer(
     if not named and place.is_dir():
         say(f"{place}: the image tokenizer that is there is kept; delete it to train another")
         return
-    source = vq.ImageEncoder(named).folder if named else place
+    source = vq.ImageTokenizer(named).folder if named else place
     sized = vq.read_settings(source) if named else settings.vq
     most = SHOWN if named else MOST_BYTES // (3 * sized.image_size**2)
     to = ingest.Settings(sized.image_size, sized.factor, 1, settings.seed)

@@ -7,12 +7,13 @@ import pathlib
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
+from sparse_lavida_jax.data.templates import language
 from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import ImageCodec, ImageEncoder
-from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
+from sparse_lavida_jax.models.vq import ImageCodec, ImageTokenizer
+from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
@@ -64,7 +65,7 @@ class TrainingData:
 
     def pipe(self, model: Denoiser) -> SparseLaViDa:
         """Returns the pipeline to sample from a model."""
-        prompts = LANGUAGES[self.settings.prompts].of(self.tokenizer, self.settings, self.codec)
+        prompts = language(self.settings.prompts).of(self.tokenizer, self.settings, self.codec)
         return SparseLaViDa(model, self.settings, prompts, self.codec)
 
 
@@ -109,7 +110,7 @@ def open_source(
 def _check_codes(folder: pathlib.Path, base: pathlib.Path) -> None:
     """Refuses records whose codes are not from the model's image tokenizer."""
     if (folder / "vq").is_dir() and (base / "vq").is_dir():
-        if ImageEncoder(str(folder)).digest != ImageEncoder(str(base)).digest:
+        if ImageTokenizer(str(folder)).digest != ImageTokenizer(str(base)).digest:
             raise config.ConfigError(
                 f"{folder} was prepared with another image tokenizer than that of {base}: prepare"
                 f" the images again, into another folder, with --image-tokenizer={base}."

@@ -14,9 +14,9 @@ import pytest
 import torch_folder
 
 from sparse_lavida_jax import config, main
-from sparse_lavida_jax.checkpoints import manifest, model_folder
+from sparse_lavida_jax.checkpoints import adapter_names, manifest, model_folder
 from sparse_lavida_jax.cli import parser, program, terminal
-from sparse_lavida_jax.convert import adapters, from_torch, to_torch
+from sparse_lavida_jax.convert import from_torch, to_torch
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference import records, requests
 from sparse_lavida_jax.mixture import recipe
@@ -82,8 +82,8 @@ def test_every_flag_and_setting_that_is_a_path_is_expanded(home):
     assert (evaluated.checkpoint, evaluated.data) == (f"{home}/m", f"{home}/d")
     assert model_folder.find_model("~/m") == home / "m"
     assert model_folder.place_of("~/new") == home / "new"
-    assert adapters.parse("~/a:0.5,b") == {f"{home}/a": 0.5, "b": 1.0}
-    assert adapters.parse({"~/a": 2.0}) == {f"{home}/a": 2.0}
+    assert adapter_names.parse("~/a:0.5,b") == {f"{home}/a": 0.5, "b": 1.0}
+    assert adapter_names.parse({"~/a": 2.0}) == {f"{home}/a": 2.0}
     image_files.write("~/x.png", IMAGE)
     (shown,) = requests.shown_images("~/x.png")
     assert shown.path == home / "x.png"

@@ -373,7 +373,7 @@ def test_what_cannot_be_written_is_reported_before_a_model_is_loaded(
 
 def test_what_fails_to_be_written_does_not_lose_the_rest(asked, capsys, monkeypatch, tmp_path):
     def full(path, *_):
-        raise image_files.WriteError(f"the image cannot be written to {path}: full.")
+        raise image_files.ImageWriteError(f"the image cannot be written to {path}: full.")
 
     monkeypatch.setattr(image_files, "write_animation", full)
     assert run("generate", "a", "--save-steps=a.gif") == 1

@@ -16,7 +16,6 @@ from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.models import fuse, lora, parameters, vq
-from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.scenes import prompts, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 
@@ -234,10 +233,10 @@ def batches(monkeypatch):
     """The batches that reach the sampler, as lists of (words of the prompt, seed)."""
     seen = []
 
-    def sample(model, examples, segments, *, settings, prompt, **_):
-        seen.append([(len(one.parts[1].ids), one.request.seed) for one in examples])
-        sample.prompt_lens.add(padded_lengths(prompt))
-        return np.stack([np.full_like(one.response, one.request.seed) for one in examples])
+    def sample(model, laid, segments, *, settings, prompt_len, **_):
+        seen.append([(len(one.example.parts[1].ids), one.request.seed) for one in laid])
+        sample.prompt_lens.add(prompt_len)
+        return np.stack([np.full_like(one.example.response, one.request.seed) for one in laid])
 
     sample.prompt_lens = set()
     monkeypatch.setattr(engine.sample, "sample", sample)

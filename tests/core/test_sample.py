@@ -89,21 +89,25 @@ def test_guidance_rows(kind, has_source, guidance, guidance_image, rows):
     asked = config.Sampling(guidance=guidance, guidance_image=guidance_image)
     settings = presets.step_settings(asked, SETTINGS, kind, has_source=has_source)
     assert settings.guidance_rows == rows
-    guided = rows > 1
-    assert (settings.guidance, settings.guidance_image) == (
-        (guidance, guidance_image) if guided else (0.0, 0.0)
-    )
+    # A batch is guided if any of its rows is, whatever is configured.
+    for guided in (True, False):
+        asked = config.Sampling(guidance=4.0 - 4.0 * guided)
+        most = presets.step_settings(asked, SETTINGS, kind, has_source=has_source, guided=guided)
+        assert most.guidance_rows == (2 + has_source if guided and kind == "image" else 1)
 
 
 def test_edits_may_have_a_guidance_of_their_own():
     asked = config.Sampling(guidance=4.0, guidance_edit=1.2)
+    row = presets.RowRequest(**presets.scales(asked, "image"))
+    example = tiny.request("image", SETTINGS, 0, words=3, source=True)
     for has_source, scale in ((False, 4.0), (True, 1.2)):
         settings = presets.step_settings(asked, SETTINGS, "image", has_source=has_source)
-        assert settings.guidance == scale
+        laid = prompts.lay_out(example, row, SETTINGS, settings)
+        np.testing.assert_allclose(state_of.rows_of([laid], settings).guidance, [scale], rtol=1e-6)
     none = presets.step_settings(
         dataclasses.replace(asked, guidance_edit=0.0), SETTINGS, "image", has_source=True
     )
-    assert (none.guidance, none.guidance_rows) == (0.0, 1)
+    assert none.guidance_rows == 1
     # Options given by name apply to every image task.
     named = options.changed(asked, draws=True, guidance=2.0)
     assert presets.guidance_of(named, has_source=True) == 2.0
@@ -113,8 +117,8 @@ def test_edits_may_have_a_guidance_of_their_own():
 
 def test_temperature_is_that_of_the_kind():
     asked = config.Sampling(temperature=0.3, text_temperature=0.6)
-    assert presets.step_settings(asked, SETTINGS, "image").temperature == 0.3
-    assert presets.step_settings(asked, SETTINGS, "text").temperature == 0.6
+    assert presets.scales(asked, "image")["temperature"] == 0.3
+    assert presets.scales(asked, "text")["temperature"] == 0.6
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,8 @@ def test_slots_that_a_segment_cannot_reach_are_not_read(kind, monkeypatch):
 
     def run():
         with traces._patched(**traces._quick()):
-            begun = sample.begin(model, requests, segments, settings=settings)
+            laid = tiny.laid(requests, model.settings, settings)
+            begun = sample.begin(model, laid, segments, settings=settings)
         return begun.reach, traces.finished(model, requests, segments, settings)
 
     monkeypatch.setattr(calls, "READ_SLOTS", 1000)
@@ -313,7 +318,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     shown = []
     canvas = sample.sample(
         model,
-        requests,
+        tiny.laid(requests, model.settings, image_settings()),
         segments,
         settings=image_settings(),
         callback=shown.append,
@@ -547,7 +552,7 @@ CODES = tiny.model_settings(codes_per_token=4, trained_attention="full")
 def code_run(requests, seed=0, **asked):
     """Returns (plan, settings, recorded codes and noise) of the dense preset on the code grid."""
     sampling = config.Sampling(grid="code", temperature=0.8, num_steps=5, **asked)
-    settings = presets.step_settings(sampling, CODES, "image")
+    settings = tiny.step_settings(sampling, CODES, "image")
     given = np.stack([request.given for request in requests])
     plan = presets.plan(sampling, settings, CODES, given, 1)
     rng = np.random.default_rng(seed)
@@ -665,7 +670,7 @@ def logits_at(model, requests, canvas, settings):
     state = state_of.SamplerState(
         jnp.asarray(canvas, jnp.int32),
         jnp.full(shape, state_of.NOT_DECODED),
-        state_of.rows_of(requests, settings),
+        state_of.rows_of(tiny.laid(requests, model.settings, settings), settings),
         None,
         None,
         jnp.int32(0),
@@ -685,7 +690,7 @@ def test_whole_cells_may_be_chosen_by_confidence():
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4))
     requests = [tiny.request("image", model.settings, 0, words=3)]
     sampling = config.Sampling(preset="p", order="confidence", num_steps=4)
-    settings = presets.step_settings(sampling, model.settings, "image")
+    settings = tiny.step_settings(sampling, model.settings, "image")
     plan = presets.plan(sampling, settings, model.settings, requests[0].given[None], 1)
     shown = canvases(model, requests, plan, settings)[:, 0] < model.settings.codebook_size
     np.testing.assert_array_equal(shown.all(axis=-1), shown.any(axis=-1))
@@ -696,7 +701,7 @@ def test_whole_cells_may_be_chosen_by_confidence():
 @pytest.mark.parametrize("name", ["r", "t", "sparse"])
 def test_the_confidence_order_is_refused_where_not_all_cells_are_passed(name):
     sampling = config.Sampling(preset=name, order="confidence")
-    settings = presets.step_settings(sampling, SETTINGS, "image")
+    settings = tiny.step_settings(sampling, SETTINGS, "image")
     with pytest.raises(config.ConfigError, match="dense, none or p"):
         presets.plan(sampling, settings, SETTINGS, np.zeros((1, 9), bool), 1)
 
@@ -712,7 +717,7 @@ def test_the_confidence_order_is_refused_where_not_all_cells_are_passed(name):
 def test_passes_inside_a_step_are_refused_where_codes_are_chosen_otherwise(changes):
     sampling = config.Sampling(**{"cell_passes": 2} | changes)
     model = tiny.model_settings(codes_per_token=4)
-    settings = presets.step_settings(sampling, model, "image")
+    settings = tiny.step_settings(sampling, model, "image")
     with pytest.raises(config.ConfigError, match="must divide 4, the codes of a cell"):
         presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1, seeds=[0])
 
@@ -722,7 +727,7 @@ def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
         num_steps=8, merge_cells=3, temperature_schedule="linear", temperature_end=0.5,
         registers=4, registers_end=1,
     )  # fmt: skip
-    settings = presets.step_settings(sampling, FOUR_REGISTERS, "image")
+    settings = tiny.step_settings(sampling, FOUR_REGISTERS, "image")
     plan = presets.plan(sampling, settings, SETTINGS, np.zeros((2, 9), bool), 1)
 
     def all_steps(name):
@@ -748,7 +753,7 @@ def merged_run(sampling, shares):
     requests = [
         tiny.request("image", SETTINGS, i, words=3, given=share) for i, share in enumerate(shares)
     ]
-    settings = presets.step_settings(sampling, FOUR_REGISTERS, "image")
+    settings = tiny.step_settings(sampling, FOUR_REGISTERS, "image")
     given = np.stack([request.given for request in requests])
     seeds = [one.request.seed for one in requests]
     return requests, presets.plan(sampling, settings, SETTINGS, given, 1, seeds), settings
@@ -784,7 +789,7 @@ def test_where_steps_are_merged_a_row_does_not_know_what_others_have_given():
 def test_steps_are_not_merged_where_codes_are_chosen_otherwise(changes):
     sampling = config.Sampling(merge_cells=4, **changes)
     model = tiny.model_settings(codes_per_token=4)
-    settings = presets.step_settings(sampling, model, "image")
+    settings = tiny.step_settings(sampling, model, "image")
     with pytest.raises(config.ConfigError, match="merge_cells=4 merges steps over whole cells"):
         presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1, seeds=[0])
 
@@ -798,7 +803,7 @@ def test_outside_its_interval_guidance_does_not_act(name):
 
     def moments(**more):
         sampling = config.Sampling(**asked, **more)
-        settings = presets.step_settings(sampling, SETTINGS, "image")
+        settings = tiny.step_settings(sampling, SETTINGS, "image")
         plan = presets.plan(sampling, settings, SETTINGS, given, 1)
         return traces.moments(model, requests, plan, settings)[0]
 
@@ -855,7 +860,8 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     if edit_guidance in ("no_source", "no_image"):
         pulled = (full + 0.4 * second) / 1.4
     expected = pulled + 0.7 * (pulled - dropped)
-    rows = state_of.rows_of([tiny.request("image", SETTINGS, 0, words=3)], settings)
+    laid = tiny.laid([tiny.request("image", SETTINGS, 0, words=3)], SETTINGS, settings)
+    rows = state_of.rows_of(laid, settings)
     found = draw.guided(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(1))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     nothing = draw.guided(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(0))
@@ -919,14 +925,19 @@ def test_a_second_request_in_the_same_bucket_compiles_nothing():
         prefill=traced(calls.prefill, 1, static_argnames=("settings", "capacity")),
         run_segment=traced(sample.run_segment, len(plan), static_argnames=("settings",)),
     ):
-        first = sample.sample(model, requests, plan, settings=settings)
+        first = sample.sample(
+            model, tiny.laid(requests, model.settings, settings), plan, settings=settings
+        )
         others = [asked_of(request, i) for i, request in enumerate(requests, start=7)]
-        plan = traces.plan(requests, image_settings(guidance=3.0), max_segments=2)
-        second = sample.sample(model, others, plan, settings=image_settings(guidance=3.0))
+        stronger = image_settings(guidance=3.0)
+        plan = traces.plan(requests, stronger, max_segments=2)
+        second = sample.sample(
+            model, tiny.laid(others, model.settings, stronger), plan, settings=stronger
+        )
         assert (first != second).any()
         long = [tiny.request("image", SETTINGS, 1, words=40)] * 2
         with pytest.raises(AssertionError, match="traced"):
-            sample.sample(model, long, plan, settings=settings)
+            sample.sample(model, tiny.laid(long, model.settings, settings), plan, settings=settings)
 
 
 # Every program of a request, and text that it must contain.
@@ -969,7 +980,8 @@ def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_noth
     plan = traces.plan(requests, settings, max_segments=2) if kind == "image" else traces.plan(
         requests, settings, num_steps=2
     )  # fmt: skip
-    sample.sample(model, requests, plan, settings=settings, stop_early=False)
+    laid = tiny.laid(requests, model.settings, settings)
+    sample.sample(model, laid, plan, settings=settings, stop_early=False)
     assert ran == ["prefill", *["run_segment"] * len(plan)]
 
 
@@ -1017,7 +1029,7 @@ def test_registers_that_fall_are_those_that_training_knows():
     """Every step predicts what training with its number of registers predicts."""
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12)
     sampling = config.Sampling(num_steps=5, temperature=0.8, registers=4, registers_end=1)
-    settings = presets.step_settings(sampling, FOUR_REGISTERS, "image")
+    settings = tiny.step_settings(sampling, FOUR_REGISTERS, "image")
     given = np.stack([request.given for request in requests])
     plan = presets.plan(sampling, settings, SETTINGS, given, 1)
     counts = np.concatenate([part.registers for part in plan]).tolist()
@@ -1033,7 +1045,7 @@ def test_registers_that_fall_are_those_that_training_knows():
 def test_every_image_may_have_an_order_of_its_own_seed():
     model, requests = tiny.denoiser(SETTINGS), image_requests(3, 12)
     sampling = config.Sampling(num_steps=9, order_seed=-1)
-    settings = presets.step_settings(sampling, SETTINGS, "image")
+    settings = tiny.step_settings(sampling, SETTINGS, "image")
     given = np.stack([request.given for request in requests])
     plan = presets.plan(sampling, settings, SETTINGS, given, 1, seeds=[5, 6])
     decoded = np.concatenate([part.decode[..., 0] for part in plan])
@@ -1095,7 +1107,7 @@ def test_of_text_too_only_the_most_probable_may_be_drawn():
 def text_run(requests, block_len=tiny.TEXT_BLOCK_LEN, **asked):
     """Returns (plan, settings) of a text."""
     sampling = config.Sampling(**asked)
-    settings = presets.step_settings(sampling, SETTINGS, "text")
+    settings = tiny.step_settings(sampling, SETTINGS, "text")
     given = np.stack([request.given for request in requests])
     return presets.plan(sampling, settings, SETTINGS, given, block_len), settings
 
@@ -1263,7 +1275,7 @@ def test_a_plan_for_another_batch_is_refused():
     with pytest.raises(ValueError, match="the plan is for 2 rows, got 1 requests"):
         sample.sample(
             tiny.denoiser(SETTINGS),
-            image_requests(3),
+            tiny.laid(image_requests(3), SETTINGS, image_settings()),
             image_plan(image_requests(3, 4)),
             settings=image_settings(),
         )
@@ -1277,7 +1289,7 @@ def test_responses_of_different_length_are_refused():
     with pytest.raises(ValueError, match="response"):
         sample.sample(
             tiny.denoiser(SETTINGS),
-            requests,
+            tiny.laid(requests, SETTINGS, image_settings()),
             image_plan(image_requests(3, 4)),
             settings=image_settings(),
         )

@@ -271,7 +271,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(image_files.WriteError, match=f"written to {path}: No space left on device"):
+    with pytest.raises(
+        image_files.ImageWriteError, match=f"written to {path}: No space left on device"
+    ):
         image_files.write(path, NOISE + 1)
     monkeypatch.undo()
     assert [one.name for one in tmp_path.iterdir()] == ["picture.png"]

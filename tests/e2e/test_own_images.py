@@ -151,11 +151,11 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert image_files.read(prepared / "reconstructions.png").shape[1] > 4 * 64
 
     # A second run does no work again.
-    digest = vq.ImageEncoder(str(prepared)).digest
+    digest = vq.ImageTokenizer(str(prepared)).digest
     assert front("prepare", images, prepared, *TOKENIZER) == 0
     printed = capsys.readouterr()
     assert "0 of 1 shard(s) made now" in printed.out and "is kept; delete it" in printed.err
-    assert vq.ImageEncoder(str(prepared)).digest == digest
+    assert vq.ImageTokenizer(str(prepared)).digest == digest
 
     assert front("train", f"--data={prepared}", f"--workdir={run}", *SHORT, *TINY) == 0
     printed = capsys.readouterr()

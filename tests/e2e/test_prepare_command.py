@@ -39,7 +39,7 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
 
     index = json.loads((tmp_path / "out/mixture.json").read_text())
     (dataset,) = index["datasets"]
-    encoder = vq.ImageEncoder("scenes")
+    encoder = vq.ImageTokenizer("scenes")
     assert index["tokenizer"]["digest"] == encoder.digest
     records = ShardedRecords(
         [(tmp_path / "out" / s["file"], s["records"], s["bytes"]) for s in dataset["shards"]]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs become rows, and masks and boxes become cells."""
 
+import dataclasses
 import re
 import time
 import tracemalloc
@@ -14,9 +15,10 @@ from PIL import Image
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.templates import RequestError, parse_template, words_template
-from sparse_lavida_jax.inference import checks, engine, regions, requests
+from sparse_lavida_jax.inference import checks, regions, requests
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.sampling import presets
 
 IMAGE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
@@ -80,9 +82,6 @@ def test_seeds_are_reported():
 def test_numbers_are_those_of_all_rows_or_of_each():
     assert checks.row_numbers("temperature", [0, None], 2) == [0.0, None]
     assert checks.row_numbers("guidance", 1.5, 2) == [1.5, 1.5]
-    row = Request(task="generate", temperature=0.0, guidance=1.5)
-    alone = config.Sampling(temperature=0.0, guidance=1.5)
-    assert requests.of_row(config.Sampling(), row) == alone
     with pytest.raises(RequestError, match="3 values of temperature were given for 2 rows: give"):
         checks.row_numbers("temperature", [0.1, 0.2, 0.3], 2)
     for wrong in (-1, float("nan"), float("inf"), 1e308, 101):
@@ -103,14 +102,37 @@ def test_half_a_character_is_reported(words):
         words_template(["\ud800"])
 
 
-def test_a_batch_is_guided_if_any_row_of_it_is():
-    sampling = config.Sampling(guidance=2.0)
-    scales = [(None, None), (0.0, None), (3.0, 1.0)]
-    rows = [Request(task="edit", guidance=g, guidance_image=i) for g, i in scales]
-    how = engine.of_all(sampling, rows)
-    assert (how.guidance, how.guidance_image) == (3, 1)
-    assert engine.of_all(how, rows) == how
-    assert engine.of_all(sampling, [Request(task="edit", guidance=0.0)]).guidance == 0
+def test_scales_of_a_row_are_its_own_or_those_of_the_settings():
+    """All are numbers once a request is made, and its own guidance applies to edits too."""
+    asked = config.Sampling(temperature=0.4, text_temperature=0.6, guidance=4.0, guidance_edit=1.2)
+    own = {"temperature": [0.0, None], "guidance": [None, 1.5]}
+    first, second = requests._scales(asked, own, 2, 1, draws=True)
+    assert first == presets.scales(asked, "image") | {"temperature": 0.0}
+    assert second == presets.scales(asked, "image") | {"guidance": 1.5, "guidance_edit": -1.0}
+    assert requests._scales(asked, {}, 1, 1, draws=False) == [presets.scales(asked, "text")]
+    row = Request(task="generate", sampling=asked, **second)
+    alone = dataclasses.replace(asked, guidance=1.5, guidance_edit=-1.0)
+    assert row.own_sampling == alone
+    assert (
+        Request(task="generate", sampling=asked, **presets.scales(asked, "image")).own_sampling
+        == asked
+    )
+
+
+@pytest.mark.parametrize(
+    ("scales", "image", "edit"),
+    [
+        ({"guidance": 0.0}, False, False),
+        ({"guidance": 3.0}, True, True),
+        ({"guidance": 3.0, "guidance_edit": 0.0}, True, False),
+        ({"guidance": 0.0, "guidance_edit": 2.0}, False, True),
+        ({"guidance": 0.0, "guidance_image": 1.0}, False, True),
+    ],
+)
+def test_a_row_is_guided_if_a_scale_of_its_kind_is(scales, image, edit):
+    row = Request(task="", **scales)
+    assert presets.is_guided(row, has_source=False) == image
+    assert presets.is_guided(row, has_source=True) == edit
 
 
 @hypothesis.given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 40), st.data())

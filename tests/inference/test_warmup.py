@@ -38,10 +38,10 @@ def writes(monkeypatch, pipe):
     """A sampler that decodes nothing; the layouts that it writes in turn."""
     layouts = [""]
 
-    def decoded(model, examples, segments, *, making, callback=None, **_):
+    def decoded(model, laid, segments, *, making, callback=None, **_):
         if callback is not None:
-            callback(staged.after(making, 0, len(examples)))
-        response = np.stack([example.response for example in examples]) * 0
+            callback(staged.after(making, 0, len(laid)))
+        response = np.stack([one.example.response for one in laid]) * 0
         if making == "layout":
             ids = pipe.tokenizer.encode(layouts[0])
             response[:, : len(ids), 0] = ids

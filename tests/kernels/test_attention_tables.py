@@ -52,7 +52,8 @@ def watched(name, kind="image", given=0.0, **changes):
         return state
 
     with traces._patched(prefill=traces._prefill, run_segment=step_by_step):
-        sample.sample(model, requests, traces.plan(requests, asked, num_steps=4), settings=asked)
+        laid = tiny.laid(requests, model.settings, asked)
+        sample.sample(model, laid, traces.plan(requests, asked, num_steps=4), settings=asked)
     return found
 
 
@@ -98,7 +99,8 @@ def loop_of(requests, segments, asked, model=None):
     """Returns the loop of a segment's program."""
     model = model or tiny.denoiser(SETTINGS)
     with traces._patched(prefill=traces._prefill):
-        begun = sample.begin(model, requests, segments, settings=asked)
+        laid = tiny.laid(requests, model.settings, asked)
+        begun = sample.begin(model, laid, segments, settings=asked)
     steps = jax.tree.map(jnp.asarray, state_of.StepTokens.of(segments[0]))
     run = functools.partial(sample.run_segment.__wrapped__, settings=begun.program)
     program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)

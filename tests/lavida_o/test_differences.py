@@ -144,7 +144,7 @@ def test_the_tests_that_the_table_names_exist():
 def test_sparse_steps_decode_whole_cells_where_the_release_decodes_codes(preset, grid, whole):
     model = tiny.model_settings(codes_per_token=4)
     sampling = config.Sampling(preset=preset, grid=grid, num_steps=5)
-    settings = presets.step_settings(sampling, model, "image")
+    settings = tiny.step_settings(sampling, model, "image")
     plan = presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1)
     assert all((part.candidates.shape[-1] == 1) == whole for part in plan)
     if not whole:  # some cell is partly known after a step
@@ -208,9 +208,9 @@ def asked(monkeypatch):
     """Returns the calls of a fake sampler, which returns every response unchanged."""
     seen = []
 
-    def sample(model, rows, segments, *, settings, **_):
-        seen.append((settings, segments))
-        return np.stack([one.response for one in rows])
+    def sample(model, laid, segments, *, settings, **_):
+        seen.append((settings, segments, laid[0].request.temperature))
+        return np.stack([one.example.response for one in laid])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
     return seen
@@ -219,14 +219,14 @@ def asked(monkeypatch):
 def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked):
     """Earlier, a cached prompt had not seen the phrases, and text blocks were decoded in turn."""
     converted.ground(IMAGE, ["a cat", "a dog"])
-    bench = object.__new__(refcoco.Bench)
+    bench = object.__new__(refcoco.RefCoco)
     bench.config, bench.settings = converted.settings, config.Evaluate()
     bench.sampling = dataclasses.replace(converted.settings.sampling, **bench.sampled_with)
     bench.answer(converted, [benchmark.Item("0", "a cat", {}, (png(),))], None)
-    for settings, segments in asked:
+    for settings, segments, _ in asked:
         assert settings.preset == presets.preset("dense")
         assert [part.num_steps for part in segments] == [1]
-    assert [segments[0].count[0, 0] for _, segments in asked] == [8, 4]
+    assert [segments[0].count[0, 0] for _, segments, _ in asked] == [8, 4]
     sparse = dataclasses.replace(converted.settings.model, trained_attention="step_causal")
     assert presets.one_pass(config.Sampling(), sparse, 8) == config.Sampling(text_steps=1)
 
@@ -236,7 +236,7 @@ def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked
     sampling = options.changed(converted.settings.sampling, draws=True, sampler="released")
     converted.generate("a cat", sampling=sampling, plan=True)
     converted.edit(IMAGE, "a dog", sampling=sampling, plan=True)
-    texts = [settings.temperature for settings, _ in asked if settings.kind == "text"]
+    texts = [temperature for settings, _, temperature in asked if settings.kind == "text"]
     assert texts == [0.5, 0.0]
 
 

@@ -261,7 +261,7 @@ def test_rows_that_lack_a_text_are_named(tmp_path, suffix):
     given = read(tmp_path)
     done = prepare.trial(given.recipe, main.config.Config(), given.found, lambda *_: None)
     assert (done.records, done.bad) == (3, 9)
-    assert report.Line("left out", "text_to_image-1: bad rows", 9, [f"m.{suffix}:{i}" for i in
+    assert report.ReportLine("left out", "text_to_image-1: bad rows", 9, [f"m.{suffix}:{i}" for i in
                        range(1, 10)]) in done.table  # fmt: skip
 
 
@@ -475,7 +475,9 @@ def test_a_name_of_any_bytes_is_read_and_reported(tmp_path):
         (tmp_path / os.fsdecode(name)).write_bytes(data)
     given = read(tmp_path)
     assert sum(captions(given).values()) == 1
-    lines = [report.Line("left out", why, 1, names) for why, names in given.found.left_out.items()]
+    lines = [
+        report.ReportLine("left out", why, 1, names) for why, names in given.found.left_out.items()
+    ]
     assert r"\udcfe.bmp" in report.as_text(lines)
     prepare.fill(given.recipe, tmp_path / "p", main.config.Config(), raw_data.Averages,
                  found=given.found)  # fmt: skip

@@ -14,7 +14,7 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import lora, parameters, quantize
@@ -283,7 +283,7 @@ def test_a_copy_with_adapters_holds_what_loading_with_them_gives(moved, base, tm
     for name, leaf in parameters.by_name(loaded_with(base, weights)).items():
         np.testing.assert_allclose(parameters.by_name(copied.model)[name], leaf, atol=1e-6)
     readme = (tmp_path / "new" / "README.md").read_text()
-    assert readme == f"\n\nThe adapters `{adapters.written(weights)}` were added to it.\n"
+    assert readme == f"\n\nThe adapters `{adapter_names.written(weights)}` were added to it.\n"
     # Adding the same adapters again would be a mistake: it is another model.
     with pytest.raises(model_folder.CheckpointError, match="were trained next to the model"):
         adapters.copy(tmp_path / "new", tmp_path / "again", weights)
@@ -305,12 +305,12 @@ def test_adapters_trained_sparsely_make_their_base_sample_sparsely(moved, base, 
 def test_the_words_of_a_command_line_are_weights_by_name():
     given = "mine,runs/other:0.5,org/name@v1:-1"
     weights = {"mine": 1.0, "runs/other": 0.5, "org/name@v1": -1.0}
-    assert adapters.parse(given) == weights
-    assert adapters.written(weights) == given
-    assert adapters.parse("") == {}
+    assert adapter_names.parse(given) == weights
+    assert adapter_names.written(weights) == given
+    assert adapter_names.parse("") == {}
     for wrong in ("mine,", "mine:x", "mine,mine:2", "mine:nan", ":2"):
         with pytest.raises(model_folder.CheckpointError, match="write FOLDER or FOLDER:WEIGHT"):
-            adapters.parse(wrong)
+            adapter_names.parse(wrong)
 
 
 def test_adapters_of_another_base_are_refused(attached, base, tmp_path):

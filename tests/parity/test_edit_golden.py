@@ -14,7 +14,6 @@ from sparse_lavida_jax import sequence
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import VQModel
-from sparse_lavida_jax.sampling import presets
 
 NAME = "D_edit"
 LOGITS = 1e-4
@@ -49,7 +48,7 @@ def run_of(given, request, name):
     """Returns (plan, settings) of a recorded run."""
     model = given.settings.model
     sampling = replay.image_sampling(given.config["variants"][name])
-    settings = presets.step_settings(sampling, model, "image", has_source=True)
+    settings = tiny.step_settings(sampling, model, "image", has_source=True)
     return replay.image_plan(sampling, settings, model, request), settings
 
 

@@ -7,7 +7,6 @@ import replay
 import tiny
 
 from sparse_lavida_jax import config, orders, sequence
-from sparse_lavida_jax.sampling import presets
 
 NAME = "F3_t2i_trace"
 LOGITS = 1e-4
@@ -28,7 +27,7 @@ def run_of(given, name):
     )
     request = replay.image_request(parts, model, grid)
     sampling = replay.image_sampling(variant)
-    settings = presets.step_settings(sampling, model, "image")
+    settings = tiny.step_settings(sampling, model, "image")
     plan = replay.image_plan(sampling, settings, model, request)
     return request, plan, settings, replay.image_draws(variant, given.outputs, grid, side)
 
@@ -130,6 +129,6 @@ def test_a_recorded_image_need_not_be_a_square():
     back = sequence.codes_from_cells(cells[None], request.grid[0], 2)
     np.testing.assert_array_equal(np.ravel(back), codes)
     sampling = config.Sampling(preset="dense", grid="code", num_steps=5)
-    settings = presets.step_settings(sampling, model, "image")
+    settings = tiny.step_settings(sampling, model, "image")
     plan = replay.image_plan(sampling, settings, model, request)
     assert sum(int(part.candidates.sum()) for part in plan) == 24

@@ -19,7 +19,7 @@ def run_of(given, name):
     """Returns (request, plan, settings, draws) of a recorded run."""
     variant, model = given.config["variants"][name], given.settings.model
     sampling = replay.text_sampling(variant)
-    settings = presets.step_settings(sampling, model, "text")
+    settings = tiny.step_settings(sampling, model, "text")
     draft = given.inputs[variant["draft_tokens"]][0] if variant["draft_tokens"] else ()
     request = replay.text_request(
         given.inputs["input_ids"][0], variant["max_new_tokens"], model.text_mask_id, draft
@@ -51,7 +51,8 @@ def test_whole_segments_take_the_same_steps(case):
             request, plan, settings, _ = run_of(given, name)
             passes = []
             last = sample.sample(
-                given.model(), [request], plan, settings=settings,
+                given.model(), tiny.laid([request], given.settings.model, settings), plan,
+                settings=settings,
                 callback=lambda progress, seen=passes: seen.append(progress.steps),
             )  # fmt: skip
             expected = given.outputs[f"{name}.final"][0, -variant["max_new_tokens"] :]
@@ -109,7 +110,7 @@ def test_an_answer_about_an_image_is_decoded_as_recorded(case):
         ids, length = given.inputs[variant["input_ids"]][0], variant["max_new_tokens"]
         request = seen_request(given, variant, ids, range(len(ids), len(ids) + length))
         sampling = replay.text_sampling(variant)
-        settings = presets.step_settings(sampling, given.settings.model, "text")
+        settings = tiny.step_settings(sampling, given.settings.model, "text")
         plan = presets.plan(
             sampling, settings, given.settings.model, request.given[None], variant["block_length"]
         )
@@ -127,7 +128,7 @@ def boxes(case, steps):
     assert (np.diff(masks) == 1).all()
     request = seen_request(given, variant, ids, range(masks[0], masks[-1] + 1))
     sampling = config.Sampling(text_preset="dense", text_steps=steps, released_behaviour=True)
-    settings = presets.step_settings(sampling, given.settings.model, "text")
+    settings = tiny.step_settings(sampling, given.settings.model, "text")
     plan = presets.plan(sampling, settings, given.settings.model, request.given[None], len(masks))
     shown, last, _ = replay.history(given.model(), request, plan, settings)
     return shown[..., 0], last[:, 0], given.outputs["grounding.steps1.box_ids"][0]

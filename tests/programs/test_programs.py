@@ -405,15 +405,15 @@ def test_progress_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(side_by_side, "QUIET_S", 0.0)
     done = side_by_side.start(lambda: None)
     side_by_side.wait([done])
-    with side_by_side.Progress(2) as progress:
+    with side_by_side.ProgressLine(2) as progress:
         progress.show([done])
         progress.show([done, done])
     assert capsys.readouterr().err == "compiling: 2 programs, 0 s\n"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with side_by_side.Progress(2) as progress:
+    with side_by_side.ProgressLine(2) as progress:
         progress.show([done])
     lines = []
-    with side_by_side.progress_shown(lines.append), side_by_side.Progress(2) as in_bar:
+    with side_by_side.progress_shown(lines.append), side_by_side.ProgressLine(2) as in_bar:
         in_bar.show([done])
         in_bar.show([done])
     assert lines == ["compiling: program 2 of 2, 0 s"]

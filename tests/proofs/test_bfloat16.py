@@ -32,7 +32,8 @@ _step_logits = tiny.quick_jit(sample.step_logits, static_argnums=4)
 def logits(model, requests, settings, plan):
     """Returns the logits of the first step; if it is the only one, of all unknown cells."""
     with traces._patched(prefill=traces._prefill):
-        begun = sample.begin(model, requests, plan, settings=settings)
+        laid = tiny.laid(requests, model.settings, settings)
+        begun = sample.begin(model, laid, plan, settings=settings)
     now = jax.tree.map(lambda x: jnp.asarray(x[0]), sample.StepTokens.of(plan[0]))
     found, _ = _step_logits(model, begun.state, now, begun.prompt, begun.program)
     return np.asarray(found), np.asarray(now.decode)
@@ -57,7 +58,7 @@ def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, mean, mos
     sampling = dataclasses.replace(
         pipe.settings.sampling, preset="sparse", num_steps=1, guidance=0.0, plan=False
     )
-    settings = presets.step_settings(sampling, model, "image")
+    settings = tiny.step_settings(sampling, model, "image")
     cells = np.zeros((len(WORDS), model.num_cells, model.codes_per_token), np.int32)
     agree, total, apart = 0, 0, []
     rng = np.random.default_rng(0)

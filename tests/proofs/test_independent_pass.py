@@ -177,9 +177,7 @@ WATCHED_SEGMENT = watched_segment()
 def run(case: Case, segment=WATCHED_SEGMENT) -> tuple[list[Step], np.ndarray]:
     """Returns the steps of `sample.sample`, and its responses."""
     model = tiny.denoiser(case.model)
-    settings = presets.step_settings(
-        case.sampling, case.model, case.kind, has_source=case.has_source
-    )
+    settings = tiny.step_settings(case.sampling, case.model, case.kind, has_source=case.has_source)
     assert settings.preset.truncate and not settings.preset.full_attention
     seeds = [request.request.seed for request in case.requests]
     parts = presets.plan(
@@ -191,7 +189,7 @@ def run(case: Case, segment=WATCHED_SEGMENT) -> tuple[list[Step], np.ndarray]:
     with mock.patch.multiple(sample, run_segment=segment, step_logits=_telling):
         response = sample.sample(
             model,
-            case.requests,
+            tiny.laid(case.requests, case.model, settings),
             parts,
             settings=settings,
             draws=tiny.Recorded(gumbel=noise),
@@ -386,10 +384,10 @@ def newest_cached_in_the_wrong_block():
 
 def registers_one_position_off():
     def changed(*args):
-        prompt = prompts.prepare(*args)
+        prompt = prompts.batched(*args)
         return prompt.replace(length=prompt.length + 1)
 
-    return mock.patch.object(calls, "prepare", changed)
+    return mock.patch.object(calls, "batched", changed)
 
 
 def visible_padding_of_prompts():

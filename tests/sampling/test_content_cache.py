@@ -155,7 +155,8 @@ def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_
         with traces._patched(
             **dict.fromkeys(("prefill", "gather", "pass_prompt"), mock.Mock(return_value=None))
         ):
-            begun = sample.begin(tiny.denoiser(SETTINGS), requests, plan, settings=settings)
+            laid = tiny.laid(requests, SETTINGS, settings)
+            begun = sample.begin(tiny.denoiser(SETTINGS), laid, plan, settings=settings)
         first, second, third = begun.program.shapes or (None,) * 3
         assert (first is not None) == alone
         assert second == third
@@ -173,7 +174,8 @@ def passed_of(requests, kept):
 
     with traces._patched(**traces._quick() | {"pass_prompt": counting}):
         how = {"settings": settings, "content_cache": kept}
-        sample.begin(tiny.denoiser(SETTINGS), requests, plan, **how)
+        laid = tiny.laid(requests, SETTINGS, settings)
+        sample.begin(tiny.denoiser(SETTINGS), laid, plan, **how)
     return rows
 
 
@@ -230,9 +232,8 @@ def test_the_bytes_of_a_prompt_are_those_of_its_keys_and_values(kind):
 def state_of(requests, settings, kept):
     """Returns the state after the prefill, compiled as it is outside of tests."""
     plan = traces.plan(requests, settings)
-    begun = sample.begin(
-        tiny.denoiser(SETTINGS), requests, plan, settings=settings, content_cache=kept
-    )
+    laid = tiny.laid(requests, SETTINGS, settings)
+    begun = sample.begin(tiny.denoiser(SETTINGS), laid, plan, settings=settings, content_cache=kept)
     found = begun.state
     whole = found.canvas, found.decoded_at, found.features, found.cache, found.passes
     return [np.asarray(leaf) for leaf in jax.tree.leaves(whole)]
@@ -297,7 +298,7 @@ def test_entries_are_found_only_for_their_model_and_the_kind_of_response():
         for model in (tiny.denoiser(SETTINGS), jax.tree.map(jnp.copy, tiny.denoiser(SETTINGS))):
             with traces._patched(**traces._quick()):
                 how = {"settings": settings, "content_cache": kept}
-                sample.begin(model, requests, plan, **how)
+                sample.begin(model, tiny.laid(requests, SETTINGS, settings), plan, **how)
     assert (kept.hits, kept.misses) == ({}, {"prefill": 4})
 
 
@@ -407,7 +408,8 @@ def test_over_a_mesh_no_array_of_the_devices_is_kept():
     settings = traces.settings_of("sparse", "text", SETTINGS)
     plan = traces.plan(requests, settings, num_steps=2)
     with traces._patched(**traces._quick()):
-        sample.begin(model, requests, plan, settings=settings, content_cache=kept)
+        laid = tiny.laid(requests, SETTINGS, settings)
+        sample.begin(model, laid, plan, settings=settings, content_cache=kept)
     assert len(kept) == 0 and not kept.hits | kept.misses
 
 

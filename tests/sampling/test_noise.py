@@ -11,7 +11,7 @@ import tiny
 from scipy import stats
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.sampling import draw, presets, state
+from sparse_lavida_jax.sampling import draw, state
 
 SETTINGS = tiny.model_settings()
 DRAWS = 4000
@@ -19,10 +19,10 @@ DRAWS = 4000
 
 def rows_and_step(kind="image", making="", attempt=0, draws=DRAWS):
     """Returns a row of `draws` tokens to decode, and the settings of its kind."""
-    settings = presets.step_settings(config.Sampling(temperature=1.0), SETTINGS, kind)
+    settings = tiny.step_settings(config.Sampling(), SETTINGS, kind)
     settings = dataclasses.replace(settings, temperature=1.0)
     asked = tiny.asked_with(tiny.request(kind, SETTINGS, 3, words=2), attempt=attempt)
-    rows = state.rows_of([asked], settings, making)
+    rows = state.rows_of(tiny.laid([asked], SETTINGS, settings), settings, making)
     return rows, tiny.step_at(jnp.arange(draws)[None]), settings
 
 

@@ -24,9 +24,10 @@ def ran(monkeypatch):
     """Returns a pipeline, and the calls of its sampler: kind, width of a step, temperature."""
     seen = []
 
-    def sample(model, rows, segments, *, settings, **_):
-        seen.append((settings.kind, segments[0].decode.shape[-1], settings.temperature))
-        return np.stack([one.response for one in rows])
+    def sample(model, laid, segments, *, settings, **_):
+        temperature = laid[0].request.temperature
+        seen.append((settings.kind, segments[0].decode.shape[-1], temperature))
+        return np.stack([one.example.response for one in laid])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
     given = stand_ins.settings(data={"tasks": TASKS, "max_answer_len": 40})
@@ -121,9 +122,9 @@ def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evalu
     ]  # fmt: skip
     assert rows[-1].sampling.text_commit == "factor"
     released = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="released"))
-    assert scenes.Bench(released).sampling.text_block_len == 128
+    assert scenes.SmallWorld(released).sampling.text_block_len == 128
     wrong = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="quick"))
     with pytest.raises(RequestError, match="sampler='quick' is not a sampler of text: choose"):
-        scenes.Bench(wrong)
+        scenes.SmallWorld(wrong)
     with pytest.raises(RequestError, match="sampler='prefix' is not a sampler of images: choose"):
         options.changed(config.Sampling(), draws=True, sampler="prefix")

@@ -36,7 +36,8 @@ def program(kind, name="sparse", form=lambda model: model):
         return arrays[1]
 
     with traces._patched(run_segment=read, prefill=traces._prefill):
-        sample.sample(form(tiny.denoiser(SETTINGS)), asked, plan[:1], settings=settings)
+        laid = tiny.laid(asked, SETTINGS, settings)
+        sample.sample(form(tiny.denoiser(SETTINGS)), laid, plan[:1], settings=settings)
     return seen[0], plan[0], settings
 
 
@@ -154,15 +155,16 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
 
     made = []
     monkeypatch.setattr(sample, "make", counted)
-    first = sample.sample(model, asked, plan, settings=settings, stop_early=False)
+    laid = tiny.laid(asked, model_settings, settings)
+    first = sample.sample(model, laid, plan, settings=settings, stop_early=False)
     assert {name for _, name in compiled} <= {"_copy", "jit(_copy)"}
     names = ("prefill", "pass_prompt", "gather", "run_segment")
     own = [name for name in made[0] if name in {f"jit({name})" for name in names}]
     assert len(own) <= numbers[0] and "jit(run_segment)" in own
     del compiled[:]
-    second = sample.sample(model, asked, plan, settings=settings, stop_early=False)
+    second = sample.sample(model, laid, plan, settings=settings, stop_early=False)
     assert not compiled
-    whole = sample.sample(model, asked, plan, settings=settings, stop_early=False, in_trips=False)
+    whole = sample.sample(model, laid, plan, settings=settings, stop_early=False, in_trips=False)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, whole)
 
@@ -176,7 +178,8 @@ def test_programs_for_what_is_kept_are_made_ahead_too(compiled):
     for _ in range(2):
         del compiled[:]
         how = {"settings": settings, "content_cache": cache}
-        drawn.append(sample.sample(tiny.denoiser(model_settings), asked, plan, **how))
+        laid = tiny.laid(asked, model_settings, settings)
+        drawn.append(sample.sample(tiny.denoiser(model_settings), laid, plan, **how))
     assert not compiled
     assert (cache.hits, cache.misses) == ({"prefill": 2}, {"prefill": 2, "vision": 2})
     np.testing.assert_array_equal(*drawn)

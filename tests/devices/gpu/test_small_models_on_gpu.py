@@ -68,7 +68,8 @@ def test_a_segment_runs_without_the_host(gpu):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "run_segment", guarded)
-        canvas = sample.sample(model, requests, segments, settings=chosen)
+        laid = tiny.laid(requests, model.settings, chosen)
+        canvas = sample.sample(model, laid, segments, settings=chosen)
     assert (canvas != settings.image_mask_id).all()
 
 
