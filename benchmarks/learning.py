@@ -40,7 +40,6 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import language
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
 from sparse_lavida_jax.evals import exact, scorers
-from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -50,6 +49,7 @@ from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import ExampleMaker, encoder_of
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import prompt_row
+from sparse_lavida_jax.tags import FIRST_BLOCK
 from sparse_lavida_jax.training import flops, optimizer, step
 from sparse_lavida_jax.training.start import init_state
 

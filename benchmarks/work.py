@@ -172,7 +172,7 @@ def _pass(
         passes_prompt: whether the prompt is passed too; otherwise its keys are cached.
     """
     rows, streams = len(prompt.length), (prompt.understanding, prompt.generation)
-    held = np.array([0 if s is None else (s.layout.horizon >= 0).sum() / rows for s in streams])
+    held = np.array([0 if s is None else (s.tags.horizon >= 0).sum() / rows for s in streams])
     padded = np.array([0 if s is None else s.index.shape[1] for s in streams])
     is_text, whole = case.example.kind == "text", case.discards
     responds = np.array([is_text, not is_text])

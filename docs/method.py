@@ -17,8 +17,8 @@ from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.layout import make_layout
 from sparse_lavida_jax.sampling import costs
+from sparse_lavida_jax.tags import make_tags
 
 HERE = pathlib.Path(__file__).resolve().parent
 # Prompt, two clean blocks, two masked blocks with a register each; M = 2.
@@ -34,10 +34,10 @@ BAR, SIDE = 24, 192  # pixels: the height of a bar with its gap; the side of the
 
 def main() -> None:
     """Writes all images."""
-    training = make_layout(np.arange(BLOCKS.shape[1])[None], BLOCKS, LAST_CLEAN)
+    training = make_tags(np.arange(BLOCKS.shape[1])[None], BLOCKS, LAST_CLEAN)
     figures.visibility_matrix(training, NAMES).save(HERE / "method_training.png")
     held = np.flatnonzero(BLOCKS[0] <= LAST_CLEAN + 1)
-    sampling = make_layout(held[None], BLOCKS[:, held], LAST_CLEAN)
+    sampling = make_tags(held[None], BLOCKS[:, held], LAST_CLEAN)
     names = [NAMES[i] for i in held]
     figures.visibility_matrix(sampling, names).save(HERE / "method_sampling.png")
     folder = model_folder.find_model("scenes")

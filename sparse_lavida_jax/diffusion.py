@@ -42,15 +42,15 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config, orders
-from sparse_lavida_jax.layout import (
+from sparse_lavida_jax.orders import time_from_uniform
+from sparse_lavida_jax.sequence import Kind, PromptRow, SeenBatch
+from sparse_lavida_jax.tags import (
     FIRST_BLOCK,
     GIVEN_BLOCK,
     NO_CELL,
     PROMPT_BLOCK,
     Stream,
 )
-from sparse_lavida_jax.orders import time_from_uniform
-from sparse_lavida_jax.sequence import Kind, PromptRow, SeenBatch
 from sparse_lavida_jax.visibility import AnyArray
 
 Predicts = Literal["understanding", "generation", "both"]
@@ -414,7 +414,7 @@ class Tokens:
 
     Attributes:
         tokens: ids [s] of the understanding stream, codes [s g] of the generation stream.
-        index: as in `layout.Stream`.
+        index: as in `tags.Stream`.
         position, block: tags.
         last_clean: the last clean block that each token sees, in addition to its own block.
         target, weight: the value to predict, and its weight in the loss.

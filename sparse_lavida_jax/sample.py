@@ -21,7 +21,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.layout import GIVEN_BLOCK, AnyArray, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import StepTables
@@ -51,6 +50,7 @@ from sparse_lavida_jax.sampling.state import (
     step_hidden,
     take,
 )
+from sparse_lavida_jax.tags import GIVEN_BLOCK, AnyArray, TokenTags
 
 OWN_DRAWS = Draws()  # drawn here, not read from a record
 
@@ -248,8 +248,8 @@ def _tables_ahead(
     def tags_of(now: StepTokens) -> tuple[AnyArray, ...]:
         until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
         before = dataclasses.replace(state, decoded_at=until_now)
-        layout = response_stream(model.settings, before, now, prompt, settings).layout
-        return layout.position, layout.block, layout.horizon
+        tags = response_stream(model.settings, before, now, prompt, settings).tags
+        return tags.position, tags.block, tags.horizon
 
     tags = jax.vmap(tags_of)(segment)
     stays = segment.clean.shape[-1] if settings.preset.cache_response else 0
@@ -258,7 +258,7 @@ def _tables_ahead(
     stored = cache.tagged(clean.reshape(clean.shape[0], -1)) if stays else cache
 
     def tables_of(i, *tags) -> StepTables:
-        return model.step_tables(TokenLayout(*tags), stored.commit(i * stays))
+        return model.step_tables(TokenTags(*tags), stored.commit(i * stays))
 
     return jax.vmap(tables_of)(jnp.arange(segment.block.shape[0]), *tags)
 

@@ -14,7 +14,7 @@ import einops
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax.tags import NO_EMBEDDING, NO_FEATURE
 from sparse_lavida_jax.visibility import AnyArray
 
 Kind = Literal["text", "image"]

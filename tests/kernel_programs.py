@@ -10,10 +10,10 @@ import segment_programs
 from flax import nnx
 
 from sparse_lavida_jax.kernels.attention import run_kernel
-from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.tags import Stream, TokenTags
 
 
 def traced(kernel, shape, sharding, length: int, num_tags: int):
@@ -66,7 +66,7 @@ def step(
         cache = KVCache.empty(settings, 2, slots, slots, "generation")
         tags = [jnp.zeros((2, 88), jnp.int32)] * 4
         tokens = jnp.zeros((2, 88, settings.codes_per_token), jnp.int32)
-        cells = Stream(tokens, tags[0], TokenLayout(*tags[1:]))
+        cells = Stream(tokens, tags[0], TokenTags(*tags[1:]))
         return fuse.for_inference(whole, task="image", by_layer=True), cells, cache
 
     def run(model, cells, cache):

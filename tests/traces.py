@@ -285,7 +285,7 @@ def spread_logits(
     for row, start in enumerate(starts):
         held = weight[row] > 0
         slots = np.flatnonzero(held if held.ndim == 1 else held.any(axis=1))
-        spread[row, stream.layout.position[row, slots] - start] = logits[row, slots]
+        spread[row, stream.tags.position[row, slots] - start] = logits[row, slots]
     return spread
 
 

@@ -278,8 +278,8 @@ def test_truncated_rows_hold_what_a_sampler_passes_and_all_of_it_sees_all():
         )
         np.testing.assert_array_equal(ours, theirs)
     assert (truncated.generation.tokens == given.model.image_register_id).any()
-    assert len(np.unique(causal.generation.layout.block)) > 2
-    assert set(np.unique(truncated.generation.layout.block)) <= {0, PAD_BLOCK}
+    assert len(np.unique(causal.generation.tags.block)) > 2
+    assert set(np.unique(truncated.generation.tags.block)) <= {0, PAD_BLOCK}
     one = {"attention": "truncated", "num_masked_blocks": 1, "text_masked_blocks": 1}
     assert stand_ins.settings(diffusion=one).diffusion.attention == "truncated"
     for name in ("num_masked_blocks", "text_masked_blocks"):

@@ -52,7 +52,7 @@ def test_all_ways_see_the_same_images(found):
 def test_masked_diffusion_has_no_registers_and_sees_everything(settings, found):
     model = settings.model
     for batch in found["vanilla"]:
-        block = batch.generation.layout.block
+        block = batch.generation.tags.block
         assert set(np.unique(block)) <= {0, PAD_BLOCK}
         assert (batch.generation.tokens != model.image_register_id).all()
     assert any((b.generation.tokens == model.image_register_id).any() for b in found["step_causal"])

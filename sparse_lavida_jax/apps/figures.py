@@ -12,9 +12,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.costs import StepCost, total
+from sparse_lavida_jax.tags import TokenTags
 from sparse_lavida_jax.visibility import visible
 
 PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (222, 222, 226)
@@ -50,8 +50,8 @@ def plan_of(
 # Drawings.
 
 
-def visibility_matrix(layout: TokenLayout, names: Sequence[str] = ()) -> Image.Image:
-    """Draws which tokens see which in the first row of a layout: queries down, keys across.
+def visibility_matrix(tags: TokenTags, names: Sequence[str] = ()) -> Image.Image:
+    """Draws which tokens see which in the first row of a batch: queries down, keys across.
 
     Blue: the key is a prompt token; green: a clean one; orange: a masked one or a register. A clean
     token sees up to its own block, a masked one less.
@@ -59,7 +59,7 @@ def visibility_matrix(layout: TokenLayout, names: Sequence[str] = ()) -> Image.I
     Args:
         names: of the tokens; by default their block numbers.
     """
-    block, horizon = np.asarray(layout.block[0]), np.asarray(layout.horizon[0])
+    block, horizon = np.asarray(tags.block[0]), np.asarray(tags.horizon[0])
     sees = np.asarray(visible(block[:, None], horizon[:, None], block[None]))
     names = names or [str(number) for number in block]
     kinds = np.where(block == 0, 0, np.where(block <= horizon, 1, 2))

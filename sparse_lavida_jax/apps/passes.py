@@ -16,9 +16,9 @@ from sparse_lavida_jax.apps.batching import Ticket
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.layout import FIRST_BLOCK
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import costs, plans, presets
+from sparse_lavida_jax.tags import FIRST_BLOCK
 
 SIDE = 144  # pixels of a frame, at least
 LEAST_CELL = 4  # pixels of a cell in a frame

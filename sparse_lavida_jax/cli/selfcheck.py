@@ -22,10 +22,10 @@ from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.convert.settings import settings_from
 from sparse_lavida_jax.data import files, markdown
 from sparse_lavida_jax.data.image_files import Pixels
-from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK, Stream, make_layout
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sequence import prompt_row
+from sparse_lavida_jax.tags import GIVEN_BLOCK, PROMPT_BLOCK, Stream, make_tags
 from sparse_lavida_jax.version import __version__
 
 PROMPT, CHANGE = "a red circle above a blue square", "make the red circle green"
@@ -148,13 +148,13 @@ def perplexity(pipe: SparseLaViDa) -> float:
         return np.concatenate([np.tile(before, (HIDDEN, 1)), rows], 1).astype(np.int32)
 
     blocks = np.where(masked, GIVEN_BLOCK + 1, GIVEN_BLOCK) * (model.trained_attention != "full")
-    layout = make_layout(
+    tags = make_tags(
         joined(row.position, row.response_position + place),
         joined(np.full_like(row.ids, PROMPT_BLOCK), blocks),
         GIVEN_BLOCK,
     )
     tokens = joined(row.ids, np.where(masked, model.text_mask_id, ids))
-    stream = Stream(tokens, joined(row.feature, np.full_like(ids, -1)), layout)
+    stream = Stream(tokens, joined(row.feature, np.full_like(ids, -1)), tags)
 
     @jax.jit
     def logs(model, stream):

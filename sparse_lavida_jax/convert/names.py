@@ -23,11 +23,11 @@ REGISTERS = ("model.register_understanding.weight", "model.register_generation.w
 VQ_PREFIX = "model.vqvae."
 TOWER_PREFIX = "model.vision_tower.vision_tower.vision_model."
 
-# How the layout of a tensor differs between PyTorch and us. The 2x2 convolution that merges the
+# How a tensor differs between PyTorch and us. The 2x2 convolution that merges the
 # codes of a cell is a matrix here, its inputs code by code in raster order (spec Sec. 2.6); so is
 # the transposed one.
-Layout = Literal["same", "matrix", "convolution", "merge", "spread"]
-LAYOUTS: dict[Layout, tuple[str, str]] = {
+Transform = Literal["same", "matrix", "convolution", "merge", "spread"]
+TRANSFORMS: dict[Transform, tuple[str, str]] = {
     "same": ("...", "..."),
     "matrix": ("o i", "i o"),
     "convolution": ("o i h w", "h w i o"),
@@ -56,7 +56,7 @@ class Name:
         official: key of the released state dict.
         ours: leaf on disk, such as `joint_layers/03/understanding/q/kernel`; for an unused
             tensor, the official name again.
-        layout: how the released tensor is laid out.
+        transform: how the released tensor is laid out.
         shape: of the released tensor.
         our_shape: of ours.
         home: where in a model folder ours is.
@@ -65,7 +65,7 @@ class Name:
 
     official: str
     ours: str
-    layout: Layout
+    transform: Transform
     shape: tuple[int, ...]
     our_shape: tuple[int, ...]
     home: Home = "params"
@@ -110,18 +110,18 @@ def of_denoiser(model: config.Model) -> dict[str, Name]:
 
 
 def to_ours(name: Name, tensor: np.ndarray) -> np.ndarray:
-    """Returns a released tensor in our layout; a view where that is possible."""
-    theirs, ours = LAYOUTS[name.layout]
+    """Returns a released tensor as we hold it; a view where that is possible."""
+    theirs, ours = TRANSFORMS[name.transform]
     return einops.rearrange(tensor, f"{theirs} -> {ours}")
 
 
 def to_official(name: Name, ours: np.ndarray) -> np.ndarray:
-    """Returns our parameter in the released layout; a view where that is possible."""
-    return _to_official(name.layout, ours, name.shape[-1])
+    """Returns our parameter as released; a view where that is possible."""
+    return _to_official(name.transform, ours, name.shape[-1])
 
 
-def _to_official(layout: Layout, ours: np.ndarray, side: int) -> np.ndarray:
-    theirs, mine = LAYOUTS[layout]
+def _to_official(transform: Transform, ours: np.ndarray, side: int) -> np.ndarray:
+    theirs, mine = TRANSFORMS[transform]
     window = {"h": side, "w": side} if "(" in mine else {}
     return einops.rearrange(ours, f"{mine} -> {theirs}", **window)
 
@@ -187,13 +187,13 @@ def _split(ours: str) -> tuple[str, str]:
 def _name(
     official: str, ours: str, our_shape: tuple[int, ...], *, side: int = 1, home: Home = "params"
 ) -> Name:
-    layout = _layout(ours, our_shape)
+    transform = _transform(ours, our_shape)
     blank = np.broadcast_to(False, our_shape)
-    shape = _to_official(layout, blank, side).shape
-    return Name(official, ours, layout, shape, our_shape, home, official in REGISTERS)
+    shape = _to_official(transform, blank, side).shape
+    return Name(official, ours, transform, shape, our_shape, home, official in REGISTERS)
 
 
-def _layout(ours: str, our_shape: tuple[int, ...]) -> Layout:
+def _transform(ours: str, our_shape: tuple[int, ...]) -> Transform:
     if not ours.endswith("/kernel"):
         return "same"
     if ours == "image_embedding/merge/kernel":

@@ -29,7 +29,6 @@ from sparse_lavida_jax.diffusion import (
     Streams,
     StreamTokens,
 )
-from sparse_lavida_jax.layout import NO_CELL, Stream, make_layout, without_blocks
 from sparse_lavida_jax.sequence import (
     Response,
     SeenBatch,
@@ -38,6 +37,7 @@ from sparse_lavida_jax.sequence import (
     stack_images,
     stacked_features,
 )
+from sparse_lavida_jax.tags import NO_CELL, Stream, make_tags, without_blocks
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 ORDER_SEEDS = 512  # training draws seeds of unmasking orders below this
@@ -337,9 +337,9 @@ def _stacked(
     if not length:
         return None, {"total": total}
     made = _sorted_and_padded(stream, shared, length, pad_token, by_segment=by_segment)
-    layout = make_layout(made["position"], made["block"], made["last_clean"], made.get("segment"))
-    layout = without_blocks(layout) if full_attention else layout
-    return Stream(made["tokens"], made["index"], layout), made | {"total": total}
+    tags = make_tags(made["position"], made["block"], made["last_clean"], made.get("segment"))
+    tags = without_blocks(tags) if full_attention else tags
+    return Stream(made["tokens"], made["index"], tags), made | {"total": total}
 
 
 def _sorted_and_padded(

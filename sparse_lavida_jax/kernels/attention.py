@@ -70,7 +70,7 @@ def step_causal_attention(
 
     Args:
         k, v: keys and values, or the stacked cache of all layers together with `layer`.
-        query_block, query_horizon, key_block: tags (`layout.TokenLayout`). Output is exactly 0
+        query_block, query_horizon, key_block: tags (`tags.TokenTags`). Output is exactly 0
             where `query_block` is `PAD_BLOCK`.
         num_kv_heads: of k and v; fewer than `num_heads` for grouped queries.
         query_segment, key_segment: tokens of different segments never see each other. On a GPU

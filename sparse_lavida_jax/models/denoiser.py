@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The denoiser: embeddings, two streams of layers, two heads.
 
-The model takes tokens with a `TokenLayout`, never a mask. Paper Sec. 3; base model spec Sec. 2.
+The model takes tokens with a `TokenTags`, never a mask. Paper Sec. 3; base model spec Sec. 2.
 """
 
 import functools
@@ -13,13 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, Stream, TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
 from sparse_lavida_jax.models.stack import StepTables, Wanted, run_layers, step_tables
 from sparse_lavida_jax.models.vision import VisionEncoder
 from sparse_lavida_jax.programs import kept
 from sparse_lavida_jax.sequence import SeenBatch
+from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, Stream, TokenTags
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
 
@@ -231,21 +231,21 @@ class Denoiser(nnx.Module):
 
         See `stack.run_layers` for `wanted`, `cache`, `attend_cache` and `tables`.
         """
-        x, layouts = {}, {}
+        x, tags = {}, {}
         wide = self.settings.residual_dtype == "float32"
         residual = jnp.dtype("float32" if wide else self.settings.compute_dtype)
         if understanding is not None:
             x["understanding"] = self.embed_text(understanding, features).astype(residual)
-            layouts["understanding"] = understanding.layout
+            tags["understanding"] = understanding.tags
         if generation is not None:
             x["generation"] = self.embed_image(generation).astype(residual)
-            layouts["generation"] = generation.layout
+            tags["generation"] = generation.tags
         x, cache = run_layers(
             self.settings,
             self.joint_layers,
             self.split_layers,
             x,
-            layouts,
+            tags,
             wanted=wanted,
             cache=cache,
             attend_cache=attend_cache,
@@ -253,9 +253,9 @@ class Denoiser(nnx.Module):
         )
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
 
-    def step_tables(self, layout: TokenLayout, cache: KVCache) -> StepTables:
+    def step_tables(self, tags: TokenTags, cache: KVCache) -> StepTables:
         """Returns the tables for a pass of the stream that the cache decodes (`stack`)."""
-        return step_tables(self.settings, cache.decodes, layout, cache)
+        return step_tables(self.settings, cache.decodes, tags, cache)
 
     @property
     def text_kernel(self) -> Float[Array, "e v"] | tuple[Float[Array, "e _c"], ...]:

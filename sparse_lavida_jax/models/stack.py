@@ -33,16 +33,16 @@ from sparse_lavida_jax.kernels.attention import (
 )
 from sparse_lavida_jax.kernels.sharded import Deal
 from sparse_lavida_jax.kernels.tables import GpuTables, Tables
-from sparse_lavida_jax.layout import TokenLayout
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Branch, Layer, Rotary, rotary
+from sparse_lavida_jax.tags import TokenTags
 
 # The streams whose final hidden states are wanted. After the last joint layer the other stream has
 # no further effect, so it stops at that layer's keys and values (exact, and half of a prefill).
 Wanted = Literal["understanding", "generation", "both"]
 Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each with its own length and width
 Carried = dict[StreamName, Any]  # the same; between layers that use `StepKernels`, `fuse.Pending`s
-Layouts = dict[StreamName, TokenLayout]
+Layouts = dict[StreamName, TokenTags]
 Deals = dict[StreamName, Deal]
 AnyTables = Tables | GpuTables
 
@@ -115,16 +115,16 @@ def _of_attention(settings: config.Model) -> tuple[int, str, str | None]:
 
 
 def step_tables(
-    settings: config.Model, name: StreamName, layout: TokenLayout, cache: KVCache
+    settings: config.Model, name: StreamName, tags: TokenTags, cache: KVCache
 ) -> StepTables:
     """Returns the tables for a pass with a single stream, the one that the cache decodes.
 
     Args:
-        layout: tags of the stream.
+        tags: tags of the stream.
         cache: its state before the pass; only its tags are read.
     """
-    cache = cache.begin(name, layout.block)
-    one = _Pass(settings, {name: layout}, {}, {}, cache, gradients=False)
+    cache = cache.begin(name, tags.block)
+    one = _Pass(settings, {name: tags}, {}, {}, cache, gradients=False)
     attentions = one.joint([name]), one.split(name)
     return StepTables(*(attention.keywords["tables"] for attention in attentions))
 
@@ -134,7 +134,7 @@ def run_layers(
     joint: Layer | Sequence[Layer],
     split: Layer | Sequence[Layer],
     x: Residuals,
-    layouts: Layouts,
+    tags: Layouts,
     *,
     wanted: Wanted,
     cache: KVCache | None = None,
@@ -147,7 +147,7 @@ def run_layers(
         joint, split: the layers, stacked, or one by one (`fuse.for_inference`) and then
             unrolled.
         x: residual streams; a stream without tokens is absent.
-        layouts: tags of the same streams.
+        tags: tags of the same streams.
         wanted: the streams to return.
         cache: keys and values of earlier passes; this pass writes its own after them.
         attend_cache: False if the cache holds nothing else (prefill): tokens then attend only to
@@ -161,7 +161,7 @@ def run_layers(
     implementation = implementation_of(settings)
     if cache is not None:
         for name in present:
-            cache = cache.begin(name, layouts[name].block)
+            cache = cache.begin(name, tags[name].block)
         if takes_tables(implementation):
             cache = cache.placed(settings.num_heads)
     deals: Deals = {}
@@ -172,19 +172,19 @@ def run_layers(
             deals = sharded.deals_of({name: x[name].shape[1] for name in present}, tile_of)
         if deals:
             x = {name: deals[name].out(x[name]) for name in present}
-            layouts = {name: jax.tree.map(deals[name].out, layouts[name]) for name in present}
+            tags = {name: jax.tree.map(deals[name].out, tags[name]) for name in present}
         x = {name: sharded.over_rows(x[name]) for name in present}
     # One by one, because `jax.tree.map` would sort the keys of a dict.
-    layouts = {name: jax.tree.map(jnp.asarray, layouts[name]) for name in present}
+    tags = {name: jax.tree.map(jnp.asarray, tags[name]) for name in present}
     turns: dict[StreamName, Rotary] = {
-        name: rotary(layouts[name].position, settings.head_dim, settings.rope_theta)
+        name: rotary(tags[name].position, settings.head_dim, settings.rope_theta)
         for name in present
     }
     stored = cache if attend_cache else None
     kernels = None
     if stored is not None and present == [stored.decodes] and wanted in (stored.decodes, "both"):
         kernels = _step_kernels(settings, joint, split)
-    one = _Pass(settings, layouts, turns, deals, stored, cache is None, kernels)
+    one = _Pass(settings, tags, turns, deals, stored, cache is None, kernels)
     carried: Carried = x if kernels is None else {name: (x[name], None) for name in x}
     ahead = tables or StepTables()
     carried, cache = _run_joint(one, joint, carried, cache, wanted, ahead.joint)
@@ -233,7 +233,7 @@ def _run_joint(
     An unwanted stream stops at the last layer. Taking that layer out of the stack copies the
     others; if memory is short (`config.Model.remat`) it is computed in full instead.
     """
-    present: list[StreamName] = [*one.layouts]
+    present: list[StreamName] = [*one.tags]
     keep: list[StreamName] = [name for name in present if wanted in ("both", name)]
     saving = one.settings.remat != "none" and cache is None
     stops = keep != present and not saving
@@ -292,7 +292,7 @@ class _Pass:
 
     Attributes:
         settings: of the model.
-        layouts: tags of the streams that are present.
+        tags: tags of the streams that are present.
         turns: rotations of their tokens, by position; empty if nothing is rotated.
         deals: how their tokens are distributed over a mesh; empty if they are not.
         cache: provides the tags of the keys; None if tokens attend only to this pass.
@@ -301,7 +301,7 @@ class _Pass:
     """
 
     settings: config.Model
-    layouts: Layouts
+    tags: Layouts
     turns: dict[StreamName, Rotary]
     deals: Deals
     cache: KVCache | None
@@ -313,13 +313,13 @@ class _Pass:
     ) -> functools.partial:
         """Returns attention of the streams in `asking` to all tokens, or to the whole cache."""
         stored = None if self.cache is None else self.cache.joint_block
-        return self._attention(self._joined(asking), [*self.layouts], stored, tables)
+        return self._attention(self._joined(asking), [*self.tags], stored, tables)
 
     def split(self, name: StreamName, tables: AnyTables | None = None) -> functools.partial:
         """Returns attention of a stream to itself, or to its region of the cache."""
         cache = self.cache
         stored = None if cache is None or cache.decodes != name else cache.split_block
-        return self._attention(self.layouts[name], [name], stored, tables)
+        return self._attention(self.tags[name], [name], stored, tables)
 
     def join(self, streams: Sequence[Array], names: Sequence[StreamName]) -> Array:
         """Concatenates streams along their tokens, on every device separately."""
@@ -332,16 +332,16 @@ class _Pass:
         if self.deals:
             parts = sharded.parted(x, [self.deals[name] for name in names])
         else:
-            ends = np.cumsum([self.layouts[name].block.shape[1] for name in names])
+            ends = np.cumsum([self.tags[name].block.shape[1] for name in names])
             parts = jnp.split(x, ends[:-1], axis=1)
         return dict(zip(names, parts, strict=True))
 
-    def _joined(self, names: Sequence[StreamName]) -> TokenLayout:
-        layouts = [self.layouts[name] for name in names]
-        return jax.tree.map(lambda *tags: self.join(tags, names), *layouts)
+    def _joined(self, names: Sequence[StreamName]) -> TokenTags:
+        tags = [self.tags[name] for name in names]
+        return jax.tree.map(lambda *tags: self.join(tags, names), *tags)
 
     def _attention(
-        self, queries: TokenLayout, names: Sequence[StreamName], stored, tables
+        self, queries: TokenTags, names: Sequence[StreamName], stored, tables
     ) -> functools.partial:
         """Returns attention to the tokens of these streams, or to those in the cache."""
         keys = queries if len(names) == 1 else self._joined(names)

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import AnyArray
 from sparse_lavida_jax.models.layers import init_stack
+from sparse_lavida_jax.tags import AnyArray
 
 LAYER_NORM_EPS = 1e-6
 

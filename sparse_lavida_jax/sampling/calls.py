@@ -24,7 +24,6 @@ from sparse_lavida_jax.kernels.attention import (
     slot_multiple,
     takes_tables,
 )
-from sparse_lavida_jax.layout import GIVEN_BLOCK
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
@@ -61,6 +60,7 @@ from sparse_lavida_jax.sampling.state import (
     see,
 )
 from sparse_lavida_jax.sequence import Kind, SeenBatch
+from sparse_lavida_jax.tags import GIVEN_BLOCK
 
 # The most steps of one call of a program, which takes their number as an argument. So requests with
 # any number of steps share one program for each width. On CPUs a program holds just the steps of

@@ -142,4 +142,4 @@ def row_digests(prompt: Prompt, images: Sequence[str]) -> list[str]:
 def num_tokens(prompt: Prompt) -> int:
     """Returns the tokens of all rows of a prompt (on the host), without padding."""
     streams = (prompt.understanding, prompt.generation)
-    return sum(int((s.layout.block != PAD_BLOCK).sum()) for s in streams if s is not None)
+    return sum(int((s.tags.block != PAD_BLOCK).sum()) for s in streams if s is not None)

@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.layout import AnyArray
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling.presets import Choice, StepSettings
 from sparse_lavida_jax.sampling.state import Rows, StepTokens
+from sparse_lavida_jax.tags import AnyArray
 
 RANKING = 2**31 - 1  # key of the noise on confidences, not of draws; no block has this number
 AVERAGED = ("no_source", "no_image")  # rows averaged with the full one (spec Sec. 7.2)

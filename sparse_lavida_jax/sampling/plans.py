@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.layout import FIRST_BLOCK, GIVEN_BLOCK
 from sparse_lavida_jax.orders import counts, merged
 from sparse_lavida_jax.sequence import cells_from_codes
+from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
 
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
 

@@ -12,17 +12,17 @@ from jaxtyping import Float, Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.layout import (
+from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
+from sparse_lavida_jax.sequence import prompt_row, stack_images, stack_views, stacked_features
+from sparse_lavida_jax.tags import (
     GIVEN_BLOCK,
     NO_CELL,
     NO_FEATURE,
     PROMPT_BLOCK,
     AnyArray,
     Stream,
-    make_layout,
+    make_tags,
 )
-from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
-from sparse_lavida_jax.sequence import prompt_row, stack_images, stack_views, stacked_features
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 PROMPT_BUCKET = 16  # prompts are padded to a multiple of this many tokens
@@ -57,7 +57,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class StreamRow:
-    """The part of one stream that a row passes before the first step; see `layout.Stream`."""
+    """The part of one stream that a row passes before the first step; see `tags.Stream`."""
 
     tokens: Int[np.ndarray, "s *g"]
     index: Int[np.ndarray, " s"]
@@ -228,7 +228,7 @@ def _lengths(prompt: Prompt, guidance_rows: int) -> list[Int[np.ndarray, "r b"]]
     return [
         np.asarray(
             np.zeros(number, int) if stream is None
-            else (stream.layout.block != PAD_BLOCK).sum(axis=1)
+            else (stream.tags.block != PAD_BLOCK).sum(axis=1)
         ).reshape(guidance_rows, -1)
         for stream in streams
     ]  # fmt: skip
@@ -296,4 +296,4 @@ def _stack(rows: Sequence[StreamRow], pad_token: int, least: int) -> Stream:
         used = number, slice(len(row.index))
         tokens[used], index[used] = row.tokens, row.index
         position[used], block[used] = row.position, row.block
-    return Stream(tokens, index, make_layout(position, block, GIVEN_BLOCK))
+    return Stream(tokens, index, make_tags(position, block, GIVEN_BLOCK))

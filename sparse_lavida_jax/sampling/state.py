@@ -14,15 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.layout import (
-    NO_CELL,
-    NO_FEATURE,
-    AnyArray,
-    Stream,
-    concatenate,
-    make_layout,
-    without_blocks,
-)
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import (
@@ -36,6 +27,15 @@ from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings, guidance_of
 from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, cut_rows, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
+from sparse_lavida_jax.tags import (
+    NO_CELL,
+    NO_FEATURE,
+    AnyArray,
+    Stream,
+    concatenate,
+    make_tags,
+    without_blocks,
+)
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 NOISE = {"text": 0, "layout": 1, "image": 2}  # so that kinds with one seed differ in noise
@@ -431,10 +431,10 @@ def response_stream(
     )
     register_position = prompt.length[:, None] + jnp.arange(m)[None]
     position = jnp.concatenate([prompt.response_position[:, None] + at, register_position], axis=1)
-    layout = make_layout(position, block, now.block - 1)
+    tags = make_tags(position, block, now.block - 1)
     if settings.preset.full_attention:
-        layout = without_blocks(layout)
-    return Stream(tokens[..., 0] if is_text else tokens, index, layout)
+        tags = without_blocks(tags)
+    return Stream(tokens[..., 0] if is_text else tokens, index, tags)
 
 
 def _prompt_again(prompt: Prompt, settings: StepSettings) -> dict[str, Stream | None]:
@@ -444,7 +444,7 @@ def _prompt_again(prompt: Prompt, settings: StepSettings) -> dict[str, Stream | 
         return dict.fromkeys(streams)
     if settings.preset.full_attention:
         streams = {
-            name: s if s is None else s.replace(layout=without_blocks(s.layout))
+            name: s if s is None else s.replace(tags=without_blocks(s.tags))
             for name, s in streams.items()
         }
     return streams

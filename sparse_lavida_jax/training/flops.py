@@ -17,7 +17,7 @@ from jaxtyping import Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import devices
-from sparse_lavida_jax.layout import Stream, TokenLayout
+from sparse_lavida_jax.tags import Stream, TokenTags
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 STREAMS = ("understanding", "generation")
@@ -59,8 +59,8 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     """
     streams = {"understanding": batch.understanding, "generation": batch.generation}
     held = {name: stream for name, stream in streams.items() if stream is not None}
-    tokens = {name: count_tokens(stream.layout.block != PAD_BLOCK) for name, stream in held.items()}
-    slots = sum(np.size(stream.layout.block) for stream in held.values())
+    tokens = {name: count_tokens(stream.tags.block != PAD_BLOCK) for name, stream in held.items()}
+    slots = sum(np.size(stream.tags.block) for stream in held.values())
     weights = zip(STREAMS, (batch.text_weight, batch.image_weight), strict=True)
     with_loss = {name: count_tokens(weight) for name, weight in weights}
     # In joint layers all tokens see each other; in split layers each stream sees itself.
@@ -98,10 +98,9 @@ def count_tokens(weights: AnyArray | None) -> int:
 
 def _visible_pairs(streams: list[Stream]) -> int:
     """Returns the number of (query, key) pairs that are visible by the rule of `visibility.py`."""
-    layouts = [stream.layout for stream in streams]
     block, horizon, segment = (
-        np.concatenate([np.asarray(tags(layout)) for layout in layouts], axis=1)
-        for tags in (lambda x: x.block, lambda x: x.horizon, _segments)
+        np.concatenate([np.asarray(of(stream.tags)) for stream in streams], axis=1)
+        for of in (lambda x: x.block, lambda x: x.horizon, _segments)
     )
     return sum(
         _pairs_of_a_row(row[own == one], reach[own == one])
@@ -110,8 +109,8 @@ def _visible_pairs(streams: list[Stream]) -> int:
     )
 
 
-def _segments(layout: TokenLayout) -> Int[AnyArray, "b s"]:
-    return np.zeros_like(layout.block) if layout.segment is None else layout.segment
+def _segments(tags: TokenTags) -> Int[AnyArray, "b s"]:
+    return np.zeros_like(tags.block) if tags.segment is None else tags.segment
 
 
 def _pairs_of_a_row(block: Int[np.ndarray, " s"], horizon: Int[np.ndarray, " s"]) -> int:

@@ -37,9 +37,9 @@ from jax.sharding import AbstractMesh
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES
-from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.tags import Stream, TokenTags
 from sparse_lavida_jax.training import loss, optimizer, start, step
 
 GB = 1e9
@@ -285,7 +285,7 @@ def rows(model: config.Model, batch: BatchSize) -> Corrupted:
     def stream(length: tuple[int, int], tokens: tuple[int, ...]):
         tags = [jnp.zeros(length, jnp.int32)] * 3
         ids, index = (jnp.zeros(shape, jnp.int32) for shape in (tokens, length))
-        return Stream(ids, index, TokenLayout(*tags)) if length[1] else None
+        return Stream(ids, index, TokenTags(*tags)) if length[1] else None
 
     return Corrupted(
         understanding=stream(u, u),

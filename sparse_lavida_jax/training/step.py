@@ -214,7 +214,7 @@ def default_microbatches(batch: Corrupted) -> int:
     if jax.default_backend() != "cpu" or jax.sharding.get_abstract_mesh().size > 1:
         return 1
     streams = (one for one in (batch.understanding, batch.generation) if one is not None)
-    shapes = [one.layout.block.shape for one in streams]
+    shapes = [one.tags.block.shape for one in streams]
     rows, tokens = shapes[0][0], sum(rows * length for rows, length in shapes)
     numbers = (n for n in range(1, rows + 1) if rows % n == 0 and tokens <= n * CPU_TOKENS)
     return next(numbers, rows)

@@ -257,7 +257,7 @@ def test_every_layout_is_undone_exactly(made):
 def test_merging_a_cell_is_the_2x2_convolution_of_the_release():
     """y[o] = sum over c, p, q of W[o, c, p, q] x[c, p, q], written out (spec Sec. 2.6)."""
     model = torch_folder.SETTINGS.model
-    name = next(n for n in names.table(torch_folder.SETTINGS) if n.layout == "merge")
+    name = next(n for n in names.table(torch_folder.SETTINGS) if n.transform == "merge")
     rng = np.random.default_rng(0)
     weight = rng.normal(size=name.shape).astype(np.float32)
     cell = rng.normal(size=(model.generation_width, 2, 2)).astype(np.float32)
@@ -271,7 +271,7 @@ def test_merging_a_cell_is_the_2x2_convolution_of_the_release():
 def test_spreading_a_cell_is_the_transposed_2x2_convolution_of_the_release():
     """y[o, p, q] = sum over c of x[c] W[c, o, p, q] (spec Sec. 2.6)."""
     model = torch_folder.SETTINGS.model
-    name = next(n for n in names.table(torch_folder.SETTINGS) if n.layout == "spread")
+    name = next(n for n in names.table(torch_folder.SETTINGS) if n.transform == "spread")
     rng = np.random.default_rng(0)
     weight = rng.normal(size=name.shape).astype(np.float32)
     token = rng.normal(size=model.generation_width).astype(np.float32)

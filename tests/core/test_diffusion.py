@@ -16,8 +16,8 @@ from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.diffusion import ABSENT
 from sparse_lavida_jax.lavida_o import objective
-from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.sequence import Blank, LearnedText, Response, Source, Text, VisionTokens
+from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.training.loss import weighted_cross_entropy
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -290,7 +290,7 @@ def test_full_attention_has_no_registers_and_one_block():
     assert (row.generation.tokens != settings.image_register_id).all()
     batch = tiny.stacked([row], settings, RowShape(16, 24), full_attention=True)
     for stream in (batch.understanding, batch.generation):
-        assert set(np.unique(stream.layout.block)) == {0, PAD_BLOCK}
+        assert set(np.unique(stream.tags.block)) == {0, PAD_BLOCK}
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
@@ -304,13 +304,13 @@ def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
     )
     for before, stream, target, weight in parts:
         count = len(before.block)
-        assert (np.diff(stream.layout.block[0]) >= 0).all()
-        assert (stream.layout.block[:, count:] == PAD_BLOCK).all()
+        assert (np.diff(stream.tags.block[0]) >= 0).all()
+        assert (stream.tags.block[:, count:] == PAD_BLOCK).all()
         assert not weight[:, count:].any()
         after = sorted(
             zip(
-                stream.layout.block[1, :count].tolist(),
-                stream.layout.position[1, :count].tolist(),
+                stream.tags.block[1, :count].tolist(),
+                stream.tags.position[1, :count].tolist(),
                 stream.tokens[1, :count].tolist(),
                 stream.index[1, :count].tolist(),
                 target[1, :count].tolist(),
@@ -427,14 +427,14 @@ def by_hand(sequence, drawn, settings, *, inverse=False):
 
 def held(stream, weight, row):
     """Returns {position: (token, index, weight)} of the tokens of a row without padding."""
-    real = stream.layout.block[row] != PAD_BLOCK
-    assert (stream.layout.block[row][real] == PROMPT_BLOCK).all()
-    assert (stream.layout.horizon[row][real] == PROMPT_BLOCK).all()
+    real = stream.tags.block[row] != PAD_BLOCK
+    assert (stream.tags.block[row][real] == PROMPT_BLOCK).all()
+    assert (stream.tags.horizon[row][real] == PROMPT_BLOCK).all()
     columns = (stream.tokens[row], stream.index[row], weight[row])
     return {
         int(position): tuple(column[slot].tolist() for column in columns)
         for slot, position in zip(
-            np.flatnonzero(real), stream.layout.position[row][real], strict=True
+            np.flatnonzero(real), stream.tags.position[row][real], strict=True
         )
     }
 
@@ -497,7 +497,7 @@ def test_the_lowest_number_masks_where_the_time_masks_nothing():
     batch = objective.batch_sequences([sequence], [drawn], SHAPE, settings)
     assert batch.text_total == 1 and batch.image_total == 0.25
     (slot,) = np.flatnonzero(batch.text_weight[0])
-    assert batch.understanding.layout.position[0, slot] == last_answer
+    assert batch.understanding.tags.position[0, slot] == last_answer
     assert np.argwhere(batch.image_weight[0]).tolist() == [[tiny.IMAGE_LEN + 4, 2]]
 
 

@@ -14,10 +14,10 @@ import traces
 from flax import nnx
 
 from sparse_lavida_jax import config, orders, pipeline, sample, sequence
-from sparse_lavida_jax.layout import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.sampling import calls, draw, options, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
+from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 SETTINGS = tiny.model_settings(num_registers=2)
@@ -192,14 +192,14 @@ def test_prompts_are_padded_to_a_bucket_with_given_tokens_in_their_block():
     assert prompt.understanding.index.shape == (2, prompts.PROMPT_BUCKET)
     text = prompt.understanding
     np.testing.assert_array_equal(
-        text.layout.block[0], [PROMPT_BLOCK] * n + [GIVEN_BLOCK] * m + [PAD_BLOCK] * (16 - n - m)
+        text.tags.block[0], [PROMPT_BLOCK] * n + [GIVEN_BLOCK] * m + [PAD_BLOCK] * (16 - n - m)
     )
     np.testing.assert_array_equal(text.tokens[0, :n], row.ids)
     np.testing.assert_array_equal(text.tokens[0, n : n + m], asked.response[known, 0])
-    np.testing.assert_array_equal(text.layout.position[0, n : n + m], row.response_position + known)
-    assert (text.layout.block[1] == PAD_BLOCK).sum() == 16 - len(tiny.lay_out(short, SETTINGS).ids)
+    np.testing.assert_array_equal(text.tags.position[0, n : n + m], row.response_position + known)
+    assert (text.tags.block[1] == PAD_BLOCK).sum() == 16 - len(tiny.lay_out(short, SETTINGS).ids)
     np.testing.assert_array_equal(prompt.generation.tokens[0, : tiny.IMAGE_LEN], row.codes)
-    assert (prompt.generation.layout.block[1] == PAD_BLOCK).all()
+    assert (prompt.generation.tags.block[1] == PAD_BLOCK).all()
     np.testing.assert_array_equal(prompt.length, [row.length, tiny.lay_out(short, SETTINGS).length])
 
 
@@ -209,7 +209,7 @@ def test_guidance_rows_stand_one_after_the_other_dropped_ones_first():
     ]
     prompt = tiny.prepare(requests, SETTINGS, guidance_rows=3)
     assert prompt.understanding.index.shape[0] == 6
-    cells = (prompt.generation.layout.block != PAD_BLOCK).sum(axis=1)
+    cells = (prompt.generation.tags.block != PAD_BLOCK).sum(axis=1)
     np.testing.assert_array_equal(cells, [0, 0, *[tiny.IMAGE_LEN] * 4])
     features = (prompt.understanding.index != NO_FEATURE).sum(axis=1)
     np.testing.assert_array_equal(features, [*[0] * 4, *[tiny.VISION.num_tokens] * 2])
@@ -840,9 +840,9 @@ def test_the_second_row_of_an_edit_keeps_what_is_asked_for(edit_guidance, cells,
     asked = tiny.request("image", SETTINGS, 0, words=3, vision=True, source=True)
     prompt = tiny.prepare([asked], SETTINGS, 3, edit_guidance=edit_guidance)
     text, image = prompt.understanding, prompt.generation
-    assert (image.layout.block[1] != PAD_BLOCK).sum() == cells
+    assert (image.tags.block[1] != PAD_BLOCK).sum() == cells
     assert (text.index[1] != NO_FEATURE).sum() == features
-    known = text.tokens[1][text.layout.block[1] != PAD_BLOCK] != SETTINGS.text_mask_id
+    known = text.tokens[1][text.tags.block[1] != PAD_BLOCK] != SETTINGS.text_mask_id
     kept = [part for part in asked.parts if isinstance(part, sequence.Text) and part.keep]
     said = [part for part in asked.parts if isinstance(part, sequence.Text) and not part.keep]
     assert known.sum() == sum(

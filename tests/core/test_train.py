@@ -151,7 +151,7 @@ def test_a_cpu_passes_as_many_rows_at_a_time_as_its_caches_hold(
     backend, rows_at_a_time, parts, monkeypatch
 ):
     batch = tiny.batch(["image"] * 4, tiny.model_settings())
-    row = batch.understanding.layout.block.shape[1] + batch.generation.layout.block.shape[1]
+    row = batch.understanding.tags.block.shape[1] + batch.generation.tags.block.shape[1]
     monkeypatch.setattr(training_step, "CPU_TOKENS", rows_at_a_time * row + 1)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert training_step.default_microbatches(batch) == parts

@@ -20,10 +20,10 @@ from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.batch import given_of
 from sparse_lavida_jax.data.feed import Feed
-from sparse_lavida_jax.layout import GIVEN_BLOCK, PROMPT_BLOCK
 from sparse_lavida_jax.scenes import batches as scene_batches
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS
 from sparse_lavida_jax.sequence import prompt_row
+from sparse_lavida_jax.tags import GIVEN_BLOCK, PROMPT_BLOCK
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 ALL = {task: 1.0 for group in scene_batches.GROUPS.values() for task in group}
@@ -68,13 +68,13 @@ class Row:
         example = row.example
         text = example.kind == "text"
         stream = batch.understanding if text else batch.generation
-        real = stream.layout.block[i] != PAD_BLOCK
+        real = stream.tags.block[i] != PAD_BLOCK
         count = real.sum()
         self.codes = stream.tokens[i][real].reshape(count, -1)
         self.index = stream.index[i][real]
-        self.position = stream.layout.position[i][real]
-        self.block = stream.layout.block[i][real]
-        self.horizon = stream.layout.horizon[i][real]
+        self.position = stream.tags.position[i][real]
+        self.block = stream.tags.block[i][real]
+        self.horizon = stream.tags.horizon[i][real]
         self.target = (batch.text_target if text else batch.image_target)[i][real].reshape(
             count, -1
         )
@@ -358,8 +358,8 @@ def test_rows_are_sorted_by_block_and_fit_their_group(batches):
             ):
                 assert (stream is None) == (length == 0)
                 if stream is not None:
-                    assert stream.layout.shape == (SIZE, length)
-                    assert (np.diff(stream.layout.block, axis=1) >= 0).all()
+                    assert stream.tags.shape == (SIZE, length)
+                    assert (np.diff(stream.tags.block, axis=1) >= 0).all()
 
 
 def shorter(shape, understanding):
@@ -532,7 +532,7 @@ def test_a_dropped_prompt_is_masks_between_its_headers():
     batches = make_batches(data={"tasks": {"draw": 1.0}, "prompt_drop": 1.0})
     model, t = batches.settings.model, batches.encoder.tokenizer
     stream = batches.batch("draw", 0).understanding
-    for tokens, block in zip(stream.tokens, stream.layout.block, strict=True):
+    for tokens, block in zip(stream.tokens, stream.tags.block, strict=True):
         left = [i for i in tokens[block != PAD_BLOCK].tolist() if i != model.text_mask_id]
         assert left == [t.user_id, t.end_of_turn_id, t.assistant_id, t.end_of_turn_id]
 
@@ -557,18 +557,18 @@ def test_whole_sequences_fill_the_length_of_their_group_with_end_of_text():
     for group, index in itertools.product(scene_batches.GROUPS, range(2)):
         batch, shape = batches.batch(group, index), batches.shape_of(group).example
         assert shape.understanding % batches.multiple == 0
-        assert batch.understanding.layout.shape == (SIZE, shape.understanding)
+        assert batch.understanding.tags.shape == (SIZE, shape.understanding)
         is_drawn = group in IMAGE_GROUPS
         assert batch.predicts == ("both" if is_drawn else "understanding")
         cells = np.zeros((SIZE, 0))
         if is_drawn:
-            cells = batch.generation.layout.block
+            cells = batch.generation.tags.block
             dropped |= {(group, n) for n in (cells != PAD_BLOCK).sum(axis=1).tolist()}
-        tokens = (batch.understanding.layout.block != PAD_BLOCK).sum(axis=1)
+        tokens = (batch.understanding.tags.block != PAD_BLOCK).sum(axis=1)
         length = tokens + (cells != PAD_BLOCK).sum(axis=1)
         assert len({*length.tolist()}) == 1
         # The last token is padding, which is also learned: end-of-text, or masked with a loss.
-        last = batch.understanding.layout.position.argmax(axis=1)[:, None]
+        last = batch.understanding.tags.position.argmax(axis=1)[:, None]
         token, target, weight = (
             np.take_along_axis(x, last, axis=1)[:, 0]
             for x in (batch.understanding.tokens, batch.text_target, batch.text_weight)

@@ -60,7 +60,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_examples(group):
 
 def padding(batch) -> tuple[int, int]:
     """The numbers of padding tokens and of all others."""
-    blocks = [s.layout.block for s in (batch.understanding, batch.generation) if s is not None]
+    blocks = [s.tags.block for s in (batch.understanding, batch.generation) if s is not None]
     padded = sum(int((block == PAD_BLOCK).sum()) for block in blocks)
     return padded, sum(block.size for block in blocks) - padded
 
@@ -80,7 +80,7 @@ def test_less_of_a_packed_batch_is_padding():
 
 def test_a_packed_row_is_sorted_by_example_and_block():
     batch = batches(packing=SHARED).batch("answer", 1)
-    layout = batch.understanding.layout
+    layout = batch.understanding.tags
     for block, segment in zip(layout.block, layout.segment, strict=True):
         real = block != PAD_BLOCK
         order = list(zip(segment[real], block[real], strict=True))

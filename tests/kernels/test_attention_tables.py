@@ -41,7 +41,7 @@ def watched(name, kind="image", given=0.0, **changes):
         stream = state_of.response_stream(model.settings, state, now, prompt, settings)
         policy = draw.policy_of(settings.choice)
         after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
-        return model.step_tables(stream.layout, state.cache), after
+        return model.step_tables(stream.tags, state.cache), after
 
     def step_by_step(_, state, segment, prompt, *, settings):
         ahead = ahead_of(state, segment, prompt, settings=settings)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import config, layout, sequence
+from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import shapes, tables
 from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.tags import concatenate, sort_by_block
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -91,8 +92,8 @@ def test_the_packed_row_is_what_training_makes():
     corrupted = [row.tokens for row in rows]
     batch = making.stack(corrupted, shape, settings.model, shared=shared)
     assert batch.understanding is not None and batch.generation is not None
-    joint = layout.concatenate(batch.understanding.layout, batch.generation.layout)
-    by_block = layout.sort_by_block(np.asarray(joint.block[0]), np.asarray(joint.segment[0]))
+    joint = concatenate(batch.understanding.tags, batch.generation.tags)
+    by_block = sort_by_block(np.asarray(joint.block[0]), np.asarray(joint.segment[0]))
     frozen = shapes.tags("packed_8192")
     for found, expected in (
         (joint.block, frozen.key_block),

@@ -13,11 +13,11 @@ import traces
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 from kernel_cases import as_arrays, horizons
 
-from sparse_lavida_jax import layout
 from sparse_lavida_jax.kernels import attention, shapes, sharded, tables
 from sparse_lavida_jax.kernels.attention import make_tables, query_tile, step_causal_attention
 from sparse_lavida_jax.kernels.sharded import Deal, in_order, joined, parted
 from sparse_lavida_jax.models import sharding, stack
+from sparse_lavida_jax.tags import NO_CELL, NO_FEATURE, Stream, TokenTags
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
 HEAD_DIM = 8
@@ -299,8 +299,8 @@ def streams_of(settings, rows, text_len, image_len):
         block[:, -2:] = PAD_BLOCK
         position = np.tile(np.arange(length), (rows, 1))
         tags = as_arrays((position, block, horizons(block, 2)))
-        index = np.full((rows, length), layout.NO_CELL if tokens.ndim == 3 else layout.NO_FEATURE)
-        return layout.Stream(*as_arrays((tokens, index)), layout.TokenLayout(*tags))
+        index = np.full((rows, length), NO_CELL if tokens.ndim == 3 else NO_FEATURE)
+        return Stream(*as_arrays((tokens, index)), TokenTags(*tags))
 
     text = rng.integers(tiny.FIRST_WORD, settings.vocab_size, (rows, text_len))
     codes = rng.integers(0, settings.codebook_size, (rows, image_len, settings.codes_per_token))

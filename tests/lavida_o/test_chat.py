@@ -9,9 +9,9 @@ from chat_tokenizer import made_tokenizer
 
 from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.layout import NO_FEATURE
 from sparse_lavida_jax.scenes import tokenizer as scene_tokenizer
 from sparse_lavida_jax.sequence import Response, Source, Text, VisionTokens
+from sparse_lavida_jax.tags import NO_FEATURE
 
 IMAGE = VisionTokens(2, np.array([0, 3]), 4)
 SECOND = VisionTokens(3)

@@ -87,7 +87,7 @@ def test_without_a_loss_on_text_rows_of_unequal_images_are_what_each_is_alone(sh
     def tokens_and_hidden(chosen):
         batch = batch_of(*zip(*chosen, strict=True), settings)
         assert batch.predicts == "generation"
-        return batch.generation.layout.block != PAD_BLOCK, forward(model, batch)
+        return batch.generation.tags.block != PAD_BLOCK, forward(model, batch)
 
     held, together = tokens_and_hidden(rows)
     assert len(set(held.sum(axis=1).tolist())) == 2

@@ -95,7 +95,7 @@ def rows_of(batch, stream="understanding"):
     part = getattr(batch, stream)
     return [
         row[block != PAD_BLOCK].tobytes()
-        for row, block in zip(part.tokens, part.layout.block, strict=True)
+        for row, block in zip(part.tokens, part.tags.block, strict=True)
     ]
 
 
@@ -334,7 +334,7 @@ def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, token
     packed = batches(folder, tokenizer, data=words | {"packing": 2})
 
     def tokens(batch):
-        text, layout = batch.understanding, batch.understanding.layout
+        text, layout = batch.understanding, batch.understanding.tags
         columns = (text.tokens, layout.position, layout.block, layout.horizon)
         real = layout.block != PAD_BLOCK
         targets = (batch.text_target, batch.text_weight)
@@ -348,7 +348,7 @@ def test_packed_rows_hold_the_records_that_rows_of_their_own_would(folder, token
     vision, views = packed.settings.model.vision, packed.shape_of("understand").views
     batch = packed.batch("understand", 0)
     assert batch.pixels.shape[:2] == (2, 2 * views)
-    index, segment = batch.understanding.index, batch.understanding.layout.segment
+    index, segment = batch.understanding.index, batch.understanding.tags.segment
     for row, owner in zip(index, segment, strict=True):
         seen = (row >= 0) & (row < 2 * views * vision.num_tokens)
         assert set(owner[seen]) == {0, 1}

@@ -11,9 +11,9 @@ import pytest
 import tiny
 from flax import nnx
 
-from sparse_lavida_jax.layout import NO_CELL, NO_EMBEDDING, NO_FEATURE, Stream, make_layout
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import run_layers
+from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, NO_FEATURE, Stream, make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5
@@ -35,12 +35,12 @@ def streams(settings):
     text = Stream(
         jnp.asarray(ids),
         jnp.full(ids.shape, NO_FEATURE),
-        make_layout(place[None, : len(TEXT_BLOCK)], TEXT_BLOCK[None], NUM_CLEAN),
+        make_tags(place[None, : len(TEXT_BLOCK)], TEXT_BLOCK[None], NUM_CLEAN),
     )
     image = Stream(
         jnp.asarray(codes),
         jnp.asarray(cells),
-        make_layout(place[None, -len(IMAGE_BLOCK) :], IMAGE_BLOCK[None], NUM_CLEAN),
+        make_tags(place[None, -len(IMAGE_BLOCK) :], IMAGE_BLOCK[None], NUM_CLEAN),
     )
     return jax.tree.map(jnp.asarray, (text, image))
 
@@ -71,7 +71,7 @@ def as_one_sequence(settings, text, image):
         ),
         np.concatenate([np.full(n, -1), image.index[0]]),
         np.arange(len(block)) >= n,
-        np.concatenate([text.layout.position[0], image.layout.position[0]]),
+        np.concatenate([text.tags.position[0], image.tags.position[0]]),
         mask,
     )
     return arguments, block != PAD_BLOCK

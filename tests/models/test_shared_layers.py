@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.layout import NO_FEATURE, Stream, TokenLayout
 from sparse_lavida_jax.models import fuse, stack
+from sparse_lavida_jax.tags import NO_FEATURE, Stream, TokenTags
 
 # Of a kernel: the platform, a device, and how its module appears in a lowered program.
 KERNELS = {
@@ -45,7 +45,7 @@ def test_shared_layers_compute_the_same(monkeypatch):
     settings = tiny.model_settings(num_layers=6, dual_tower_layers=3, remat="layer")
     model = fuse.for_inference(tiny.denoiser(settings), by_layer=True)
     order = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    tags = TokenLayout(order, order // 4, order // 4)
+    tags = TokenTags(order, order // 4, order // 4)
     words = Stream(order, jnp.full((2, 9), NO_FEATURE), tags)
     codes = jnp.broadcast_to(order[..., None], (2, 9, settings.codes_per_token))
     asked = words, Stream(codes, order, tags)

@@ -14,9 +14,9 @@ from benchmarks import suites, work
 from sparse_lavida_jax import SparseLaViDa, config
 from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.layout import make_layout
 from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.sequence import Text
+from sparse_lavida_jax.tags import make_tags
 
 ROOT = pathlib.Path(__file__).parents[2]
 EIGHT = ["none", "p", "r", "t", "pr", "pt", "rt", "sparse"]
@@ -40,7 +40,7 @@ def colour_at(image, x, y):
 def test_the_matrix_is_the_figure_of_the_docstring():
     """Prompt 0, clean 1 and 2, masked 3 and 4, as in the docstring of `visibility.visible`."""
     block = np.arange(5, dtype=np.int32)[None]
-    image = figures.visibility_matrix(make_layout(block, block, 2))
+    image = figures.visibility_matrix(make_tags(block, block, 2))
     wanted = ["x....", "xx...", "xxx..", "xxxx.", "xxx.x"]
     for query, row in enumerate(wanted):
         for key, seen in enumerate(row):
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_prompts_and_steps_that_are_laid_out(name, guida
             text_block_len=8,
         )  # fmt: skip
         prompt, how = case.prompt(settings.model), case.settings(settings.model)
-        held = (np.asarray(prompt.understanding.layout.horizon) >= 0).sum(axis=1)
+        held = (np.asarray(prompt.understanding.tags.horizon) >= 0).sum(axis=1)
         assert len(held) == (2 if guidance and task == "draw" else 1)
         found = costs.costs(case.plan(settings.model), how, held.tolist())
         assert costs.total(found) == work.of_case(case, settings.model).total("tokens")

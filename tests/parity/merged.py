@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax.layout import NO_CELL, NO_FEATURE, Stream, make_layout
 from sparse_lavida_jax.models import stack
 from sparse_lavida_jax.sequence import cells_from_codes
+from sparse_lavida_jax.tags import NO_CELL, NO_FEATURE, Stream, make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 UNDERSTANDING, GENERATION = "understanding", "generation"
@@ -34,7 +34,7 @@ def places(modality):
 
 def layouts(found):
     return {
-        name: make_layout(jnp.maximum(at, 0), jnp.where(at < 0, PAD_BLOCK, 0), 0)
+        name: make_tags(jnp.maximum(at, 0), jnp.where(at < 0, PAD_BLOCK, 0), 0)
         for name, at in found.items()
     }
 
@@ -90,7 +90,7 @@ def text_stream(ids, feature=None, at=None):
     ids = np.asarray(ids, np.int32)
     index = np.full_like(ids, NO_FEATURE) if feature is None else np.asarray(feature, np.int32)
     at = np.broadcast_to(np.arange(ids.shape[1]), ids.shape) if at is None else at
-    tags = make_layout(np.maximum(at, 0), np.where(at < 0, PAD_BLOCK, 0), 0)
+    tags = make_tags(np.maximum(at, 0), np.where(at < 0, PAD_BLOCK, 0), 0)
     return jax.tree.map(jnp.asarray, Stream(np.maximum(ids, 0), index, tags))
 
 
@@ -100,7 +100,7 @@ def image_stream(codes, grid, side, at):
     grids = np.asarray(codes, np.int32).reshape(-1, rows, columns)
     cells = cells_from_codes(grids, side)
     index = np.broadcast_to(np.arange(cells.shape[1]), cells.shape[:2]).astype(np.int32)
-    tags = make_layout(np.maximum(at, 0), np.where(at < 0, PAD_BLOCK, 0), 0)
+    tags = make_tags(np.maximum(at, 0), np.where(at < 0, PAD_BLOCK, 0), 0)
     return jax.tree.map(jnp.asarray, Stream(cells, np.where(at < 0, NO_CELL, index), tags))
 
 

@@ -15,11 +15,12 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config, layout, orders, sample, sequence
+from sparse_lavida_jax import config, orders, sample, sequence
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import draw, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
+from sparse_lavida_jax.tags import GIVEN_BLOCK
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 REMASKING = {"low_confidence": "probability", "entrophy": "entropy"}  # released name -> ours
@@ -240,7 +241,7 @@ def _pass_all(model, block, cells, rows, prompt, *, settings):
     masked = (cells == model.settings.image_mask_id).any(axis=-1)
     state = state_of.SamplerState(
         cells,
-        jnp.where(masked, state_of.NOT_DECODED, layout.GIVEN_BLOCK),
+        jnp.where(masked, state_of.NOT_DECODED, GIVEN_BLOCK),
         rows,
         state_of._seen(model, prompt, None),
         None,
@@ -283,9 +284,7 @@ def merged_rows(streams, length, width):
     modality = np.zeros((rows, length), bool)
     seen = np.zeros((rows, length), int)
     for (stream, values), is_generation in zip(streams, (False, True), strict=True):
-        values, block, position = map(
-            np.asarray, (values, stream.layout.block, stream.layout.position)
-        )
+        values, block, position = map(np.asarray, (values, stream.tags.block, stream.tags.position))
         for row in range(rows):
             inside = block[row] != PAD_BLOCK
             at = position[row][inside]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax.data import images
-from sparse_lavida_jax.layout import NO_FEATURE
+from sparse_lavida_jax.tags import NO_FEATURE
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 LAYERS = 1e-4  # logits, hidden states, features (case/README.md)

@@ -5,9 +5,10 @@ import numpy as np
 import PIL
 import pytest
 
-from sparse_lavida_jax import config, layout, sequence
+from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.convert import settings
 from sparse_lavida_jax.data import images
+from sparse_lavida_jax.tags import NO_FEATURE
 
 # Recorded with Pillow 13; another version may round a byte the other way, twice.
 TOLERANCE = 1e-5 if PIL.__version__.startswith("13.") else 4 / 255
@@ -104,7 +105,7 @@ def test_tokens_of_two_images_stand_where_recorded(case):
     parts = [next(left).part if i == image else sequence.Text(np.array([i])) for i in ids]
     mask = case.config["golden_ids"]["MASK"]
     row = sequence.prompt_row((*parts, sequence.Response(1)), text_mask_id=mask, codes_per_token=1)
-    spliced = np.where(row.feature == layout.NO_FEATURE, row.ids, image)
+    spliced = np.where(row.feature == NO_FEATURE, row.ids, image)
     np.testing.assert_array_equal(spliced[None], case.outputs["two.new_input_ids"])
 
     # The first image's features are recorded, and so is the newline that both end with.
@@ -113,7 +114,7 @@ def test_tokens_of_two_images_stand_where_recorded(case):
     features = [case.outputs["projected_features"].reshape(-1, width), newline]
     second = np.full((pictures[1].num_features - 1, width), np.nan)
     features = np.concatenate([*features, second, newline])
-    expected, known = case.outputs["two.inputs_embeds"][0], row.feature != layout.NO_FEATURE
+    expected, known = case.outputs["two.inputs_embeds"][0], row.feature != NO_FEATURE
     found = features[row.feature[known]]
     recorded = ~np.isnan(found).any(axis=1)
     assert recorded.sum() == known.sum() - len(second)

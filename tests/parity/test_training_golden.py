@@ -23,7 +23,6 @@ from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.lavida_o import objective
-from sparse_lavida_jax.layout import NO_FEATURE
 from sparse_lavida_jax.sequence import (
     Blank,
     LearnedText,
@@ -35,6 +34,7 @@ from sparse_lavida_jax.sequence import (
     codes_from_cells,
     num_tokens,
 )
+from sparse_lavida_jax.tags import NO_FEATURE
 from sparse_lavida_jax.training import step as training_step
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -125,7 +125,7 @@ def run_of(name: str) -> Pass:
     shape = RowShape(length, max(sequence.num_cells for sequence in sequences))
     batch = objective.batch_sequences(sequences, draws, shape, settings)
     places = {
-        stream: np.where(of.layout.block == PAD_BLOCK, -1, of.layout.position)
+        stream: np.where(of.tags.block == PAD_BLOCK, -1, of.tags.position)
         for stream, of in (
             (merged.UNDERSTANDING, batch.understanding),
             (merged.GENERATION, batch.generation),

@@ -88,12 +88,12 @@ def test_gradients_flow_where_the_rule_lets_them_and_nowhere_else(kind):
     name = "understanding" if kind == "text" else "generation"
     numbers = jnp.arange(NUM_CLEAN + NUM_MASKED + 1)
     norms = block_gradients(model, jax.tree.map(jnp.asarray, batch), name, numbers)
-    own = getattr(batch, name).layout.block
+    own = getattr(batch, name).tags.block
     for i in np.asarray(numbers):
         if not (own == i).any():
             continue  # no prompt token in the response's stream
         for stream, gradient in norms.items():
-            block = getattr(batch, stream).layout.block
+            block = getattr(batch, stream).tags.block
             flows = (block <= min(i, NUM_CLEAN)) | (block == i)
             flows &= (own == i).any(axis=1)[:, None]
             # The last layer is a split one; prompt embeddings of both streams interact before it.
@@ -105,7 +105,7 @@ def test_gradients_flow_where_the_rule_lets_them_and_nowhere_else(kind):
 def block_gradients(model, batch, name, numbers):
     """Returns, for each block number, the gradient norm of its logits at every embedding [b s]."""
     text, image = batch.understanding, batch.generation
-    layouts = {"understanding": text.layout, "generation": image.layout}
+    layouts = {"understanding": text.tags, "generation": image.tags}
     embeddings = {"understanding": model.embed_text(text), "generation": model.embed_image(image)}
     probe = jax.random.normal(jax.random.key(0), (1, 1, 1, 64))
 

@@ -21,8 +21,8 @@ from dense_pass import FIRST, GIVEN
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.layout import make_layout
 from sparse_lavida_jax.sampling import calls, presets, prompts, state
+from sparse_lavida_jax.tags import make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5  # float32 against float64; measured: 7e-6 at most
@@ -322,12 +322,12 @@ def test_every_step_is_the_papers(name):
 
 
 def tags_of_steps(change):
-    """Patches the tags that `make_layout` gives a step: `change(layout, block, last_clean)`."""
+    """Patches the tags that `make_tags` gives a step: `change(layout, block, last_clean)`."""
 
     def changed(position, block, last_clean):
-        return change(functools.partial(make_layout, position), block, last_clean)
+        return change(functools.partial(make_tags, position), block, last_clean)
 
-    return mock.patch.object(state, "make_layout", changed)
+    return mock.patch.object(state, "make_tags", changed)
 
 
 def horizon_one_short():
@@ -392,9 +392,9 @@ def registers_one_position_off():
 
 def visible_padding_of_prompts():
     def changed(position, block, last_clean):
-        return make_layout(position, np.where(block == PAD_BLOCK, 0, block), last_clean)
+        return make_tags(position, np.where(block == PAD_BLOCK, 0, block), last_clean)
 
-    return mock.patch.object(prompts, "make_layout", changed)
+    return mock.patch.object(prompts, "make_tags", changed)
 
 
 def second_row_without_its_source():

@@ -12,9 +12,10 @@ import pytest
 import tiny
 import traces
 
-from sparse_lavida_jax import config, diffusion, layout, orders
+from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.models import stack
+from sparse_lavida_jax.tags import without_blocks
 
 TOLERANCE = 2e-5
 
@@ -53,8 +54,8 @@ def attention_without_rule(q, k, v, *tags, num_heads, layer):
 def test_block_zero_everywhere_is_attention_without_a_mask_bit_for_bit():
     model = tiny.denoiser(tiny.model_settings())
     batch = jax.tree.map(jnp.asarray, full_attention_batch(model))
-    assert not np.asarray(batch.generation.layout.block).any()
-    assert not np.asarray(batch.generation.layout.horizon).any()
+    assert not np.asarray(batch.generation.tags.block).any()
+    assert not np.asarray(batch.generation.tags.horizon).any()
     _, ours = traces.forward(model, batch)
     with unittest.mock.patch.object(stack, "step_causal_attention", attention_without_rule):
         _, plain = tiny.quick_jit(traces.training_pass)(model, batch)
@@ -75,7 +76,7 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     text_len, image_len = len(row.understanding.block), len(row.generation.block)
     batch = tiny.stacked([row], settings, RowShape(text_len + 3, image_len + 3))
     streams = {
-        name: (stream := getattr(batch, name)).replace(layout=layout.without_blocks(stream.layout))
+        name: (stream := getattr(batch, name)).replace(tags=without_blocks(stream.tags))
         for name in ("understanding", "generation")
     }
     _, ours = traces.forward(model, jax.tree.map(jnp.asarray, batch.replace(**streams)))
@@ -90,7 +91,7 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
         codes,
         np.concatenate([np.full(text_len, -1), image.index[0, :image_len]]),
         is_image,
-        np.concatenate([text.layout.position[0, :text_len], image.layout.position[0, :image_len]]),
+        np.concatenate([text.tags.position[0, :text_len], image.tags.position[0, :image_len]]),
         np.ones((len(is_image), len(is_image)), bool),
     )
     np.testing.assert_allclose(ours[0, :image_len], plain[is_image], rtol=0, atol=TOLERANCE)
@@ -244,7 +245,7 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
     batch = tiny.stacked(laid, model.settings)
     is_text = kind == "text"
     logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))[0 if is_text else 1]
-    layouts = (batch.understanding if is_text else batch.generation).layout
+    layouts = (batch.understanding if is_text else batch.generation).tags
     target = batch.text_target if is_text else batch.image_target
     for row, number in enumerate(together.masked_blocks, 1):
         ours = np.flatnonzero(layouts.block[0] == number)

@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import pytest
 
-from sparse_lavida_jax import layout
+from sparse_lavida_jax.tags import make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
 LAST_BLOCK = 4
@@ -24,7 +24,7 @@ def assignments(length: int) -> np.ndarray:
 
 def sees(block: np.ndarray, num_clean: int) -> np.ndarray:
     """Returns what each token of each assignment sees by our rule [a s s]; padding sees nothing."""
-    tags = layout.make_layout(np.zeros_like(block), block, num_clean)
+    tags = make_tags(np.zeros_like(block), block, num_clean)
     mask = visible(
         jnp.asarray(tags.block)[:, :, None],
         jnp.asarray(tags.horizon)[:, :, None],
@@ -64,7 +64,7 @@ def test_examples_of_a_row_see_what_each_would_alone(lengths):
     block = np.concatenate(pairs, axis=1)[:, mixed]
     segment = np.repeat([0, 1], lengths)[mixed]
     for clean in itertools.product(range(LAST_BLOCK + 1), repeat=2):
-        tags = layout.make_layout(
+        tags = make_tags(
             np.zeros_like(block),
             block,
             np.array(clean)[segment],

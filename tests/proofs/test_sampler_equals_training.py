@@ -158,7 +158,7 @@ def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
     for i, blocks in enumerate(plan):
         assert len(blocks.masked_blocks) == len(steps) == 4
         for number, moment in zip(blocks.masked_blocks, steps, strict=True):
-            own = batch.generation.layout.block[i] == number
+            own = batch.generation.tags.block[i] == number
             slots = np.flatnonzero(own & (batch.image_weight[i] > 0))
             cells = batch.generation.index[i, slots]
             assert sorted(cells) == np.flatnonzero(moment.masked[i]).tolist()

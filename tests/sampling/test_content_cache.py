@@ -48,7 +48,7 @@ def tokens_of(prompt):
     found = []
     for row in range(len(prompt.length)):
         for stream in (prompt.understanding, prompt.generation):
-            if stream is not None and (there := stream.layout.block[row] != PAD_BLOCK).any():
+            if stream is not None and (there := stream.tags.block[row] != PAD_BLOCK).any():
                 found.append([x[row][there].tolist() for x in jax.tree.leaves(stream)])
     return found
 

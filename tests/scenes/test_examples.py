@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import stand_ins
 
-from sparse_lavida_jax import layout, sequence
+from sparse_lavida_jax import sequence
 from sparse_lavida_jax.scenes import prompts, tasks, world
 from sparse_lavida_jax.scenes.grammar import Plan
+from sparse_lavida_jax.tags import NO_FEATURE
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def test_a_dropped_prompt_keeps_headers_and_nothing_else(encoder):
     dropped = laid_out(encoder.scene_example(sample), encoder, drop_prompt=True, drop_source=True)
     headers = [t.user_id, t.end_of_turn_id, t.assistant_id, t.end_of_turn_id]
     assert [id for id in dropped.ids.tolist() if id != mask] == headers
-    assert (dropped.feature == layout.NO_FEATURE).all()
+    assert (dropped.feature == NO_FEATURE).all()
     assert len(dropped.codes) == 0
     assert (dropped.length, dropped.response_position) == (whole.length, whole.response_position)
     # Headers keep their positions.

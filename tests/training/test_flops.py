@@ -16,7 +16,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 def oracle(params, batch, model, trained):
     """Counts in loops over the matrices by name, and over all pairs of tokens."""
     streams = {"understanding": batch.understanding, "generation": batch.generation}
-    real = {name: np.asarray(s.layout.block) != PAD_BLOCK for name, s in streams.items()}
+    real = {name: np.asarray(s.tags.block) != PAD_BLOCK for name, s in streams.items()}
     count = {name: int(r.sum()) for name, r in real.items()}
     loss = {
         "understanding": int((batch.text_weight > 0).sum()),
@@ -47,7 +47,7 @@ def oracle(params, batch, model, trained):
 
     def pairs(names):
         tags = [
-            np.concatenate([np.asarray(getattr(streams[n].layout, tag)) for n in names], axis=1)
+            np.concatenate([np.asarray(getattr(streams[n].tags, tag)) for n in names], axis=1)
             for tag in ("block", "horizon", "segment")
         ]
         there = np.concatenate([real[n] for n in names], axis=1)
@@ -72,7 +72,7 @@ def test_the_formula_is_a_walk_over_matrices_and_pairs(predicts):
     assert (
         work.tokens
         < work.slots
-        == sum(stream.layout.block.size for stream in (batch.understanding, batch.generation))
+        == sum(stream.tags.block.size for stream in (batch.understanding, batch.generation))
     )
     assert work.with_loss == (batch.text_weight > 0).sum() + (batch.image_weight > 0).sum()
 
@@ -81,12 +81,12 @@ def shared(batch, examples):
     """The batch, as if its tokens belonged to `examples` examples in turn."""
 
     def of(stream):
-        batch_size, length = stream.layout.block.shape
+        batch_size, length = stream.tags.block.shape
         segment = np.broadcast_to(
             np.arange(length, dtype=np.int32) % examples, (batch_size, length)
         )
-        layout = dataclasses.replace(stream.layout, segment=segment)
-        return dataclasses.replace(stream, layout=layout)
+        layout = dataclasses.replace(stream.tags, segment=segment)
+        return dataclasses.replace(stream, tags=layout)
 
     return dataclasses.replace(
         batch, understanding=of(batch.understanding), generation=of(batch.generation)

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
-from sparse_lavida_jax.layout import Stream, TokenLayout
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.tags import Stream, TokenTags
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -129,7 +129,7 @@ def test_a_forward_and_backward_pass_of_the_full_widths_fits():
         return jax.ShapeDtypeStruct((ROWS, *shape), jnp.int32, sharding=over)
 
     def stream(tokens, index, position, block, horizon):
-        return Stream(tokens, index, TokenLayout(position, block, horizon))
+        return Stream(tokens, index, TokenTags(position, block, horizon))
 
     def loss(model, text, image):
         hidden, _ = model(stream(*text), stream(*image), wanted="generation")

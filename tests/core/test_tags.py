@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_lavida_jax import layout, sequence
-from sparse_lavida_jax.layout import NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax import sequence
 from sparse_lavida_jax.sequence import Blank, LearnedText, Response, Source, Text, VisionTokens
+from sparse_lavida_jax.tags import (
+    NO_EMBEDDING,
+    NO_FEATURE,
+    concatenate,
+    make_tags,
+    sort_by_block,
+    without_blocks,
+)
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 MASK = 1
@@ -31,7 +38,7 @@ def row(parts=PARTS, **drops):
 
 
 def tags(block, last_clean):
-    return layout.make_layout(np.arange(block.size).reshape(block.shape), block, last_clean)
+    return make_tags(np.arange(block.size).reshape(block.shape), block, last_clean)
 
 
 def test_horizon_is_the_own_block_or_the_last_clean_one():
@@ -42,7 +49,7 @@ def test_horizon_is_the_own_block_or_the_last_clean_one():
 
 def test_host_arrays_stay_on_the_host_and_device_arrays_on_the_device():
     block = np.array([[0, 1]])
-    on_host, on_device = tags(block, 1), layout.make_layout(*map(jnp.asarray, (block, block)), 1)
+    on_host, on_device = tags(block, 1), make_tags(*map(jnp.asarray, (block, block)), 1)
     assert all(type(x) is np.ndarray and x.dtype == np.int32 for x in jax.tree.leaves(on_host))
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(on_device))
     np.testing.assert_array_equal(on_host.horizon, on_device.horizon)
@@ -63,7 +70,7 @@ def test_a_later_response_sees_an_earlier_one_only_clean():
 
 
 def test_without_blocks_puts_all_but_padding_in_block_0():
-    made = layout.without_blocks(tags(np.array([[0, 3, 7, PAD_BLOCK]]), 2))
+    made = without_blocks(tags(np.array([[0, 3, 7, PAD_BLOCK]]), 2))
     np.testing.assert_array_equal(made.block, [[0, 0, 0, PAD_BLOCK]])
     np.testing.assert_array_equal(made.horizon, [[0, 0, 0, PAD_HORIZON]])
     np.testing.assert_array_equal(made.position, [[0, 1, 2, 0]])
@@ -71,7 +78,7 @@ def test_without_blocks_puts_all_but_padding_in_block_0():
 
 def test_concatenated_layouts_stand_one_after_the_other():
     first, second = tags(np.array([[0, 1]]), 1), tags(np.array([[2, PAD_BLOCK, 3]]), 2)
-    both = layout.concatenate(first, second)
+    both = concatenate(first, second)
     assert both.shape == (1, 5)
     np.testing.assert_array_equal(both.block, [[0, 1, 2, PAD_BLOCK, 3]])
     np.testing.assert_array_equal(both.horizon, [[0, 1, 2, PAD_HORIZON, 2]])
@@ -162,7 +169,7 @@ def test_cells_hold_the_codes_of_their_square(side):
 
 def test_sorting_by_block_keeps_the_order_inside_a_block():
     block = np.array([3, 0, 3, 1, 0, 3])
-    np.testing.assert_array_equal(layout.sort_by_block(block), [1, 4, 3, 0, 2, 5])
+    np.testing.assert_array_equal(sort_by_block(block), [1, 4, 3, 0, 2, 5])
 
 
 def test_a_row_without_an_image_gets_a_blank_one():

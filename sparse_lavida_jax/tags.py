@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions of tokens and what they may see: positions, blocks and horizons.
 
-Only `make_layout` makes horizons. Every token has three integers: `position` (for the rotary
+Only `make_tags` makes horizons. Every token has three integers: `position` (for the rotary
 embedding), `block` (the paper's A[i]) and `horizon` (the last block that it may look back to).
 The order inside a sequence has no meaning, so tokens may be sorted, dropped or appended freely.
 Two lemmas make the method exact; both follow from `visibility.visible` and are tested for every
@@ -18,7 +18,7 @@ assignment of up to six tokens:
 Examples that share a row (`segment`) never see each other: the tokens of each are closed too, so
 the results are the same as in a row of its own.
 
-The functions on NumPy arrays run on the host (grain workers); the model takes a `TokenLayout`,
+The functions on NumPy arrays run on the host (grain workers); the model takes a `TokenTags`,
 never a mask.
 """
 
@@ -32,7 +32,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
-T = TypeVar("T")  # a stream, or a layout
+T = TypeVar("T")  # a stream, or tags
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, words of a template: clean before the first step
@@ -43,7 +43,7 @@ NO_CELL = -1  # a generation token that is not a cell of an image (registers, pa
 
 
 @flax.struct.dataclass
-class TokenLayout:
+class TokenTags:
     """Tags of the tokens of one stream.
 
     Attributes:
@@ -65,16 +65,16 @@ class TokenLayout:
         return self.block.shape
 
 
-def make_layout(
+def make_tags(
     position: Int[AnyArray, "b s"],
     block: Int[AnyArray, "b s"],
     last_clean: Int[AnyArray, "..."] | int,
     segment: Int[AnyArray, "b s"] | None = None,
-) -> TokenLayout:
-    """Returns the layout of tokens whose last visible clean block is `last_clean` (M).
+) -> TokenTags:
+    """Returns the tags of tokens whose last visible clean block is `last_clean` (M).
 
     `last_clean` is a number, or anything that broadcasts to [b s] (each response of a sequence
-    may have its own). NumPy arrays give a layout of NumPy arrays, so the host can lay rows out
+    may have its own). NumPy arrays give tags of NumPy arrays, so the host can lay rows out
     without touching a device.
 
     Args:
@@ -88,14 +88,14 @@ def make_layout(
         xp.asarray(tag, dtype=np.int32) for tag in (position, block, horizon)
     )
     segment = None if segment is None else xp.asarray(segment, dtype=np.int32)
-    return TokenLayout(position, block, horizon, segment)
+    return TokenTags(position, block, horizon, segment)
 
 
-def without_blocks(layout: TokenLayout) -> TokenLayout:
+def without_blocks(tags: TokenTags) -> TokenTags:
     """Returns the same tokens all in block 0: full bidirectional attention, as in LaViDa-O."""
-    xp = np if isinstance(layout.block, np.ndarray) else jnp
-    block = xp.where(layout.block == PAD_BLOCK, PAD_BLOCK, PROMPT_BLOCK)
-    return make_layout(layout.position, block, PROMPT_BLOCK, layout.segment)
+    xp = np if isinstance(tags.block, np.ndarray) else jnp
+    block = xp.where(tags.block == PAD_BLOCK, PAD_BLOCK, PROMPT_BLOCK)
+    return make_tags(tags.position, block, PROMPT_BLOCK, tags.segment)
 
 
 @flax.struct.dataclass
@@ -106,16 +106,16 @@ class Stream:
         tokens: text ids [b s] of the understanding stream, codes [b s g] of the generation stream.
         index: for understanding tokens, the vision feature that replaces the text embedding, or
             `NO_FEATURE` or `NO_EMBEDDING`; for others, the raster index of a cell, or `NO_CELL`.
-        layout: tags.
+        tags: of its tokens.
     """
 
     tokens: Int[AnyArray, "b s *g"]
     index: Int[AnyArray, "b s"]
-    layout: TokenLayout
+    tags: TokenTags
 
 
 def concatenate(*streams: T) -> T:
-    """Concatenates streams, or layouts, along the token axis."""
+    """Concatenates streams, or tags, along the token axis."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *streams)
 
 
