@@ -186,13 +186,13 @@ def rows(
             yield row_id, _training_row(settings, topology, batch)
         elif topology in SAMPLING:
             values = {"method": "sparse", "batch": 1, "guidance_rows": 2}
-            prefill, segment = sampling(settings, topology, SAMPLING[topology])
+            prefill, phase = sampling(settings, topology, SAMPLING[topology])
             yield (
                 f"{settings.name}/prefill/{chips}",
                 prefill.row(settings, task="prefill", **values),
             )
-            values |= {"task": "segment", "steps": len(segment.inputs[2].block)}
-            yield f"{settings.name}/segment/{chips}", segment.row(settings, **values)
+            values |= {"task": "phase", "steps": len(phase.inputs[2].block)}
+            yield f"{settings.name}/phase/{chips}", phase.row(settings, **values)
         else:
             known = ", ".join([*TRAINING, *SAMPLING])
             raise config.ConfigError(f"--targets={topology} is unknown: choose among {known}.")
@@ -359,7 +359,7 @@ def sampling(
         state = _laid(traced.out_info, prefilled.program.output_shardings)
         given = (own, state, _whole(step, mesh), rest[-1])
         now = dataclasses.replace(chosen, guided=bool(longest.guided[0]))
-        return prefilled, compiled(sample.run_segment.over_tpus.trace(*given, settings=now), *given)
+        return prefilled, compiled(sample.run_phase.over_tpus.trace(*given, settings=now), *given)
 
 
 def _laid(tree: Any, shardings: Any) -> Any:

@@ -176,7 +176,7 @@ def programs(
     settings, plan = case.settings(model.settings), case.plan(model.settings)
     laid = case.laid(model.settings, range(case.batch))
     batch = calls.prepared(model, laid, plan, settings=settings, in_trips=True)
-    trips = [trip for segment in plan for trip in batch.begun.trips(segment)]
+    trips = [trip for phase in plan for trip in batch.begun.trips(phase)]
     runs, steps = collections.Counter(), collections.Counter()
     for trip in trips:
         runs[trip.program] += 1
@@ -208,7 +208,7 @@ def programs(
         traced = function.trace(*args, **named)
         lowered = traced.lower(lowering_platforms=("cuda",))
         seconds = time.perf_counter() - begin
-        number = len(found) - first_trip if function is sample.run_segment else None
+        number = len(found) - first_trip if function is sample.run_phase else None
         key = None if number is None else keys[number]
         program = LoweredProgram(
             name=function.__name__,

@@ -155,8 +155,8 @@ class Timed:
         state = jax.block_until_ready(begun.state)
         ends("prefill")
         assert state is not None
-        for segment in plan:
-            state = sample.advance(model, begun, state, segment)
+        for phase in plan:
+            state = sample.advance(model, begun, state, phase)
             if turn == 0:  # nothing runs while the next program is compiled
                 jax.block_until_ready(state)
         canvas = np.asarray(state.canvas)

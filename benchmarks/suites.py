@@ -40,7 +40,7 @@ class RequestCase:
         id: task/method/batch, and whatever else distinguishes rows.
         discards: whether a step computes, as the released code does, the whole understanding tower
             and its head for all tokens of the pass, and discards what is not needed.
-        steps_timed: steps from the middle of the plan's longest segment; 0: all steps.
+        steps_timed: steps from the middle of the plan's longest phase; 0: all steps.
         image: encoded before, in an edit.
         in_trips: see `sample.sample`.
         without: in the suite `fastpath`, which of its changes is undone (`_changes`).
@@ -90,7 +90,7 @@ class RequestCase:
         rows = [presets.RowRequest(seed=seed, **scales) for seed in seeds]
         return [prompts.lay_out(example, row, model, settings) for row in rows]
 
-    def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Segment]:
+    def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Phase]:
         """Returns the steps of a batch with these seeds, by default those of the first turn."""
         seeds = list(range(self.batch)) if seeds is None else seeds
         given, settings = np.stack([self.example.given] * len(seeds)), self.settings(model)
@@ -98,7 +98,7 @@ class RequestCase:
 
     def timed_plan(
         self, model: config.Model, seeds: Sequence[int] | None = None
-    ) -> list[plans.Segment]:
+    ) -> list[plans.Phase]:
         """Returns the steps that are timed."""
         plan = self.plan(model, seeds)
         if not self.steps_timed:
@@ -347,7 +347,7 @@ def _changes(model: config.Model, kind: str) -> list[str]:
     """Returns the changes that make a request fast on this device, each to be undone in a row.
 
     fused: one matrix for queries, keys and values; by_layer: separate arrays for every layer;
-    trips: segments in programs of `calls.STEPS` steps; tables_ahead: tables of attention made
+    trips: phases in programs of `calls.STEPS` steps; tables_ahead: tables of attention made
     before the loop; prefix: kept between requests; vq_dtype: used by the decoder, otherwise
     float32; tiled_head: no logits over the vocabulary.
     """
@@ -367,7 +367,7 @@ _TWO = ("sparse", "dense_lean")
 _NOT_DENSE = [name for name in config.PRESETS if name != "dense"]
 SUITES: dict[str, Callable[[config.Config], list[RequestCase]]] = {
     "headline": _images,
-    # Segments run whole: half as many programs as in trips, and eight rows compile their own.
+    # Phases run whole: half as many programs as in trips, and eight rows compile their own.
     "ablation": functools.partial(_images, methods=_NOT_DENSE, in_trips=False),
     "batch": functools.partial(_images, methods=_TWO, batches=BATCHES),
     "edit": functools.partial(_images, edits=True),

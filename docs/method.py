@@ -42,8 +42,8 @@ def main() -> None:
     figures.visibility_matrix(sampling, names).save(HERE / "method_sampling.png")
     folder = model_folder.find_model("scenes")
     settings = model_folder.read_config(folder)
-    segments, _ = figures.plan_of(settings.sampling, settings.model)
-    figures.order_grid(segments, settings.model.grid_size).save(HERE / "method_order.png")
+    phases, _ = figures.plan_of(settings.sampling, settings.model)
+    figures.order_grid(phases, settings.model.grid_size).save(HERE / "method_order.png")
     runs = {
         preset: costs.costs(
             *figures.plan_of(with_preset(settings, preset), settings.model), [PROMPT_TOKENS]

@@ -11,7 +11,7 @@ before lets other machines in.
 
 Every replica has the queue of `sparse_lavida_jax.apps.batching`. Ray's own `@serve.batch` would
 combine whatever calls arrive together and run one batch after another; but only rows of one kind
-share a compiled program, kinds take turns at the ends of segments, and a row may be cancelled or
+share a compiled program, kinds take turns at the ends of phases, and a row may be cancelled or
 streamed by itself.
 
 The router passes each request to a replica. If that replica dies before its answer has begun,

@@ -327,7 +327,7 @@ class SparseLaViDa:
 
         Args:
             size: height and width in pixels, or the side of a square; by default the largest.
-            callback: called before the first step and after each segment of each stage
+            callback: called before the first step and after each phase of each stage
                 (`sample.Progress`).
             options: see `ImageOptions`; likewise for all tasks.
 
@@ -611,7 +611,7 @@ class SparseLaViDa:
         """Executes requests of one task with the same sampling settings.
 
         Args:
-            callback: called before the first step and after each segment (`sample.Progress`).
+            callback: called before the first step and after each phase (`sample.Progress`).
             bucket: the shapes to pad images to, for `replay`; by default as `padding` says.
             padding: see `batches.Padding`.
             programs: entered around each batch, with the key of its compiled programs.

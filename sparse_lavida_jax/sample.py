@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler: one prefill, then one jitted loop per segment (paper Sec. 3.2).
+"""The sampler: one prefill, then one jitted loop per phase (paper Sec. 3.2).
 
 A host-side plan (`sampling/plans.py`) says which positions each step passes; consecutive steps of
-equal width form a segment, and a segment is one compiled program: `lax.fori_loop` over `step`.
-Within a segment nothing returns to Python and no shape changes. Image and text, every preset and
+equal width form a phase, and a phase is one compiled program: `lax.fori_loop` over `step`.
+Within a phase nothing returns to Python and no shape changes. Image and text, every preset and
 every ablation row run this same `step`; which tokens are passed and which are committed is data
 (`sampling/presets.py`).
 
@@ -68,7 +68,7 @@ def step(
 ) -> SamplerState:
     """One denoising step: passes the tokens of `now`, draws the candidates, commits some.
 
-    The body of the segment loop, for image and text and for every preset.
+    The body of the phase loop, for image and text and for every preset.
 
     Args:
         policy: chooses which candidates to commit.
@@ -147,14 +147,14 @@ def step_logits(
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The state of a batch before its first step, or between two segments.
+    """The state of a batch before its first step, or between two phases.
 
     Attributes:
         making: what is being made: "layout", "image" or "text".
         steps, total: forward passes done so far, and in the whole plan.
         canvas: the responses; `mask_id` where nothing is decoded yet.
         decoded_at: the block that decoded each token (`SamplerState`).
-        blocks: those of the segment that has just ended; none before the first step.
+        blocks: those of the phase that has just ended; none before the first step.
         rows: request numbers of the first rows; any further rows fill the batch up.
         plan, settings: what each step passes.
         prompted: for each of `rows`, the tokens of its prompts (`LaidOut.prompt_tokens`).
@@ -168,7 +168,7 @@ class Progress:
     blocks: range
     mask_id: int
     rows: tuple[int, ...] = ()
-    plan: Sequence[plans.Segment] = ()
+    plan: Sequence[plans.Phase] = ()
     settings: StepSettings | None = None
     prompted: tuple[tuple[int, ...], ...] = ()
 
@@ -182,17 +182,17 @@ Callback = Callable[[Progress], None]
 
 
 @kept(static=("settings",), donate=("state",), depends=attention)
-def run_segment(
+def run_phase(
     model: Denoiser,
     state: SamplerState,
-    segment: StepTokens,
+    phase: StepTokens,
     prompt: Prompt,
     *,
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
     number: Int[AnyArray, ""] | None = None,
 ) -> SamplerState:
-    """Runs the steps of one segment, all of equal width, in one compiled loop.
+    """Runs the steps of one phase, all of equal width, in one compiled loop.
 
     It ends early if nothing is left to decode, which can happen only with some commit rules.
 
@@ -200,12 +200,12 @@ def run_segment(
         number: of the steps to run, from the first; None: all.
     """
     policy = draw.policy_of(settings.choice)
-    num_steps = segment.block.shape[0]
+    num_steps = phase.block.shape[0]
     asked = num_steps if number is None else number
-    ahead = _tables_ahead(model, state, segment, prompt, settings)
+    ahead = _tables_ahead(model, state, phase, prompt, settings)
 
     def body(i, state):
-        now, drawn, tables = jax.tree.map(lambda x: x[i], (segment, draws, ahead))
+        now, drawn, tables = jax.tree.map(lambda x: x[i], (phase, draws, ahead))
         how = {"policy": policy, "settings": settings, "draws": drawn, "tables": tables}
         return step(model, state, now, prompt, **how)
 
@@ -214,7 +214,7 @@ def run_segment(
 
     def goes_on(carry):
         i, state = carry
-        now = jax.tree.map(lambda x: x[jnp.minimum(i, num_steps - 1)], segment)
+        now = jax.tree.map(lambda x: x[jnp.minimum(i, num_steps - 1)], phase)
         *_, candidate = _open(state, now, mask_id_of(model.settings, settings.kind))
         return (i < asked) & candidate.any()
 
@@ -224,7 +224,7 @@ def run_segment(
 def _tables_ahead(
     model: Denoiser,
     state: SamplerState,
-    segment: StepTokens,
+    phase: StepTokens,
     prompt: Prompt,
     settings: StepSettings,
 ) -> StepTables | None:
@@ -233,17 +233,17 @@ def _tables_ahead(
     None if each step makes its own: if decoding times depend on what is drawn, if the prompt is
     passed again, or if devices share the work. The reference implementation needs no tables.
     """
-    cache, whole = state.cache, segment.candidates.shape[-1] == 1
+    cache, whole = state.cache, phase.candidates.shape[-1] == 1
     known = settings.kind == "image" and settings.choice.commit == "all" and whole
     alone = settings.preset.cache_prompt and not settings.refreshing
     possible = settings.tables_ahead and known and alone
     if cache is None or not possible or jax.sharding.get_abstract_mesh().size > 1:
         return None
-    # The time at which each token is decoded, in this segment or before it.
-    candidates = segment.candidates[..., 0] & (segment.decode >= 0)
-    at = jnp.where(candidates, segment.decode, state.decoded_at.shape[1])
+    # The time at which each token is decoded, in this phase or before it.
+    candidates = phase.candidates[..., 0] & (phase.decode >= 0)
+    at = jnp.where(candidates, phase.decode, state.decoded_at.shape[1])
     rows = jnp.arange(at.shape[1])[None, :, None]
-    decoded_at = state.decoded_at.at[rows, at].set(segment.block[:, None, None], mode="drop")
+    decoded_at = state.decoded_at.at[rows, at].set(phase.block[:, None, None], mode="drop")
 
     def tags_of(now: StepTokens) -> tuple[AnyArray, ...]:
         until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
@@ -251,8 +251,8 @@ def _tables_ahead(
         tags = response_stream(model.settings, before, now, prompt, settings).tags
         return tags.position, tags.block, tags.horizon
 
-    tags = jax.vmap(tags_of)(segment)
-    stays = segment.clean.shape[-1] if settings.preset.cache_response else 0
+    tags = jax.vmap(tags_of)(phase)
+    stays = phase.clean.shape[-1] if settings.preset.cache_response else 0
     clean = jnp.moveaxis(tags[1][:, :, :stays], 0, 1)
     # Steps beyond those that are run may find no slots.
     stored = cache.tagged(clean.reshape(clean.shape[0], -1)) if stays else cache
@@ -260,13 +260,13 @@ def _tables_ahead(
     def tables_of(i, *tags) -> StepTables:
         return model.step_tables(TokenTags(*tags), stored.commit(i * stays))
 
-    return jax.vmap(tables_of)(jnp.arange(segment.block.shape[0]), *tags)
+    return jax.vmap(tables_of)(jnp.arange(phase.block.shape[0]), *tags)
 
 
 def sample(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    segments: list[plans.Segment],
+    phases: list[plans.Phase],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -282,16 +282,16 @@ def sample(
 
     Args:
         laid: the examples, laid out for the same `settings` (`prompts.lay_out`).
-        segments: the plan (`presets.plan`), a row for each example.
+        phases: the plan (`presets.plan`), a row for each example.
         prompt_len: smallest padded lengths of the two streams, so that batches share programs.
-        stop_early: for text, skip segments once every row has an end-of-text after everything
+        stop_early: for text, skip phases once every row has an end-of-text after everything
             given, with all tokens before it decoded (never with `settings.released`).
-        callback: called before the first step and after each segment, for which the host then
-            waits; without one, it starts each segment while the previous one runs.
+        callback: called before the first step and after each phase, for which the host then
+            waits; without one, it starts each phase while the previous one runs.
         making: what is made, a key of `state.NOISE`, which gives it noise of its own; also
             passed to `callback`. By default the kind.
         draws: recorded random numbers for every step of the plan.
-        in_trips: whether segments run in programs of `calls.STEPS` steps; by default not on CPUs.
+        in_trips: whether phases run in programs of `calls.STEPS` steps; by default not on CPUs.
         content_cache: keeps features of images and rows of prompts for later batches.
         constants: of the model; None: they are found.
 
@@ -305,8 +305,8 @@ def sample(
 
     def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
         assert callback is not None
-        how = {"plan": segments, "settings": settings}
-        total = sum(len(segment.block) for segment in segments)
+        how = {"plan": phases, "settings": settings}
+        total = sum(len(phase.block) for phase in phases)
         callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id, **how))
 
     constants = constants or ModelConstants.of(model)
@@ -316,23 +316,23 @@ def sample(
         tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
     how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
-    begun = begin(model, laid, segments, **how)
+    begun = begin(model, laid, phases, **how)
     state = begun.state
     if state is None:  # everything is given
         return begun.canvas
     start, ended = 0, None
-    for segment in segments:
-        own = slice(start, start + len(segment.block))
+    for phase in phases:
+        own = slice(start, start + len(phase.block))
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
-        state = advance(model, begun, state, segment, draws=recorded)
+        state = advance(model, begun, state, phase, draws=recorded)
         start = own.stop
         if callback is not None:
-            blocks = range(int(segment.block[0]), int(segment.block[-1]) + 1)
+            blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
             seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
             tell(int(seen[0]), seen[1], seen[2], blocks)
-        # One segment is started ahead, and no more, so that an interrupt is noticed early.
+        # One phase is started ahead, and no more, so that an interrupt is noticed early.
         jax.block_until_ready(ended)
-        ended = _copy(state.passes)  # the next segment overwrites the state
+        ended = _copy(state.passes)  # the next phase overwrites the state
         runtime.check_interrupt()
         if stop_early and ends and _has_ended(state, model.settings.end_of_text_id):
             break
@@ -378,28 +378,28 @@ def calls_of(
     state = yield from batch.calls(cache)
     for trip in trips:
         given = batch.arrays[0], state, trip.steps, batch.begun.prompt
-        state = yield Call(run_segment, given, trip.options)
+        state = yield Call(run_phase, given, trip.options)
     return state
 
 
 def begin(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    segments: list[plans.Segment],
+    phases: list[plans.Phase],
     *,
     content_cache: ContentCache | None = None,
     **how: Any,
 ) -> Begun:
     """Makes the arrays of a batch (`calls.prepared`), and passes its prompts."""
     most = None if content_cache is None else content_cache.most_bytes
-    batch = prepared(model, laid, segments, most_kept=most, **how)
+    batch = prepared(model, laid, phases, most_kept=most, **how)
     begun = batch.begun
-    if not segments:
+    if not phases:
         return begun
     with over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
         if alone and side_by_side.are_made_ahead():
-            trips = {trip.program: trip for part in segments for trip in begun.trips(part)}
+            trips = {trip.program: trip for part in phases for trip in begun.trips(part)}
             make(calls_of(batch, [*trips.values()]), 2 * len(batch.parts) + 2 + len(trips))
         state = finish(batch.calls(content_cache if most else None), Call.__call__)
     return dataclasses.replace(begun, state=state)
@@ -409,15 +409,15 @@ def advance(
     model: Denoiser,
     begun: Begun,
     state: SamplerState,
-    segment: plans.Segment,
+    phase: plans.Phase,
     *,
     draws: Draws | None = None,
 ) -> SamplerState:
-    """Runs the steps of a segment (`sample`) with the `draws` of these steps."""
-    for trip in begun.trips(segment):
+    """Runs the steps of a phase (`sample`) with the `draws` of these steps."""
+    for trip in begun.trips(phase):
         recorded = {}
         if draws is not None:
             recorded["draws"] = jax.tree.map(lambda x, own=trip.own: x[own], draws)
         with over_mesh(model):
-            state = run_segment(model, state, trip.steps, begun.prompt, **trip.options, **recorded)
+            state = run_phase(model, state, trip.steps, begun.prompt, **trip.options, **recorded)
     return state

@@ -6,7 +6,7 @@ Its forward and backward pass; and a step of a model with many layers.
 
 import jax
 import jax.numpy as jnp
-import segment_programs
+import phase_programs
 from flax import nnx
 
 from sparse_lavida_jax.kernels.attention import run_kernel
@@ -35,7 +35,7 @@ def traced(kernel, shape, sharding, length: int, num_tags: int):
     return jax.jit(attend).trace(wide, keys, keys, (tag,) * num_tags, wide)
 
 
-@segment_programs.unchecked()
+@phase_programs.unchecked()
 def step(
     implementation: str, layers: int, platform: str, sharding=None, **changes
 ) -> jax.stages.Lowered:
@@ -50,7 +50,7 @@ def step(
         "generation_width": 256, "generation_mlp_hidden": 256, "end_of_text_id": 1,
         "text_mask_id": 2,
     }  # fmt: skip
-    settings = segment_programs.settings(
+    settings = phase_programs.settings(
         **small | changes, attention_implementation=implementation, num_layers=layers,
         dual_tower_layers=layers // 2,
     )  # fmt: skip

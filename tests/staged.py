@@ -103,8 +103,8 @@ def after(making, steps, rows=1, total=3):
     step = np.arange(total, dtype=np.int32)
     decode = np.where(step < CELLS, step, plans.PAD_POSITION)[:, None, None].repeat(rows, axis=1)
     plan = plans.SamplingPlan(decode, blocks[None].repeat(rows, axis=0))
-    segments = plans.segments(plan, passes_clean="newest", passes_rest=False)
-    more = {"plan": segments, "settings": SETTINGS, "prompted": ((2,),) * rows}
+    phases = plans.phases(plan, passes_clean="newest", passes_rest=False)
+    more = {"plan": phases, "settings": SETTINGS, "prompted": ((2,),) * rows}
     return Progress(making, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)
 
 

@@ -55,8 +55,8 @@ def plan(
     block_len: int = tiny.TEXT_BLOCK_LEN,
     cell_passes: int = 1,
     **options,
-) -> list[plans.Segment]:
-    """Returns the segments of a preset; for images, each row has its own stratified order.
+) -> list[plans.Phase]:
+    """Returns the phases of a preset; for images, each row has its own stratified order.
 
     For text, there are `num_steps` steps per text block.
     """
@@ -69,7 +69,7 @@ def plan(
         return plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
     cells = np.stack([orders.order("stratified", 3, 3, one.request.seed) for one in requests])
     whole = plans.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
-    parts = plans.segments(whole, **passes, **({"max_segments": 1} | options))
+    parts = plans.phases(whole, **passes, **({"max_phases": 1} | options))
     stored = settings.preset.cache_response
     return plans.in_passes(parts, cell_passes, side=2, clean_once=stored)
 
@@ -84,36 +84,36 @@ _gather = tiny.quick_jit(
 )
 _see = tiny.quick_jit(functools.partial(calls.see))
 _apart = tiny.quick_jit(functools.partial(calls.apart), static_argnames=("lengths",))
-_run_segment = tiny.quick_jit(functools.partial(sample.run_segment), static_argnames=("settings",))
+_run_phase = tiny.quick_jit(functools.partial(sample.run_phase), static_argnames=("settings",))
 
 
 def finished(
     model,
     requests: list[Example],
-    segments: list[plans.Segment],
+    phases: list[plans.Phase],
     settings: tiny.StepSettings,
     **options,
 ) -> np.ndarray:
     """Returns what `sample.sample` returns, compiled without optimisation."""
     settings = tiny.without_tiles(settings, options.get("draws"))
-    with _patched(**_quick(), run_segment=_run_segment):
+    with _patched(**_quick(), run_phase=_run_phase):
         laid = tiny.laid(requests, model.settings, settings)
-        return sample.sample(model, laid, segments, settings=settings, **options)
+        return sample.sample(model, laid, phases, settings=settings, **options)
 
 
 def moments(
     model,
     requests: list[Example],
-    segments: list[plans.Segment],
+    phases: list[plans.Phase],
     settings: presets.StepSettings,
     **options,
 ) -> tuple[list[Moment], np.ndarray]:
     """Returns every step of `sample.sample`, and the finished canvas."""
     steps = []
 
-    def step_by_step(model, state, segment, prompt, *, settings):
-        for i in range(len(segment.block)):
-            now = step_of(segment, i)
+    def step_by_step(model, state, phase, prompt, *, settings):
+        for i in range(len(phase.block)):
+            now = step_of(phase, i)
             logits, after = _step(model, state, now, prompt, settings)
             if state.cache is not None:
                 assert_room(state.cache, after.cache, now, prompt, settings)
@@ -121,11 +121,9 @@ def moments(
             state = after
         return state
 
-    with _patched(**_quick(), run_segment=step_by_step):
+    with _patched(**_quick(), run_phase=step_by_step):
         laid = tiny.laid(requests, model.settings, settings)
-        canvas = sample.sample(
-            model, laid, segments, settings=settings, stop_early=False, **options
-        )
+        canvas = sample.sample(model, laid, phases, settings=settings, stop_early=False, **options)
     return steps, canvas
 
 

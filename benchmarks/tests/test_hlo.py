@@ -7,8 +7,8 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import phase_programs
 import pytest
-import segment_programs
 import stand_ins
 import tiny
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -115,7 +115,7 @@ def test_a_step_gathers_weights_and_no_rows_and_sums_gradients():
     settings = config.Config(model=model, train=config.Train(loss_chunk=8))
     mesh, batch = Mesh(np.array(jax.devices()[:8]), ("fsdp",)), memory.BatchSize(8, 16, 24)
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    with segment_programs.unchecked():
+    with phase_programs.unchecked():
         step = aot.step_on(settings, mesh, batch, options=options)
     found = hlo.collectives(step.text)
     gathered = {row.result for row in found if row.kind == "all-gather"}
@@ -139,7 +139,7 @@ def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
     settings = config.read(CONFIGS / "sft_1024.py")
     axes = aot.training_axes(settings, "v6e:8x8")
     assert axes == {"data": 1, "fsdp": 64}
-    with segment_programs.unchecked():
+    with phase_programs.unchecked():
         state = jax.eval_shape(lambda: memory.first_state(settings))
     assert sum(x.size for x in jax.tree.leaves(state.params)) > 10.4e9
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
@@ -155,7 +155,7 @@ def test_a_mesh_that_does_not_make_up_the_chips_is_refused():
 
 def test_the_state_that_is_compiled_is_the_one_that_a_run_starts_with():
     settings = stand_ins.settings(optimizer={"ema": 0.9, "groups": (("generation", 1e-3),)})
-    with segment_programs.unchecked():
+    with phase_programs.unchecked():
         begun = jax.eval_shape(lambda: train.init_state(settings, tiny.denoiser(settings.model)))
         compiled = jax.eval_shape(lambda: memory.first_state(settings))
     assert parameters.by_name(compiled) == parameters.by_name(begun)

@@ -6,8 +6,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import phase_programs
 import pytest
-import segment_programs
 import stand_ins
 import tiny
 
@@ -71,7 +71,7 @@ def test_operations_are_those_that_the_objective_needs(settings, found):
 def test_a_step_changes_nothing_and_can_be_taken_again(settings, ways, found):
     way = ways["step_causal_mask"]
     plain = dataclasses.replace(way.optimizer, ema=0.0)
-    with segment_programs.unchecked():
+    with phase_programs.unchecked():
         trainer = objectives.Trainer(
             dataclasses.replace(way, optimizer=plain), found["step_causal"], QUICK
         )

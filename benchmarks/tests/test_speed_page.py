@@ -26,7 +26,7 @@ def test_grey_levels_are_those_of_the_rows(row):
 
 
 def compiled_for_tpus():
-    return [row for row in record.read_rows("aot") if row["task"] in ("prefill", "segment")]
+    return [row for row in record.read_rows("aot") if row["task"] in ("prefill", "phase")]
 
 
 @pytest.mark.parametrize("row", compiled_for_tpus(), ids=lambda row: row["id"])

@@ -2,7 +2,7 @@
 """Requests on one device: which share a batch, which go first, and compiling in the background.
 
 Waiting requests of one kind (`batches.kind_of`) are done together. Batches of different kinds take
-turns on the device at the ends of their segments. A batch whose programs have not run yet releases
+turns on the device at the ends of their phases. A batch whose programs have not run yet releases
 the device while it compiles and runs them, unless the model is split over several devices.
 """
 
@@ -24,12 +24,12 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.programs import compiling, kept
 from sparse_lavida_jax.sample import Progress
 
-CLOSE_SECONDS = 30.0  # the longest that closing waits for running segments
+CLOSE_SECONDS = 30.0  # the longest that closing waits for running phases
 MOST_THREADS = 32  # batches under way, including those that wait for a compilation
 MOST_COMPILING = 2  # at once
 WAIT_SHARE = 0.25  # of a batch's running time: the longest to wait for further requests
 MOST_KINDS = 256  # whose expected number of rows is remembered
-EVERY = -1  # previews: one after every segment, of which only the last is kept
+EVERY = -1  # previews: one after every phase, of which only the last is kept
 
 
 class QueueFull(Exception):
@@ -150,7 +150,7 @@ class Ticket:
             self.stages = (*before, state)
 
     def wants_preview(self, state: Progress) -> bool:
-        """Whether to make a preview after this segment."""
+        """Whether to make a preview after this phase."""
         if state.making != "image" or not state.steps:
             return False
         parts, due = self.looks + 1, len(self.previews) + 1
@@ -158,7 +158,7 @@ class Ticket:
         return self.looks == EVERY or (due < parts and reached)
 
     def cancel(self) -> None:
-        """Ends it: at once if it waits, after the current segment if it runs."""
+        """Ends it: at once if it waits, after the current phase if it runs."""
         self.cancelled = True
         self.future.cancel()
 
@@ -175,9 +175,9 @@ class Ticket:
 class DeviceTurns:
     """Lets one batch at a time use the device.
 
-    A batch keeps the device until it is done, or until it ends a segment while another batch with
+    A batch keeps the device until it is done, or until it ends a phase while another batch with
     fewer steps left is waiting. When a batch is done, the longest-waiting one is next. So a short
-    batch waits for one segment of a long one, and many short ones cannot hold up the long one.
+    batch waits for one phase of a long one, and many short ones cannot hold up the long one.
     """
 
     def __init__(self):
@@ -583,7 +583,7 @@ class Batcher:
         """Frees compiled programs if there are too many, except rehearsed ones.
 
         Otherwise their number and their memory would grow with every new setting that clients use.
-        Batches under way load theirs again, beside the device, before the next segment.
+        Batches under way load theirs again, beside the device, before the next phase.
         """
         if len(self.known - self.warm) >= self.limits.programs:
             kept.forget(self._spared)

@@ -3,7 +3,7 @@
 
 Needs the extra packages `sparse-lavida-jax[demo]`. The page shares the queue of the server that it
 is mounted in: requests are batched where possible, users see how many are ahead of them, and "Stop"
-(or closing the page) frees the device at the end of the segment. Images show which tokens each step
+(or closing the page) frees the device at the end of the phase. Images show which tokens each step
 passed through the network (`apps/passes.py`).
 """
 

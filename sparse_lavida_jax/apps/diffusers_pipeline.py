@@ -213,7 +213,7 @@ class SparseLaViDaPipeline:
             output_type: "pil", "np" or "latent" (`PipelineOutput.images`).
             return_dict: False returns a tuple of the images alone.
             callback_on_step_end: called as `callback(pipe, step, timestep, kwargs)` for each step
-                of the image: for all steps of a segment at once when the segment has ended, and for
+                of the image: for all steps of a phase at once when the phase has ended, and for
                 each batch (`SparseLaViDa.batch_size`) separately; `timestep` is the number of steps
                 left. To stop, raise an exception.
             callback_on_step_end_tensor_inputs: keys of its `kwargs`; only "latents" exists: the
@@ -312,7 +312,7 @@ def _seed(generator: Any) -> int:
 def _step_by_step(
     pipe: SparseLaViDaPipeline, callback: StepCallback | None, keys: Sequence[str]
 ) -> Callback | None:
-    """Returns a callback for `SparseLaViDa.run` that calls `callback` for each step of a segment.
+    """Returns a callback for `SparseLaViDa.run` that calls `callback` for each step of a phase.
 
     Raises:
         RequestError: the callback asks for a tensor that does not exist.

@@ -215,9 +215,9 @@ def frame(
     return np.array(canvas)
 
 
-def _at(segments: Sequence[plans.Segment], step: int) -> tuple[plans.Segment, int]:
-    """Returns the segment of a step, and the number of the step in it."""
-    for part in segments:
+def _at(phases: Sequence[plans.Phase], step: int) -> tuple[plans.Phase, int]:
+    """Returns the phase of a step, and the number of the step in it."""
+    for part in phases:
         if step < part.num_steps:
             return part, step
         step -= part.num_steps

@@ -7,7 +7,7 @@
     GET  /v1/models, /v1/models/NAME, /health, /ready, /metrics
 
 Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done in batches
-(`serving.Service`); if a client disconnects, the device is free at the end of the segment.
+(`serving.Service`); if a client disconnects, the device is free at the end of the phase.
 docs/serving.md lists what is supported.
 """
 

@@ -407,7 +407,7 @@ class _Film:
         self.takes: list[list[image_files.Pixels]] = []
 
     def add(self, state: Progress) -> None:
-        """Adds a frame for each step of a segment, or the empty image before the first step."""
+        """Adds a frame for each step of a phase, or the empty image before the first step."""
         if state.making != "image":
             return
         if not state.steps:

@@ -96,7 +96,7 @@ class Engine:
                 told of it; by default the kind.
             bucket: the shapes to pad to; by default as `padding` says.
             padding: see `batches.Padding`.
-            callback: called before the first step and after each segment.
+            callback: called before the first step and after each phase.
             programs: entered while a batch is decoded.
 
         Raises:
@@ -115,7 +115,7 @@ class Engine:
         decoded = {}
         for chunk in batches.chunks(laid, self.batch_size, padding, bucket):
             filled = [laid[i] for i in chunk.filled]
-            segments = _plan_of(filled, sampling, settings, model, block)
+            phases = _plan_of(filled, sampling, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
             key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
             prompted = [laid[i].prompt_tokens for i in chunk.members]
@@ -123,7 +123,7 @@ class Engine:
                 responses = sample.sample(
                     self._model(sampling.quantize),
                     filled,
-                    segments,
+                    phases,
                     settings=settings,
                     prompt_len=chunk.bucket.prompt_len,
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
@@ -136,7 +136,7 @@ class Engine:
                 if kind == "text" and not settings.released:  # nothing but end-of-text follows
                     words = np.flatnonzero(responses[row] != model.end_of_text_id)
                     end = int(words.max(initial=-1)) + 1
-                steps = costs.costs(segments, settings, prompted[row], row, end)
+                steps = costs.costs(phases, settings, prompted[row], row, end)
                 decoded[i] = responses[row], chunk.bucket, costs.total(steps)
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
@@ -195,8 +195,8 @@ def planned_costs(
     """Returns the cost of each step of one example, as planned (`costs.costs`)."""
     settings = _settings(sampling, model, example.kind, _has_source(example))
     laid = lay_out(example, RowRequest(), model, settings)
-    segments = _plan_of([laid], sampling, settings, model, text_block_len)
-    return costs.costs(segments, settings, laid.prompt_tokens)
+    phases = _plan_of([laid], sampling, settings, model, text_block_len)
+    return costs.costs(phases, settings, laid.prompt_tokens)
 
 
 def _plan_of(
@@ -205,7 +205,7 @@ def _plan_of(
     settings: StepSettings,
     model: config.Model,
     text_block_len: int,
-) -> list[plans.Segment]:
+) -> list[plans.Phase]:
     """Returns the plan of a batch of one shape."""
     given = np.stack([one.example.given for one in laid])
     length, grid = given.shape[1], laid[0].example.grid

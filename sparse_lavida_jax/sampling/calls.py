@@ -64,10 +64,10 @@ from sparse_lavida_jax.tags import GIVEN_BLOCK
 
 # The most steps of one call of a program, which takes their number as an argument. So requests with
 # any number of steps share one program for each width. On CPUs a program holds just the steps of
-# its segment.
+# its phase.
 STEPS = 16
 
-# Without a kernel that skips empty slots, a segment on a CPU reads the cache up to a multiple of so
+# Without a kernel that skips empty slots, a phase on a CPU reads the cache up to a multiple of so
 # many slots. Texts, whose blocks share a program if they read the same length, have at most so many
 # lengths.
 READ_SLOTS, TEXT_LENGTHS = 16, 8
@@ -110,7 +110,7 @@ class Begun:
         prompt: on the device.
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
-        reach: by the first step of a segment: the slots that it reads, if these are not all.
+        reach: by the first step of a phase: the slots that it reads, if these are not all.
         in_trips: see `sample.sample`.
         multiple: of the tokens that a step passes.
     """
@@ -123,17 +123,17 @@ class Begun:
     in_trips: bool = False
     multiple: int = 1
 
-    def trips(self, segment: plans.Segment) -> Iterator["Trip"]:
-        """Yields the calls of `run_segment` for a segment."""
-        segment = _in_groups(segment, self.program, self.multiple)
+    def trips(self, phase: plans.Phase) -> Iterator["Trip"]:
+        """Yields the calls of `run_phase` for a phase."""
+        phase = _in_groups(phase, self.program, self.multiple)
         settings = dataclasses.replace(
             self.program,
-            guided=bool(segment.guided[0]),
-            refreshing=bool(segment.refresh[0]),
-            num_registers=num_registers(segment, self.program),
-            reach=self.reach.get(int(segment.block[0])),
+            guided=bool(phase.guided[0]),
+            refreshing=bool(phase.refresh[0]),
+            num_registers=num_registers(phase, self.program),
+            reach=self.reach.get(int(phase.block[0])),
         )
-        steps, end = StepTokens.of(segment), len(segment.block)
+        steps, end = StepTokens.of(phase), len(phase.block)
         if not self.in_trips:
             yield Trip(np.arange(end), steps, {"settings": settings})
             return
@@ -147,7 +147,7 @@ class Begun:
 
 @dataclasses.dataclass(frozen=True)
 class Trip:
-    """A call of `run_segment`: the numbers of its steps in the segment, the steps, and options."""
+    """A call of `run_phase`: the numbers of its steps in the phase, the steps, and options."""
 
     own: Int[np.ndarray, " n"]
     steps: StepTokens
@@ -273,7 +273,7 @@ class Prepared:
 def prepared(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    segments: list[plans.Segment],
+    phases: list[plans.Phase],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -293,24 +293,24 @@ def prepared(
     """
     constants = constants or ModelConstants.of(model)
     canvas, given = first_canvas(laid, constants.mask_ids[settings.kind])
-    if segments and segments[0].decode.shape[1] != len(laid):
+    if phases and phases[0].decode.shape[1] != len(laid):
         raise ValueError(
-            f"the plan is for {segments[0].decode.shape[1]} rows, got {len(laid)} requests."
+            f"the plan is for {phases[0].decode.shape[1]} rows, got {len(laid)} requests."
         )
     rows = rows_of(laid, settings, making)
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
-    if not segments:
+    if not phases:
         return Prepared(Begun(canvas, None, program, None), constants)
     prompt = batched(laid, constants.settings, prompt_len)
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     multiple = constants.query_multiple if settings.uses_cache else 1
-    segments = [_in_groups(segment, settings, multiple) for segment in segments]
-    room = capacity(prompt, segments, settings, constants.slot_multiple)
+    phases = [_in_groups(phase, settings, multiple) for phase in phases]
+    room = capacity(prompt, phases, settings, constants.slot_multiple)
     reach = {}
     if settings.uses_cache and not in_trips and not constants.takes_tables:
-        reach = _read_slots(prompt, segments, settings, room[settings.kind == "image"])
+        reach = _read_slots(prompt, phases, settings, room[settings.kind == "image"])
     parts, pixels = [], None
     with over_mesh(model):
         # Over a mesh, rows are split over devices; parts with few rows could not be.
@@ -334,21 +334,21 @@ def prepared(
     return Prepared(begun, constants, arrays, parts, room, kept_parts, pixels)
 
 
-def _in_groups(segment: plans.Segment, settings: StepSettings, multiple: int) -> plans.Segment:
+def _in_groups(phase: plans.Phase, settings: StepSettings, multiple: int) -> plans.Phase:
     if multiple == 1:
-        return segment
-    return plans.in_groups(segment, num_registers(segment, settings), multiple)
+        return phase
+    return plans.in_groups(phase, num_registers(phase, settings), multiple)
 
 
 def _read_slots(
-    prompt: Prompt, segments: list[plans.Segment], settings: StepSettings, room: int
+    prompt: Prompt, phases: list[plans.Phase], settings: StepSettings, room: int
 ) -> dict[int, int]:
     """Returns `Begun.reach` for a region of `room` slots."""
     unit = READ_SLOTS
     if settings.kind == "text":
         unit = max(4 * unit, -(-room // TEXT_LENGTHS))
-    used = zip(segments, reaches(prompt, segments, settings), strict=True)
-    read = {int(segment.block[0]): -(-slots // unit) * unit for segment, slots in used}
+    used = zip(phases, reaches(prompt, phases, settings), strict=True)
+    read = {int(phase.block[0]): -(-slots // unit) * unit for phase, slots in used}
     return {block: slots for block, slots in read.items() if slots < room}
 
 

@@ -32,7 +32,7 @@ class StepCost(NamedTuple):
 
 
 def costs(
-    segments: Sequence[plans.Segment],
+    phases: Sequence[plans.Phase],
     settings: StepSettings,
     prompts: Sequence[int],
     row: int = 0,
@@ -47,10 +47,10 @@ def costs(
             left out. None: all steps count.
     """
     if end is not None:
-        used = [bool(np.isin(np.arange(end + 1), part.decode[:, row]).any()) for part in segments]
-        segments = segments[: len(used) - used[::-1].index(True)] if any(used) else ()
-    steps = [StepCost(sum(prompts))] if segments and settings.caches_prompt else []
-    for part in segments:
+        used = [bool(np.isin(np.arange(end + 1), part.decode[:, row]).any()) for part in phases]
+        phases = phases[: len(used) - used[::-1].index(True)] if any(used) else ()
+    steps = [StepCost(sum(prompts))] if phases and settings.caches_prompt else []
+    for part in phases:
         # Without a cache, a step without guidance passes only the last row.
         rows = len(prompts) if settings.uses_cache or part.guided[0] else 1
         again = bool(part.refresh[0]) or not settings.preset.cache_prompt

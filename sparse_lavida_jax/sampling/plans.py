@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans that the sampler follows: which positions each step passes, decodes and keeps.
 
-A plan holds an order and a schedule for every row of a batch. Its steps are grouped into segments
+A plan holds an order and a schedule for every row of a batch. Its steps are grouped into phases
 of one width, each of which is one compiled loop. NumPy on the host: nothing here is traced.
 """
 
@@ -19,11 +19,11 @@ from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
 
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
 
-# Widths a segment may have: powers of two and the midpoints between them, so that rounding up adds
+# Widths a phase may have: powers of two and the midpoints between them, so that rounding up adds
 # at most a half and on average a fifth.
 BUCKETS = tuple(sorted({2**i for i in range(17)} | {3 * 2**i for i in range(16)}))
 
-MAX_SEGMENTS = 7
+MAX_PHASES = 7
 PADDING = 0.125  # share of the tokens
 
 PassesClean = Literal["newest", "all"]
@@ -96,11 +96,11 @@ def image_plan(
 
 
 # ---------------------------------------------------------------------------------------------
-# Segments: consecutive steps of one width, each compiled as one loop.
+# Phases: consecutive steps of one width, each compiled as one loop.
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class Phase:
     """Consecutive steps whose arrays have the same widths: one compiled loop.
 
     All positions count within the response; `PAD_POSITION` fills up. Every field has an entry for
@@ -115,12 +115,12 @@ class Segment:
         rest: other positions that each step passes: masked, or known in part.
         count: how many candidates each row commits. For a text row whose block holds fewer masked
             tokens than there are steps, 0 at the end.
-        refresh: whether the step passes the prompt and refills the cache; one value per segment.
-        guided: whether guidance acts; one value per segment.
+        refresh: whether the step passes the prompt and refills the cache; one value per phase.
+        guided: whether guidance acts; one value per phase.
         noise: scale of the noise on the confidence.
         temperature: share of the temperature.
         guidance: share of the guidance scales.
-        registers: how many registers are passed, one value per segment; -1: as many as in training.
+        registers: how many registers are passed, one value per phase; -1: as many as in training.
     """
 
     block: Int[np.ndarray, " n"]
@@ -140,31 +140,31 @@ class Segment:
     def num_steps(self) -> int:
         return len(self.block)
 
-    def dense(self, positions: Int[np.ndarray, "b l"]) -> "Segment":
+    def dense(self, positions: Int[np.ndarray, "b l"]) -> "Phase":
         """Returns steps that each pass these positions, and no registers."""
         decode = np.repeat(positions[None], self.num_steps, axis=0)
         parts = {"clean": decode[..., :0], "decode": decode, "rest": decode[..., :0]}
         parts |= {"candidates": decode[..., None] >= 0, "registers": np.zeros_like(self.registers)}
         return dataclasses.replace(self, **parts)
 
-    def steps(self, start: int, stop: int) -> "Segment":
+    def steps(self, start: int, stop: int) -> "Phase":
         """Returns some of the steps."""
         fields = dataclasses.fields(self)
-        return Segment(**{field.name: getattr(self, field.name)[start:stop] for field in fields})
+        return Phase(**{field.name: getattr(self, field.name)[start:stop] for field in fields})
 
 
-def in_groups(segment: Segment, num_registers: int, multiple: int) -> Segment:
-    """Returns a segment whose steps pass a multiple of so many tokens, registers included."""
-    parts = segment.clean, segment.decode, segment.rest
+def in_groups(phase: Phase, num_registers: int, multiple: int) -> Phase:
+    """Returns a phase whose steps pass a multiple of so many tokens, registers included."""
+    parts = phase.clean, phase.decode, phase.rest
     missing = -(sum(part.shape[-1] for part in parts) + num_registers) % multiple
     if not missing:
-        return segment
+        return phase
     fill = ((0, 0), (0, 0), (0, missing))
-    rest = np.pad(segment.rest, fill, constant_values=PAD_POSITION)
-    return dataclasses.replace(segment, rest=rest)
+    rest = np.pad(phase.rest, fill, constant_values=PAD_POSITION)
+    return dataclasses.replace(phase, rest=rest)
 
 
-def _segment(
+def _phase(
     block: Int[np.ndarray, " n"],
     decode: Int[np.ndarray, "n b w"],
     count: Int[np.ndarray, "n b"],
@@ -172,13 +172,13 @@ def _segment(
     clean: Int[np.ndarray, "n b wc"] | None = None,
     rest: Int[np.ndarray, "n b wr"] | None = None,
     candidates: Bool[np.ndarray, "n b w u"] | None = None,
-) -> Segment:
-    """Returns a segment that is guided throughout and has no noise on confidences.
+) -> Phase:
+    """Returns a phase that is guided throughout and has no noise on confidences.
 
     By default it passes nothing but `decode`, all of which are candidates.
     """
     steps, nothing = len(block), np.zeros((*decode.shape[:2], 0), np.int32)
-    return Segment(
+    return Phase(
         block.astype(np.int32),
         nothing if clean is None else clean,
         decode,
@@ -194,13 +194,13 @@ def _segment(
     )
 
 
-def with_steps(parts: list[Segment], **of_steps: Shaped[np.ndarray, " k"]) -> list[Segment]:
-    """Returns the segments with the values that change from step to step.
+def with_steps(parts: list[Phase], **of_steps: Shaped[np.ndarray, " k"]) -> list[Phase]:
+    """Returns the phases with the values that change from step to step.
 
     They are cut where guidance starts or stops and where the number of registers changes.
 
     Args:
-        of_steps: guided, noise, temperature, guidance, registers; see `Segment`. Steps beyond their
+        of_steps: guided, noise, temperature, guidance, registers; see `Phase`. Steps beyond their
             end have the last values.
     """
     number = sum(part.num_steps for part in parts)
@@ -221,21 +221,21 @@ def with_steps(parts: list[Segment], **of_steps: Shaped[np.ndarray, " k"]) -> li
     return result
 
 
-def segments(
+def phases(
     plan: SamplingPlan,
     *,
     passes_clean: PassesClean,
     passes_rest: bool,
     buckets: Sequence[int] = BUCKETS,
-    max_segments: int = MAX_SEGMENTS,
+    max_phases: int = MAX_PHASES,
     padding: float = PADDING,
-) -> list[Segment]:
-    """Groups the steps of an image plan into a few segments of bucketed widths.
+) -> list[Phase]:
+    """Groups the steps of an image plan into a few phases of bucketed widths.
 
-    The trade-off: every segment costs a compilation and a launch, every token of padding costs work
-    in every layer. Consider all ways to cut the steps into at most `max_segments`. Of those that
-    pass at most a share `padding` more tokens than the best one, the one with the fewest segments
-    is taken. 64 steps over 1024 cells at shift 5 become 5 segments.
+    The trade-off: every phase costs a compilation and a launch, every token of padding costs work
+    in every layer. Consider all ways to cut the steps into at most `max_phases`. Of those that
+    pass at most a share `padding` more tokens than the best one, the one with the fewest phases
+    is taken. 64 steps over 1024 cells at shift 5 become 5 phases.
 
     Args:
         passes_clean: "newest": what the previous step decoded (the cache holds the rest); "all":
@@ -252,24 +252,24 @@ def segments(
     parts = [(part, _used(part)) for part in (clean, plan.decode, rest)]
     widths = np.stack([used.max(axis=1) for _, used in parts], axis=1)
     bucketed, count, result = _bucketed(widths, buckets), parts[1][1], []
-    for start, stop in _cuts(bucketed, max_segments, padding):
+    for start, stop in _cuts(bucketed, max_phases, padding):
         own = bucketed[start:stop].max(axis=0).tolist()
         clean, decode, rest = (
             _fit(part[start:stop], width) for (part, _), width in zip(parts, own, strict=True)
         )
         steps = block[start:stop, 0, 0]
-        result.append(_segment(steps, decode, count[start:stop], clean=clean, rest=rest))
+        result.append(_phase(steps, decode, count[start:stop], clean=clean, rest=rest))
     return result
 
 
-def code_segments(
+def code_phases(
     plan: SamplingPlan, h: int, w: int, side: int, *, by_confidence: bool = False
-) -> list[Segment]:
+) -> list[Phase]:
     """Groups the steps of a plan over the codes of an image; every step passes all its cells.
 
     This is LaViDa-O's sampler: a step commits single codes, and a cell may be known in part. The
     cells that hold a code of the step are in `decode`, filled up with other cells to the width of
-    the segment, so that nothing is padded and the head is computed for few cells. Given cells are
+    the phase, so that nothing is padded and the head is computed for few cells. Given cells are
     in the prompt's pass.
 
     Args:
@@ -287,7 +287,7 @@ def code_segments(
     if by_confidence:
         decode = np.broadcast_to(passed, (plan.num_steps, *passed.shape[1:]))
         candidates = np.ones((*decode.shape, at.shape[-1]), bool)
-        whole = _segment(block, decode, _used(plan.decode), candidates=candidates)
+        whole = _phase(block, decode, _used(plan.decode), candidates=candidates)
         return [whole] if plan.num_steps else []
     now = at[None] == block[:, None, None, None]  # [k b l g]
     touched = now.any(axis=-1)
@@ -299,19 +299,19 @@ def code_segments(
     widths = np.zeros((plan.num_steps, 3), int)
     widths[:, 1] = touched.sum(axis=-1).max(axis=1, initial=0)
     bucketed, result = _bucketed(widths, BUCKETS), []
-    for start, stop in _cuts(bucketed, MAX_SEGMENTS, PADDING):  # only the head works on padding
+    for start, stop in _cuts(bucketed, MAX_PHASES, PADDING):  # only the head works on padding
         width = min(int(bucketed[start:stop].max()), positions.shape[-1])
         decode, rest = np.split(positions[start:stop], [width], axis=-1)
         own = sorted_cells[start:stop, :, :width, None]
         candidates = np.take_along_axis(now[start:stop], own, axis=2)
         count = candidates.sum(axis=(-1, -2)).astype(np.int32)
-        part = _segment(block[start:stop], decode, count, rest=rest, candidates=candidates)
+        part = _phase(block[start:stop], decode, count, rest=rest, candidates=candidates)
         result.append(part)
     return result
 
 
-def in_passes(parts: list[Segment], passes: int, side: int, *, clean_once: bool) -> list[Segment]:
-    """Returns segments over whole cells with every step split into passes over the cells' codes.
+def in_passes(parts: list[Phase], passes: int, side: int, *, clean_once: bool) -> list[Phase]:
+    """Returns phases over whole cells with every step split into passes over the cells' codes.
 
     All passes of a step have its block: later passes see what earlier ones decoded, and nothing is
     stored before the next step. Codes with an even sum of row and column come first.
@@ -333,28 +333,26 @@ def in_passes(parts: list[Segment], passes: int, side: int, *, clean_once: bool)
         again["candidates"] = again["candidates"] & (now[..., None] == rank * passes // side**2)
         if clean_once:
             again["clean"] = np.where(now == 0, again["clean"], np.int32(PAD_POSITION))
-        result.append(Segment(**again))
+        result.append(Phase(**again))
     return result
 
 
-def _cuts(
-    widths: Int[np.ndarray, "k 3"], max_segments: int, padding: float
-) -> list[tuple[int, int]]:
-    """Returns the bounds of the segments, by dynamic programming over the last cut.
+def _cuts(widths: Int[np.ndarray, "k 3"], max_phases: int, padding: float) -> list[tuple[int, int]]:
+    """Returns the bounds of the phases, by dynamic programming over the last cut.
 
     Args:
         widths: of the parts of each step, already those of buckets: the bucket of the widest step
-            of a segment is the widest of their buckets.
+            of a phase is the widest of their buckets.
     """
     steps = len(widths)
-    cost = np.full((steps + 1, steps + 1), np.inf)  # [i, j]: of a segment of the steps i to j - 1
+    cost = np.full((steps + 1, steps + 1), np.inf)  # [i, j]: of a phase of the steps i to j - 1
     for i in range(steps):
         widest = np.maximum.accumulate(widths[i:], axis=0)
         cost[i, i + 1 :] = np.arange(1, steps - i + 1) * widest.sum(axis=1)
-    best = np.full(steps + 1, np.inf)  # of splitting the first j steps into s segments
+    best = np.full(steps + 1, np.inf)  # of splitting the first j steps into s phases
     best[0] = 0
     totals, starts = [], []
-    for _ in range(min(max_segments, steps)):
+    for _ in range(min(max_phases, steps)):
         by_start = best[:, None] + cost
         starts.append(by_start.argmin(axis=0))
         best = by_start.min(axis=0)
@@ -408,8 +406,8 @@ def text_plan(
     shift: float = 1.0,
     block_order: Sequence[int] | None = None,
     **passes: Any,
-) -> list[Segment]:
-    """Returns the segments of a text response: its text blocks, from left to right by default.
+) -> list[Phase]:
+    """Returns the phases of a text response: its text blocks, from left to right by default.
 
     Which tokens of the text block a step commits is known only after its forward pass; the plan
     says how many: an even split with the remainder in the earliest steps, or those of a schedule,
@@ -460,7 +458,7 @@ class TextPasses:
     """What the steps of a text block pass in addition to its own tokens.
 
     With `passes_clean="newest"` only the first step of a text block passes the positions of the
-    previous one, so that step is a segment of its own: two segments per text block. (The first text
+    previous one, so that step is a phase of its own: two phases per text block. (The first text
     block has the same two shapes, with padding for clean tokens, so that it needs no further
     compilation.) Clean tokens of the current text block are in `decode`, and every step computes
     them again.
@@ -470,7 +468,7 @@ class TextPasses:
         passes_rest: whether text blocks to be decoded later are passed too, masked.
         passes_given: whether given tokens are passed like all others; otherwise they are in the
             prompt's pass.
-        refreshes: Fast-dLLM's caches. The first step of a text block is a segment of its own that
+        refreshes: Fast-dLLM's caches. The first step of a text block is a phase of its own that
             passes everything; what it has in `clean` stays in the cache for the other steps:
             the text blocks decoded before, and without `passes_rest` also those decoded later.
         leftovers: every step passes and predicts the whole response, and may commit any masked
@@ -492,8 +490,8 @@ class TextPasses:
         later: Int[np.ndarray, " l"],
         newest: Bool[np.ndarray, "b l"],
         block_len: int,
-    ) -> list[Segment]:
-        """Returns the segments of one text block.
+    ) -> list[Phase]:
+        """Returns the phases of one text block.
 
         Args:
             block, count: of each step.
@@ -505,7 +503,7 @@ class TextPasses:
         passed = masked | self.passes_given
         if self.leftovers:
             decode = _repeat(passed, steps, length)
-            return [_segment(block, decode, count, candidates=(later <= 0)[decode][..., None])]
+            return [_phase(block, decode, count, candidates=(later <= 0)[decode][..., None])]
         decode = _repeat(passed & (later == 0), steps, block_len)
         before = int((later < 0).sum())
         rest_len = (length - before - block_len) * self.passes_rest
@@ -517,7 +515,7 @@ class TextPasses:
         else:
             clean, width = newest, block_len if length > block_len else 0
         clean = _repeat(clean, steps, width)
-        whole = _segment(block, decode, count, clean=clean, rest=rest)
+        whole = _phase(block, decode, count, clean=clean, rest=rest)
         if not self.refreshes and (self.passes_clean == "all" or length == block_len):
             return [whole]
         # Only the first step passes clean tokens.

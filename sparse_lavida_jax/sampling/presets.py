@@ -120,7 +120,7 @@ class Choice:
 
     @functools.cached_property
     def ends_early(self) -> bool:
-        """Whether a segment may have nothing left to decode before its last step."""
+        """Whether a phase may have nothing left to decode before its last step."""
         return self.commit in ("threshold", "factor", "entropy")
 
 
@@ -174,13 +174,13 @@ class StepSettings:
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: samples text as the released code does (`config.Sampling.released_behaviour`).
         greedy: whether every row has temperature 0, so that no noise is drawn.
-        guided, refreshing: of the segment (`plans.Segment`).
+        guided, refreshing: of the phase (`plans.Phase`).
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
         shapes: padded lengths of both streams of the prompt of each guidance row, if a step
             passes the prompt again and nothing is cached; (): those of the batch.
         tables_ahead: whether attention tables are made before the loop if possible.
-        reach: of a segment: how many slots of the cache it reads (`KVCache`); None: all.
+        reach: of a phase: how many slots of the cache it reads (`KVCache`); None: all.
     """
 
     kind: Kind
@@ -284,8 +284,8 @@ def plan(
     text_block_len: int,
     seeds: Sequence[int] | None = None,
     grid: tuple[int, int] | None = None,
-) -> list[plans.Segment]:
-    """Returns the segments that a sampling configuration asks for.
+) -> list[plans.Phase]:
+    """Returns the phases that a sampling configuration asks for.
 
     Args:
         settings: what `step_settings` returned for the same configuration.
@@ -304,7 +304,7 @@ def plan(
     elif seeds is None:
         raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
     grid = grid or (model.grid_size, model.grid_size)
-    segments = _image_segments(sampling, settings.preset, model, given, seeds, grid)
+    phases = _image_phases(sampling, settings.preset, model, given, seeds, grid)
     # Schedules run over the steps that remain after merging. They are counted for an image without
     # given cells; otherwise a row would depend on what is given in other rows.
     steps = sampling.num_steps
@@ -320,7 +320,7 @@ def plan(
         sampling.confidence_noise_shift or sampling.shift,
     )
     stepped = plans.with_steps(
-        segments,
+        phases,
         guided=orders.guided_steps(sampling.guidance_interval, steps),
         noise=(noise * sampling.confidence_noise).astype(np.float32),
         temperature=orders.cooling(
@@ -338,14 +338,14 @@ def plan(
     )
 
 
-def _image_segments(
+def _image_phases(
     sampling: config.Sampling,
     chosen: Preset,
     model: config.Model,
     given: Bool[np.ndarray, "b l"],
     seeds: Sequence[int],
     grid: tuple[int, int],
-) -> list[plans.Segment]:
+) -> list[plans.Phase]:
     by_confidence = sampling.order == "confidence"
     by_code = chosen.full_attention and sampling.grid == "code"
     if by_confidence and (chosen.truncate or chosen.cache_response):
@@ -377,9 +377,9 @@ def _image_segments(
         merge=sampling.merge_cells,
     )
     if by_code or by_confidence:
-        return plans.code_segments(whole, rows, columns, side, by_confidence=by_confidence)
+        return plans.code_phases(whole, rows, columns, side, by_confidence=by_confidence)
     wide = not (chosen.truncate and chosen.cache_response)
-    return plans.segments(
+    return plans.phases(
         whole,
         passes_clean="newest" if chosen.cache_response else "all",
         passes_rest=not chosen.truncate,
@@ -392,7 +392,7 @@ def _text_plan(
     settings: StepSettings,
     given: Bool[np.ndarray, "b l"],
     block_len: int,
-) -> list[plans.Segment]:
+) -> list[plans.Phase]:
     chosen = settings.preset
     steps = sampling.text_steps
     if sampling.text_step_ratio > 0:

@@ -125,7 +125,7 @@ class SamplerState:
 
 @flax.struct.dataclass
 class StepTokens:
-    """What one step passes, as positions in the response; -1 is padding (see `plans.Segment`).
+    """What one step passes, as positions in the response; -1 is padding (see `plans.Phase`).
 
     Attributes:
         block: number of the step.
@@ -150,9 +150,9 @@ class StepTokens:
     guidance: Float[AnyArray, "*n"]
 
     @classmethod
-    def of(cls, segment: plans.Segment) -> "StepTokens":
-        """Returns the steps of a segment, along a first axis."""
-        return cls(*(getattr(segment, field.name) for field in dataclasses.fields(cls)))
+    def of(cls, phase: plans.Phase) -> "StepTokens":
+        """Returns the steps of a phase, along a first axis."""
+        return cls(*(getattr(phase, field.name) for field in dataclasses.fields(cls)))
 
 
 Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
@@ -294,24 +294,22 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
 
 
 def capacity(
-    prompt: Prompt, segments: list[plans.Segment], settings: StepSettings, multiple: int = 1
+    prompt: Prompt, phases: list[plans.Phase], settings: StepSettings, multiple: int = 1
 ) -> tuple[int, int]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
     Never too few, because an update past the end of a buffer would silently shift and overwrite.
     """
     lengths = dict(zip(("text", "image"), padded_lengths(prompt), strict=True))
-    lengths[settings.kind] = max(
-        reaches(prompt, segments, settings), default=lengths[settings.kind]
-    )
+    lengths[settings.kind] = max(reaches(prompt, phases, settings), default=lengths[settings.kind])
     text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
     return text, image
 
 
-def reaches(prompt: Prompt, segments: list[plans.Segment], settings: StepSettings) -> list[int]:
-    """Returns how many slots of the decoded stream each segment uses, and those before it."""
+def reaches(prompt: Prompt, phases: list[plans.Phase], settings: StepSettings) -> list[int]:
+    """Returns how many slots of the decoded stream each phase uses, and those before it."""
     found, own, committed = [], own_len(prompt, decodes(settings.kind)), 0
-    for s in segments:
+    for s in phases:
         registers = num_registers(s, settings)
         committed = 0 if s.refresh[0] else committed
         clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
@@ -321,9 +319,9 @@ def reaches(prompt: Prompt, segments: list[plans.Segment], settings: StepSetting
     return found
 
 
-def num_registers(segment: plans.Segment, settings: StepSettings) -> int:
-    """Returns how many registers the steps of a segment pass."""
-    asked = int(segment.registers[0])
+def num_registers(phase: plans.Phase, settings: StepSettings) -> int:
+    """Returns how many registers the steps of a phase pass."""
+    asked = int(phase.registers[0])
     return settings.num_registers if asked < 0 else asked
 
 

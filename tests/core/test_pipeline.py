@@ -233,7 +233,7 @@ def batches(monkeypatch):
     """The batches that reach the sampler, as lists of (words of the prompt, seed)."""
     seen = []
 
-    def sample(model, laid, segments, *, settings, prompt_len, **_):
+    def sample(model, laid, phases, *, settings, prompt_len, **_):
         seen.append([(len(one.example.parts[1].ids), one.request.seed) for one in laid])
         sample.prompt_lens.add(prompt_len)
         return np.stack([np.full_like(one.example.response, one.request.seed) for one in laid])

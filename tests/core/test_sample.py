@@ -235,7 +235,7 @@ def test_least_lengths_let_batches_share_their_programs():
 
 
 def test_capacity_is_the_furthest_slot_that_any_step_writes():
-    for settings, segments in (
+    for settings, phases in (
         (image_settings(), image_plan(image_requests(2, 5), 4)),
         (text_settings(), plans.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
     ):
@@ -243,34 +243,34 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
         prompt = tiny.prepare(requests, SETTINGS)
         own = prompt.understanding if settings.kind == "text" else prompt.generation
         offset = furthest = 0 if own is None else own.index.shape[1]
-        for segment in segments:
-            for _ in range(segment.num_steps):
-                width = sum(p.shape[-1] for p in (segment.clean, segment.decode, segment.rest))
+        for phase in phases:
+            for _ in range(phase.num_steps):
+                width = sum(p.shape[-1] for p in (phase.clean, phase.decode, phase.rest))
                 furthest = max(furthest, offset + width + settings.num_registers)
-                offset += segment.clean.shape[-1]
-        slots = state_of.capacity(prompt, segments, settings)
+                offset += phase.clean.shape[-1]
+        slots = state_of.capacity(prompt, phases, settings)
         assert slots[("text", "image").index(settings.kind)] == furthest
         # For a kernel, padded to whole tiles: otherwise it would copy the cache.
-        whole = state_of.capacity(prompt, segments, settings, 128)
+        whole = state_of.capacity(prompt, phases, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
-def test_slots_that_a_segment_cannot_reach_are_not_read(kind, monkeypatch):
-    """Early segments read only what they and their predecessors write; the results are the same."""
+def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
+    """Early phases read only what they and their predecessors write; the results are the same."""
     if kind == "image":
         settings, requests = image_settings(), image_requests(3, 6)
-        segments = image_plan(requests, max_segments=2)
+        phases = image_plan(requests, max_phases=2)
     else:
         settings, requests = text_settings(), text_requests((3, 0.0), (5, 0.0))
-        segments = traces.plan(requests, settings, 2)
+        phases = traces.plan(requests, settings, 2)
     model, own = tiny.denoiser(SETTINGS), ("text", "image").index(kind)
 
     def run():
         with traces._patched(**traces._quick()):
             laid = tiny.laid(requests, model.settings, settings)
-            begun = sample.begin(model, laid, segments, settings=settings)
-        return begun.reach, traces.finished(model, requests, segments, settings)
+            begun = sample.begin(model, laid, phases, settings=settings)
+        return begun.reach, traces.finished(model, requests, phases, settings)
 
     monkeypatch.setattr(calls, "READ_SLOTS", 1000)
     reach, whole = run()
@@ -280,10 +280,8 @@ def test_slots_that_a_segment_cannot_reach_are_not_read(kind, monkeypatch):
     reach, canvas = run()
     np.testing.assert_array_equal(canvas, whole)
     prompt = tiny.prepare(requests, SETTINGS)
-    rooms = [
-        state_of.capacity(prompt, segments[: i + 1], settings)[own] for i in range(len(segments))
-    ]
-    starts = [int(segment.block[0]) for segment in segments]
+    rooms = [state_of.capacity(prompt, phases[: i + 1], settings)[own] for i in range(len(phases))]
+    starts = [int(phase.block[0]) for phase in phases]
     read = [reach.get(start, rooms[-1]) for start in starts]
     unit = 4 if kind == "text" else 1
     assert read == [min(-(-n // unit) * unit, rooms[-1]) for n in rooms]
@@ -310,8 +308,8 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     # Only two layers, because this is compiled with full optimisation.
     model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
     requests = image_requests(3, 6)
-    segments = [
-        plans.Segment(*(getattr(s, f.name)[i : i + 2] for f in dataclasses.fields(s)))
+    phases = [
+        plans.Phase(*(getattr(s, f.name)[i : i + 2] for f in dataclasses.fields(s)))
         for s in image_plan(requests)
         for i in (0, 2)
     ]
@@ -319,11 +317,11 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     canvas = sample.sample(
         model,
         tiny.laid(requests, model.settings, image_settings()),
-        segments,
+        phases,
         settings=image_settings(),
         callback=shown.append,
     )
-    steps, expected = traces.moments(model, requests, segments, image_settings())
+    steps, expected = traces.moments(model, requests, phases, image_settings())
     np.testing.assert_array_equal(canvas, expected)
     begin, *shown = shown
     assert (begin.steps, list(begin.blocks), begin.total) == (0, [], 4)
@@ -331,7 +329,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     assert [now.steps for now in shown] == [2, 4]
     np.testing.assert_array_equal(shown[0].canvas, steps[2].canvas)
     np.testing.assert_array_equal(shown[1].canvas, canvas)
-    # The canvases after each step of a segment are known when it ends.
+    # The canvases after each step of a phase are known when it ends.
     blocks = [(now, block) for now in shown for block in now.blocks]
     assert len(blocks) == 4
     for (now, block), after in zip(blocks, [*steps[1:4], steps[-1]], strict=True):
@@ -513,7 +511,7 @@ def test_text_stops_at_its_first_end_with_everything_before_it_decoded():
     np.testing.assert_array_equal(stopped[: end + 1], whole[: end + 1])
     # Later tokens are never decoded; they are returned as end-of-text.
     assert (stopped[block_end:] == twin.settings.end_of_text_id).all()
-    assert steps[-1] < sum(segment.num_steps for segment in plan)
+    assert steps[-1] < sum(phase.num_steps for phase in plan)
 
 
 def test_a_batch_goes_on_until_its_last_row_has_ended():
@@ -527,7 +525,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
     plan = traces.plan(requests, settings, 2)
     traces.finished(model, requests, plan, settings, callback=lambda now: shown.append(now.steps))
     steps, _ = traces.moments(model, requests, plan, settings)
-    bounds = np.cumsum([segment.num_steps for segment in plan])[:-1].tolist()
+    bounds = np.cumsum([phase.num_steps for phase in plan])[:-1].tolist()
     over = [bound for bound in bounds if all(has_ended(steps[bound], row) for row in (0, 1))]
     assert shown == [0, *(bound for bound in bounds if bound <= over[0])]
     assert not all(has_ended(steps[shown[1]], row) for row in (0, 1))
@@ -907,7 +905,7 @@ def test_a_second_request_in_the_same_bucket_compiles_nothing():
     """Other words, another length within the bucket, other seeds, temperatures and scales."""
     model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
     settings, requests = image_settings(guidance=1.0), image_requests(3, 5)
-    plan = traces.plan(requests, settings, max_segments=2)
+    plan = traces.plan(requests, settings, max_phases=2)
     assert len(plan) == 2
 
     def traced(function, most, **options):
@@ -923,14 +921,14 @@ def test_a_second_request_in_the_same_bucket_compiles_nothing():
     chex.clear_trace_counter()
     with traces._patched(
         prefill=traced(calls.prefill, 1, static_argnames=("settings", "capacity")),
-        run_segment=traced(sample.run_segment, len(plan), static_argnames=("settings",)),
+        run_phase=traced(sample.run_phase, len(plan), static_argnames=("settings",)),
     ):
         first = sample.sample(
             model, tiny.laid(requests, model.settings, settings), plan, settings=settings
         )
         others = [asked_of(request, i) for i, request in enumerate(requests, start=7)]
         stronger = image_settings(guidance=3.0)
-        plan = traces.plan(requests, stronger, max_segments=2)
+        plan = traces.plan(requests, stronger, max_phases=2)
         second = sample.sample(
             model, tiny.laid(others, model.settings, stronger), plan, settings=stronger
         )
@@ -946,7 +944,7 @@ PROGRAMS = {
         "prefill": "dot_general", "pass_prompt": "dot_general", "gather": "dynamic_update_slice",
         "apart": "slice",
     },
-    sample: {"run_segment": "dot_general"},
+    sample: {"run_phase": "dot_general"},
     vq: {"_encode": "conv_general_dilated", "_decode": "conv_general_dilated"},
 }  # fmt: skip
 
@@ -973,16 +971,16 @@ def ran(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_request_runs_a_prefill_and_a_program_a_segment_and_asks_the_host_nothing(kind, ran):
+def test_a_request_runs_a_prefill_and_a_program_a_phase_and_asks_the_host_nothing(kind, ran):
     model = tiny.denoiser(SETTINGS)
     requests = [tiny.request(kind, SETTINGS, 0, words=3)]
     settings = traces.settings_of("sparse", kind, SETTINGS)
-    plan = traces.plan(requests, settings, max_segments=2) if kind == "image" else traces.plan(
+    plan = traces.plan(requests, settings, max_phases=2) if kind == "image" else traces.plan(
         requests, settings, num_steps=2
     )  # fmt: skip
     laid = tiny.laid(requests, model.settings, settings)
     sample.sample(model, laid, plan, settings=settings, stop_early=False)
-    assert ran == ["prefill", *["run_segment"] * len(plan)]
+    assert ran == ["prefill", *["run_phase"] * len(plan)]
 
 
 @pytest.mark.parametrize("guidance", [0.0, 1.0])
@@ -994,13 +992,13 @@ def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(gu
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), codec)
     for first in (True, False):
-        segments, before = [], len(ran)
-        pipe.generate("a red circle", plan=False, callback=segments.append)
-        del segments[0]  # before the first step
+        phases, before = [], len(ran)
+        pipe.generate("a red circle", plan=False, callback=phases.append)
+        del phases[0]  # before the first step
         begin = ["pass_prompt"] * 2 if guidance else ["prefill", "apart"]
-        own = [*(begin if first else []), "gather", *["run_segment"] * len(segments), "_decode"]
+        own = [*(begin if first else []), "gather", *["run_phase"] * len(phases), "_decode"]
         assert ran[before:] == own
-        assert len(segments) > 1
+        assert len(phases) > 1
 
 
 # ---------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import phase_programs
 import pytest
-import segment_programs
 import stand_ins
 import tiny
 
@@ -737,7 +737,7 @@ def test_all_programs_of_a_run_are_compiled_before_its_first_step(tmp_path, monk
     ended, made = [], []
     for ahead in (True, False):
         side_by_side.make_ahead(ahead)
-        with segment_programs.unchecked(), runs.Run(tmp_path / str(ahead), given) as opened:
+        with phase_programs.unchecked(), runs.Run(tmp_path / str(ahead), given) as opened:
             one = train._Loop(given, opened, None)
             with contextlib.closing(one.feed):
                 one._get_ready()

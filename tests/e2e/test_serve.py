@@ -391,7 +391,7 @@ def test_a_server_that_stops_turns_away_who_waits_and_finishes_what_runs():
         assert not serving.is_alive()
 
 
-def test_a_client_that_leaves_frees_the_device_at_the_next_segment(slow):
+def test_a_client_that_leaves_frees_the_device_at_the_next_phase(slow):
     service, client = slow
     replies = {}
     leaves = ask(client, "leaves", replies, timeout=0.3)
@@ -400,7 +400,7 @@ def test_a_client_that_leaves_frees_the_device_at_the_next_segment(slow):
     leaves.join(staged.PATIENCE)
     assert replies == {"leaves": "APITimeoutError"}
     time.sleep(4 * asking.POLL_SECONDS)
-    assert service.pipe.asked == ["leaves"]  # a segment is not interrupted
+    assert service.pipe.asked == ["leaves"]  # a phase is not interrupted
     service.pipe.go.release()
     until(lambda: service.pipe.asked == ["leaves", "stays"])
     service.pipe.run_free()

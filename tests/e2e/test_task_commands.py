@@ -213,11 +213,11 @@ def test_a_warm_pipeline_compiles_nothing_for_its_first_image(model):
     sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
     pipe = pipe.with_sampling(sampling)
     pipe.warmup(["a", LONG])
-    traced = sample.run_segment._cache_size()
+    traced = sample.run_phase._cache_size()
     pipe.generate("a cross")
     pipe.generate(LONG.replace("red", "blue"))
     pipe.ask(None, "why?")
-    assert sample.run_segment._cache_size() == traced
+    assert sample.run_phase._cache_size() == traced
 
 
 def test_an_image_of_another_program_is_reported(tmp_path, model, capsys):

@@ -90,7 +90,7 @@ def drawn():
 def still(monkeypatch):
     """The network does not run, unless SLOW_TESTS is set."""
 
-    def sample(model, examples, segments, *, settings, prompt, **_):
+    def sample(model, examples, phases, *, settings, prompt, **_):
         return np.stack([one.response for one in examples])
 
     if not os.environ.get("SLOW_TESTS"):

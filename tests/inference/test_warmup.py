@@ -38,7 +38,7 @@ def writes(monkeypatch, pipe):
     """A sampler that decodes nothing; the layouts that it writes in turn."""
     layouts = [""]
 
-    def decoded(model, laid, segments, *, making, callback=None, **_):
+    def decoded(model, laid, phases, *, making, callback=None, **_):
         if callback is not None:
             callback(staged.after(making, 0, len(laid)))
         response = np.stack([one.example.response for one in laid]) * 0

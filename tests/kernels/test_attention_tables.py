@@ -51,7 +51,7 @@ def watched(name, kind="image", given=0.0, **changes):
             found.append((traces.step_of(ahead, i), own))
         return state
 
-    with traces._patched(prefill=traces._prefill, run_segment=step_by_step):
+    with traces._patched(prefill=traces._prefill, run_phase=step_by_step):
         laid = tiny.laid(requests, model.settings, asked)
         sample.sample(model, laid, traces.plan(requests, asked, num_steps=4), settings=asked)
     return found
@@ -102,7 +102,7 @@ def loop_of(requests, segments, asked, model=None):
         laid = tiny.laid(requests, model.settings, asked)
         begun = sample.begin(model, laid, segments, settings=asked)
     steps = jax.tree.map(jnp.asarray, state_of.StepTokens.of(segments[0]))
-    run = functools.partial(sample.run_segment.__wrapped__, settings=begun.program)
+    run = functools.partial(sample.run_phase.__wrapped__, settings=begun.program)
     program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]
     return loops[-1]

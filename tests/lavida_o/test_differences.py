@@ -208,8 +208,8 @@ def asked(monkeypatch):
     """Returns the calls of a fake sampler, which returns every response unchanged."""
     seen = []
 
-    def sample(model, laid, segments, *, settings, **_):
-        seen.append((settings, segments, laid[0].request.temperature))
+    def sample(model, laid, phases, *, settings, **_):
+        seen.append((settings, phases, laid[0].request.temperature))
         return np.stack([one.example.response for one in laid])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
@@ -223,10 +223,10 @@ def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked)
     bench.config, bench.settings = converted.settings, config.Evaluate()
     bench.sampling = dataclasses.replace(converted.settings.sampling, **bench.sampled_with)
     bench.answer(converted, [benchmark.Item("0", "a cat", {}, (png(),))], None)
-    for settings, segments, _ in asked:
+    for settings, phases, _ in asked:
         assert settings.preset == presets.preset("dense")
-        assert [part.num_steps for part in segments] == [1]
-    assert [segments[0].count[0, 0] for _, segments, _ in asked] == [8, 4]
+        assert [part.num_steps for part in phases] == [1]
+    assert [phases[0].count[0, 0] for _, phases, _ in asked] == [8, 4]
     sparse = dataclasses.replace(converted.settings.model, trained_attention="step_causal")
     assert presets.one_pass(config.Sampling(), sparse, 8) == config.Sampling(text_steps=1)
 

@@ -109,7 +109,7 @@ def tile_noise(asked, plan, settings):
     everywhere = jnp.repeat(jnp.arange(tiny.TEXT_LEN)[None], len(asked), axis=0)
     one, nothing = jnp.float32(1), everywhere[:, :0]
     steps = []
-    for block in np.concatenate([segment.block for segment in plan]):
+    for block in np.concatenate([phase.block for phase in plan]):
         now = state_of.StepTokens(
             jnp.int32(block), nothing, everywhere, everywhere[..., None] >= 0, nothing,
             everywhere[:, 0], one, one, one,
@@ -129,14 +129,14 @@ def test_logits_over_the_vocabulary_never_exist():
 
 
 def made_over_the_vocabulary(asked, plan, settings):
-    """Returns shapes of arrays over all words that a segment makes, without the head itself."""
-    seen, run_segment = [], sample.run_segment
+    """Returns shapes of arrays over all words that a phase makes, without the head itself."""
+    seen, run_phase = [], sample.run_phase
 
     def program(*arrays, settings):
-        seen.append(str(run_segment.trace(*arrays, settings=settings).jaxpr))
+        seen.append(str(run_phase.trace(*arrays, settings=settings).jaxpr))
         return arrays[1]
 
-    with traces._patched(run_segment=program):
+    with traces._patched(run_phase=program):
         laid = tiny.laid(asked, SETTINGS, settings)
         sample.sample(tiny.denoiser(SETTINGS), laid, plan[:1], settings=settings)
     kernel = f"{SETTINGS.width},{VOCABULARY}"

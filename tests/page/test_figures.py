@@ -51,8 +51,8 @@ def test_the_matrix_is_the_figure_of_the_docstring():
 
 def test_the_order_is_drawn_from_dark_to_light():
     model = tiny.model_settings(grid_size=4)
-    segments, _ = figures.plan_of(config.Sampling(num_steps=4, order="raster"), model)
-    image = figures.order_grid(segments, 4)
+    phases, _ = figures.plan_of(config.Sampling(num_steps=4, order="raster"), model)
+    image = figures.order_grid(phases, 4)
     assert image.size == (4 * figures.CELL + 1,) * 2
     corner = figures.CELL - 4
     assert colour_at(image, 3, 3) == tuple(figures.EARLY)
@@ -64,8 +64,8 @@ def test_the_order_is_drawn_from_dark_to_light():
 @pytest.mark.parametrize("preset", ["sparse", "dense", "p", "rt", "none"])
 def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
     model, sampling = tiny.model_settings(grid_size=4), config.Sampling(num_steps=5, preset=preset)
-    segments, settings = figures.plan_of(sampling, model)
-    steps = costs.costs(segments, settings, [11])
+    phases, settings = figures.plan_of(sampling, model)
+    steps = costs.costs(phases, settings, [11])
     assert sum(step.decode for step in steps) == 16
     assert len(steps) == 5 + settings.preset.cache_prompt
 

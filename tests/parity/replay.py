@@ -169,12 +169,12 @@ def image_draws(variant, recorded, grid, side):
 # Runs.
 
 
-def one_by_one(segments: list[plans.Segment]) -> list[plans.Segment]:
-    """Returns the same steps, each a segment of its own."""
-    return [part.steps(i, i + 1) for part in segments for i in range(part.num_steps)]
+def one_by_one(phases: list[plans.Phase]) -> list[plans.Phase]:
+    """Returns the same steps, each a phase of its own."""
+    return [part.steps(i, i + 1) for part in phases for i in range(part.num_steps)]
 
 
-def history(model, request, segments, settings, draws=None):
+def history(model, request, phases, settings, draws=None):
     """Returns the canvas after each step [k l g], the final one, and the number of passes."""
     shown, passes = [], 0
 
@@ -185,7 +185,7 @@ def history(model, request, segments, settings, draws=None):
         passes = now.steps
 
     last = traces.finished(
-        model, [request], one_by_one(segments), settings, draws=draws, callback=show
+        model, [request], one_by_one(phases), settings, draws=draws, callback=show
     )
     return np.stack(shown), last[0], passes
 
@@ -199,7 +199,7 @@ def image_request(parts, model, shape, pixels=None):
 
 
 def image_plan(sampling, settings, model, request):
-    """Returns the segments of a request for an image."""
+    """Returns the phases of a request for an image."""
     return presets.plan(sampling, settings, model, request.given[None], 1, grid=request.grid)
 
 
@@ -218,17 +218,17 @@ class Pass:
     modality: np.ndarray
 
 
-def one_pass(given, request, segment, settings, codes) -> Pass:
-    """Returns one pass of the sampler over codes [n], as `segment` guides it."""
+def one_pass(given, request, phase, settings, codes) -> Pass:
+    """Returns one pass of the sampler over codes [n], as `phase` guides it."""
     model, made = given.model(), given.settings.model
     side = made.codes_side
     grid = tuple(length * side for length in request.grid)
     (cells,) = cells_of(codes, grid, side)
-    settings = dataclasses.replace(settings, guided=bool(segment.guided[0]))
+    settings = dataclasses.replace(settings, guided=bool(phase.guided[0]))
     laid = tiny.laid([request], made, settings)
     prompt, rows = prompts.batched(laid, made), state_of.rows_of(laid, settings)
     on_device = jax.tree.map(jnp.asarray, (cells[None].astype(np.int32), rows, prompt))
-    block = jnp.int32(segment.block[0])
+    block = jnp.int32(phase.block[0])
     logits, *streams = _pass_all(model, block, *on_device, settings=settings)
     embeds, modality = merged_rows(streams, int(prompt.length[0]), made.width)
     return Pass(merged.codes_of(logits, grid, side), embeds, modality)

@@ -43,7 +43,7 @@ def test_text_is_decoded_as_recorded(case, name):
         assert passes == given.outputs[f"{name}.nfe"]
 
 
-def test_whole_segments_take_the_same_steps(case):
+def test_whole_phases_take_the_same_steps(case):
     """Loops end early if the factor rule commits more than one token per pass."""
     given = case(NAME)
     for name, variant in given.config["variants"].items():

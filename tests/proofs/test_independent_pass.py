@@ -165,16 +165,16 @@ def _telling(model, state, now, *rest):
     return logits, cache
 
 
-def watched_segment():
-    """Returns a separately compiled `sample.run_segment` whose steps are recorded."""
-    plain = functools.partial(sample.run_segment.__wrapped__)
+def watched_phase():
+    """Returns a separately compiled `sample.run_phase` whose steps are recorded."""
+    plain = functools.partial(sample.run_phase.__wrapped__)
     return tiny.quick_jit(plain, static_argnames=("settings",))
 
 
-WATCHED_SEGMENT = watched_segment()
+WATCHED_PHASE = watched_phase()
 
 
-def run(case: Case, segment=WATCHED_SEGMENT) -> tuple[list[Step], np.ndarray]:
+def run(case: Case, phase=WATCHED_PHASE) -> tuple[list[Step], np.ndarray]:
     """Returns the steps of `sample.sample`, and its responses."""
     model = tiny.denoiser(case.model)
     settings = tiny.step_settings(case.sampling, case.model, case.kind, has_source=case.has_source)
@@ -186,7 +186,7 @@ def run(case: Case, segment=WATCHED_SEGMENT) -> tuple[list[Step], np.ndarray]:
     noise = noise_of(case, sum(part.num_steps for part in parts))
     TOLD.clear()
     progress = []
-    with mock.patch.multiple(sample, run_segment=segment, step_logits=_telling):
+    with mock.patch.multiple(sample, run_phase=phase, step_logits=_telling):
         response = sample.sample(
             model,
             tiny.laid(case.requests, case.model, settings),
@@ -429,7 +429,7 @@ FAULTS = [
 def test_a_planted_fault_shows(name, fault):
     case = CASES[name]()
     with fault():
-        steps, _ = run(case, watched_segment() if fault in COMPILED_FAULTS else WATCHED_SEGMENT)
+        steps, _ = run(case, watched_phase() if fault in COMPILED_FAULTS else WATCHED_PHASE)
     difference, _ = compare(case, steps)
     assert difference > FAULT
 

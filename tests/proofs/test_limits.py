@@ -124,8 +124,8 @@ def test_one_step_is_the_training_pass_with_one_masked_block(kind):
     model = tiny.denoiser(tiny.model_settings())
     requests = [tiny.request(kind, model.settings, i, words=n) for i, n in enumerate((3, 7))]
     settings = traces.settings_of("sparse", kind, model.settings)
-    segments = traces.plan(requests, settings, num_steps=1, block_len=tiny.TEXT_LEN)
-    (moment,), _ = traces.moments(model, requests, segments, settings)
+    phases = traces.plan(requests, settings, num_steps=1, block_len=tiny.TEXT_LEN)
+    (moment,), _ = traces.moments(model, requests, phases, settings)
     assert moment.masked.all()
     rows, starts = [], []
     for asked in requests:

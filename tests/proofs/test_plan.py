@@ -53,10 +53,10 @@ def image_plans(draw):
 
 
 @hypothesis.given(image_plans(), st.sampled_from(["newest", "all"]), st.booleans())
-def test_segments_tell_the_story_of_the_plan(plan_and_given, passes_clean, passes_rest):
+def test_phases_tell_the_story_of_the_plan(plan_and_given, passes_clean, passes_rest):
     """Checks with sets what is clean, decoded and left after each step."""
     plan, given = plan_and_given
-    parts = plans.segments(plan, passes_clean=passes_clean, passes_rest=passes_rest)
+    parts = plans.phases(plan, passes_clean=passes_clean, passes_rest=passes_rest)
     assert len(parts) <= 7
     for row, given_row in enumerate(given):
         masked = set(np.flatnonzero(~given_row))

@@ -66,8 +66,8 @@ def test_so_are_those_of_passes_over_codes_inside_a_step(passes, preset):
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4, num_registers=2))
     requests = draw(model.settings)
     settings = traces.settings_of(preset, "image", model.settings, guidance=0.7)
-    segments = traces.plan(requests, settings, num_steps=3, cell_passes=passes)
-    steps, canvas = traces.moments(model, requests, segments, settings)
+    phases = traces.plan(requests, settings, num_steps=3, cell_passes=passes)
+    steps, canvas = traces.moments(model, requests, phases, settings)
     assert [moment.block for moment in steps] == np.repeat([2, 3, 4], passes).tolist()
     states = [moment.canvas for moment in steps] + [canvas]
     for i, moment in enumerate(steps):
@@ -92,8 +92,8 @@ def test_sampler_logits_are_training_logits_at_every_step(case):
         guidance_image=0.4 if rows == 3 else 0.0,
     )
     assert settings.guidance_rows == rows
-    segments = traces.plan(requests, settings, num_steps=4 if kind == "image" else 3)
-    steps, canvas = traces.moments(model, requests, segments, settings)
+    phases = traces.plan(requests, settings, num_steps=4 if kind == "image" else 3)
+    steps, canvas = traces.moments(model, requests, phases, settings)
     trained = traces.training_logits(model, requests, steps, settings)
     predicted = np.zeros(canvas.shape[:2], int)
     for moment, logits in zip(steps, trained, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans, their segments and text plans, compared with explicit layouts."""
+"""Plans, their phases and text plans, compared with explicit layouts."""
 
 import functools
 
@@ -35,42 +35,36 @@ def test_a_given_cell_is_block_1_and_decoding_starts_at_block_2_in_every_row():
 def test_a_plan_with_everything_given_has_no_steps():
     plan = plan_2x2(np.ones((1, 4), bool))
     assert plan.num_steps == 0
-    assert plans.segments(plan, passes_clean="newest", passes_rest=False) == []
+    assert plans.phases(plan, passes_clean="newest", passes_rest=False) == []
 
 
-def test_segment_of_the_sparse_sampler_passes_the_step_before():
-    (segment,) = plans.segments(
-        plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1
-    )
-    assert segment.block.tolist() == [2, 3]
-    assert segment.clean.tolist() == [[[-1, -1]], [[1, 3]]]
-    assert segment.decode.tolist() == [[[3, 1]], [[0, 2]]]
-    assert segment.rest.shape == (2, 1, 0)
-    assert segment.count.tolist() == [[2], [2]]
+def test_phase_of_the_sparse_sampler_passes_the_step_before():
+    (phase,) = plans.phases(plan_2x2(), passes_clean="newest", passes_rest=False, max_phases=1)
+    assert phase.block.tolist() == [2, 3]
+    assert phase.clean.tolist() == [[[-1, -1]], [[1, 3]]]
+    assert phase.decode.tolist() == [[[3, 1]], [[0, 2]]]
+    assert phase.rest.shape == (2, 1, 0)
+    assert phase.count.tolist() == [[2], [2]]
 
 
-def test_segment_without_truncation_passes_what_is_still_masked():
+def test_phase_without_truncation_passes_what_is_still_masked():
     plan = plans.image_plan(np.arange(4), schedule="linear", num_steps=4, shift=1.0)
-    (segment,) = plans.segments(
-        plan, passes_clean="all", passes_rest=True, max_segments=1, buckets=(3,)
-    )
-    assert segment.clean[:, 0].tolist() == [[-1, -1, -1], [0, -1, -1], [0, 1, -1], [0, 1, 2]]
-    assert segment.rest[:, 0].tolist() == [[1, 2, 3], [2, 3, -1], [3, -1, -1], [-1, -1, -1]]
+    (phase,) = plans.phases(plan, passes_clean="all", passes_rest=True, max_phases=1, buckets=(3,))
+    assert phase.clean[:, 0].tolist() == [[-1, -1, -1], [0, -1, -1], [0, 1, -1], [0, 1, 2]]
+    assert phase.rest[:, 0].tolist() == [[1, 2, 3], [2, 3, -1], [3, -1, -1], [-1, -1, -1]]
 
 
 def test_a_kernel_that_copies_eight_tokens_at_a_time_gets_steps_of_multiples_of_eight():
-    (segment,) = plans.segments(
-        plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1
-    )
-    wide = plans.in_groups(segment, 3, 8)
+    (phase,) = plans.phases(plan_2x2(), passes_clean="newest", passes_rest=False, max_phases=1)
+    wide = plans.in_groups(phase, 3, 8)
     parts = wide.clean, wide.decode, wide.rest
     assert sum(part.shape[-1] for part in parts) + 3 == 8 and wide.rest.shape[-1] == 1
-    assert (wide.rest[..., segment.rest.shape[-1] :] == plans.PAD_POSITION).all()
-    assert plans.in_groups(wide, 3, 8) is wide and plans.in_groups(segment, 3, 1) is segment
+    assert (wide.rest[..., phase.rest.shape[-1] :] == plans.PAD_POSITION).all()
+    assert plans.in_groups(wide, 3, 8) is wide and plans.in_groups(phase, 3, 1) is phase
 
 
-def test_the_largest_image_takes_few_segments_with_little_padding():
-    parts = plans.segments(largest_plan(), passes_clean="newest", passes_rest=False)
+def test_the_largest_image_takes_few_phases_with_little_padding():
+    parts = plans.phases(largest_plan(), passes_clean="newest", passes_rest=False)
     assert len(parts) <= 7
     slots = sum(part.decode[:, 0].size + part.clean[:, 0].size for part in parts)
     tokens = 1024 + 1024 - orders.counts("shift", 64, 1024, 5.0)[-1]
@@ -81,16 +75,16 @@ def plain_bucket(width, buckets):
     return min(one for one in (0, *buckets) if one >= width)
 
 
-def plain_cuts(widths, buckets, max_segments, padding):
-    """Bounds of segments from their definition in `plans.segments`, one cut after the other."""
+def plain_cuts(widths, buckets, max_phases, padding):
+    """Bounds of phases from their definition in `plans.phases`, one cut after the other."""
 
     @functools.cache
     def cost(start, stop):
         widest = [max(of_steps) for of_steps in zip(*widths[start:stop], strict=True)]
         return (stop - start) * sum(plain_bucket(width, buckets) for width in widest)
 
-    ways, whole = {0: (0, [])}, []  # by the steps they hold: the cheapest with so many segments
-    for _ in range(max_segments):
+    ways, whole = {0: (0, [])}, []  # by the steps they hold: the cheapest with so many phases
+    for _ in range(max_phases):
         longer = {}
         for stop in range(1, len(widths) + 1):
             starts = [(ways[i][0] + cost(i, stop), i) for i in ways if i < stop]
@@ -123,17 +117,17 @@ def largest_plan():
 
 
 @pytest.mark.parametrize("case", ["largest", *range(40)])
-def test_segments_are_those_of_a_plain_search(case):
+def test_phases_are_those_of_a_plain_search(case):
     """The same arrays, one position after the other, as a search without arrays finds."""
     rng = np.random.default_rng(0 if case == "largest" else case)
     plan = largest_plan() if case == "largest" else a_plan(rng, int(rng.integers(1, 40)))
     newest, passes_rest = (bool(rng.integers(2)) for _ in range(2))
-    how = {"max_segments": int(rng.integers(1, 8)), "padding": float(rng.choice([0, 0.03, 0.5]))}
+    how = {"max_phases": int(rng.integers(1, 8)), "padding": float(rng.choice([0, 0.03, 0.5]))}
     how["buckets"] = (plans.BUCKETS, presets.WIDE_BUCKETS, (3, 7, 50))[rng.integers(3)]
     if case == "largest":
         newest, passes_rest = True, False
-        how = {"buckets": plans.BUCKETS, "max_segments": 7, "padding": 0.125}
-    parts = plans.segments(
+        how = {"buckets": plans.BUCKETS, "max_phases": 7, "padding": 0.125}
+    parts = plans.phases(
         plan, passes_clean="newest" if newest else "all", passes_rest=passes_rest, **how
     )
     at, blocks = plan.decoded_at.tolist(), plan.block.tolist()
@@ -159,7 +153,7 @@ def test_segments_are_those_of_a_plain_search(case):
         tuple(max(map(len, step)) for step in of_step)
         for of_step in zip(*passed.values(), strict=True)
     ]
-    bounds = plain_cuts(widths, how["buckets"], how["max_segments"], how["padding"])
+    bounds = plain_cuts(widths, how["buckets"], how["max_phases"], how["padding"])
     for part, (start, stop) in zip(parts, bounds, strict=True):
         assert part.block.tolist() == blocks[start:stop]
         assert part.count.tolist() == [
@@ -176,7 +170,7 @@ def test_segments_are_those_of_a_plain_search(case):
 
 
 @pytest.mark.parametrize("case", range(10))
-def test_segments_over_codes_are_those_of_a_plain_search(case):
+def test_phases_over_codes_are_those_of_a_plain_search(case):
     rng = np.random.default_rng(case)
     h, w, side = (int(rng.integers(1, 5)) for _ in range(3))
     cells = rng.random((2, h * w)) < 0.2
@@ -187,7 +181,7 @@ def test_segments_over_codes_are_those_of_a_plain_search(case):
         max(len({*cell_of[row == block].tolist()}) for row in plan.decoded_at)
         for block in plan.block
     ]
-    parts = plans.code_segments(plan, h, w, side)
+    parts = plans.code_phases(plan, h, w, side)
     bounds = plain_cuts([(width,) for width in touched], plans.BUCKETS, 7, 0.125)
     for part, (start, stop) in zip(parts, bounds, strict=True):
         assert part.block.tolist() == plan.block[start:stop].tolist()
@@ -197,7 +191,7 @@ def test_segments_over_codes_are_those_of_a_plain_search(case):
 
 @pytest.mark.parametrize("clean_once", [True, False])
 def test_passes_of_a_step_decode_codes_of_its_cells(clean_once):
-    (whole,) = plans.segments(plan_2x2(), passes_clean="newest", passes_rest=False, max_segments=1)
+    (whole,) = plans.phases(plan_2x2(), passes_clean="newest", passes_rest=False, max_phases=1)
     assert plans.in_passes([whole], 1, 2, clean_once=clean_once) == [whole]
     (part,) = plans.in_passes([whole], 2, 2, clean_once=clean_once)
     assert part.block.tolist() == [2, 2, 3, 3]
@@ -213,7 +207,7 @@ def test_passes_of_a_step_decode_codes_of_its_cells(clean_once):
 
 def test_a_step_wider_than_every_bucket_says_so():
     with pytest.raises(ValueError, match="holds 2 tokens, the widest bucket 1"):
-        plans.segments(plan_2x2(), passes_clean="newest", passes_rest=False, buckets=(1,))
+        plans.phases(plan_2x2(), passes_clean="newest", passes_rest=False, buckets=(1,))
 
 
 def test_text_blocks_pass_the_block_before_once():
@@ -234,7 +228,7 @@ def test_text_without_response_cache_and_truncation_passes_everything():
     assert second.rest.shape == (2, 1, 0)
 
 
-def test_a_single_text_block_is_one_segment():
+def test_a_single_text_block_is_one_phase():
     (part,) = plans.text_plan(4, 4, 3)
     assert part.clean.shape == (3, 1, 0)
     assert part.count.tolist() == [[2], [1], [1]]
@@ -256,9 +250,9 @@ def test_text_that_is_no_whole_number_of_blocks_is_refused():
         plans.text_plan(7, 3, 2)
 
 
-def test_segments_are_cut_where_the_number_of_registers_changes():
+def test_phases_are_cut_where_the_number_of_registers_changes():
     plan = plans.image_plan(np.arange(4), schedule="linear", num_steps=4, shift=1.0)
-    parts = plans.segments(plan, passes_clean="all", passes_rest=True, max_segments=1)
+    parts = plans.phases(plan, passes_clean="all", passes_rest=True, max_phases=1)
     cut = plans.with_steps(parts, registers=np.array([4, 4, 2, 1]))
     assert [part.registers.tolist() for part in cut] == [[4, 4], [2], [1]]
 
@@ -276,9 +270,9 @@ def test_text_blocks_decoded_before_are_clean_wherever_they_stand():
     assert [part.block.tolist() for part in parts] == [[2], [3], [4]]
 
 
-def test_segments_are_cut_where_guidance_sets_in_or_out():
+def test_phases_are_cut_where_guidance_sets_in_or_out():
     plan = plans.image_plan(np.arange(6), schedule="linear", num_steps=6, shift=1.0)
-    parts = plans.segments(plan, passes_clean="all", passes_rest=True, max_segments=1)
+    parts = plans.phases(plan, passes_clean="all", passes_rest=True, max_phases=1)
     guided = np.array([False, True, True, False, False, False, True])
     share = np.arange(7, dtype=np.float32)
     cut = plans.with_steps(parts, guided=guided, noise=share, temperature=share + 10)
@@ -307,7 +301,7 @@ def code_plan(h, w, side, *, num_steps, given=None):
 def test_every_step_passes_all_cells_and_commits_the_codes_of_the_plan(h, w, side, share):
     given = np.random.default_rng(0).random((2, h * w)) < share
     plan, given = code_plan(h, w, side, num_steps=7, given=given)
-    parts = plans.code_segments(plan, h, w, side)
+    parts = plans.code_phases(plan, h, w, side)
     most = (~given).sum(axis=1).max()
     for part in parts:
         for i, block in enumerate(part.block):
@@ -332,7 +326,7 @@ def test_the_largest_image_predicts_few_of_the_cells_it_passes():
     plan = plans.image_plan(
         orders.order("stratified", 64, 64, 42), schedule="shift", num_steps=64, shift=5.0
     )
-    parts = plans.code_segments(plan, 32, 32, 2)
+    parts = plans.code_phases(plan, 32, 32, 2)
     assert len(parts) <= 7
     assert {part.decode.shape[-1] + part.rest.shape[-1] for part in parts} == {1024}
     assert sum(part.decode.size for part in parts) < 64 * 1024 / 6
@@ -340,7 +334,7 @@ def test_the_largest_image_predicts_few_of_the_cells_it_passes():
 
 def test_by_confidence_every_code_is_a_candidate_of_every_step():
     plan, given = code_plan(2, 3, 2, num_steps=5)
-    (part,) = plans.code_segments(plan, 2, 3, 2, by_confidence=True)
+    (part,) = plans.code_phases(plan, 2, 3, 2, by_confidence=True)
     assert part.decode.tolist() == [[list(range(6))] * 2] * 5
     assert part.candidates.shape == (5, 2, 6, 4)
     assert part.candidates.all()
@@ -348,16 +342,16 @@ def test_by_confidence_every_code_is_a_candidate_of_every_step():
     given = ~given
     given[0, 2] = False
     plan, _ = code_plan(2, 3, 2, num_steps=5, given=given)
-    (part,) = plans.code_segments(plan, 2, 3, 2, by_confidence=True)
+    (part,) = plans.code_phases(plan, 2, 3, 2, by_confidence=True)
     assert part.decode[0].tolist() == [[2], [-1]]
     assert part.count[:, 0].sum() == 4
     assert not part.count[:, 1].any()
 
 
-def test_nothing_left_to_decode_is_no_segment():
+def test_nothing_left_to_decode_is_no_phase():
     plan, _ = code_plan(2, 2, 2, num_steps=3, given=np.ones((2, 4), bool))
-    assert plans.code_segments(plan, 2, 2, 2) == []
-    assert plans.code_segments(plan, 2, 2, 2, by_confidence=True) == []
+    assert plans.code_phases(plan, 2, 2, 2) == []
+    assert plans.code_phases(plan, 2, 2, 2, by_confidence=True) == []
 
 
 def test_a_text_block_follows_a_schedule_of_its_own_masked_tokens():

@@ -24,9 +24,9 @@ def ran(monkeypatch):
     """Returns a pipeline, and the calls of its sampler: kind, width of a step, temperature."""
     seen = []
 
-    def sample(model, laid, segments, *, settings, **_):
+    def sample(model, laid, phases, *, settings, **_):
         temperature = laid[0].request.temperature
-        seen.append((settings.kind, segments[0].decode.shape[-1], temperature))
+        seen.append((settings.kind, phases[0].decode.shape[-1], temperature))
         return np.stack([one.example.response for one in laid])
 
     monkeypatch.setattr(engine.sample, "sample", sample)

@@ -21,7 +21,7 @@ SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
 
 
 def program(kind, name="sparse", form=lambda model: model):
-    """Returns the first segment's program as text, with its plan and its settings.
+    """Returns the first phase's program as text, with its plan and its settings.
 
     Args:
         form: transforms the model.
@@ -29,13 +29,13 @@ def program(kind, name="sparse", form=lambda model: model):
     settings = traces.settings_of(name, kind, SETTINGS, guidance=2.0)
     asked = [tiny.request(kind, SETTINGS, 0, words=3)]
     plan = traces.plan(asked, settings, num_steps=2)
-    seen, run_segment = [], sample.run_segment
+    seen, run_phase = [], sample.run_phase
 
     def read(*arrays, settings):
-        seen.append(str(run_segment.trace(*arrays, settings=settings).jaxpr))
+        seen.append(str(run_phase.trace(*arrays, settings=settings).jaxpr))
         return arrays[1]
 
-    with traces._patched(run_segment=read, prefill=traces._prefill):
+    with traces._patched(run_phase=read, prefill=traces._prefill):
         laid = tiny.laid(asked, SETTINGS, settings)
         sample.sample(form(tiny.denoiser(SETTINGS)), laid, plan[:1], settings=settings)
     return seen[0], plan[0], settings
@@ -55,12 +55,12 @@ def test_an_image_makes_no_text_logits_and_a_text_no_codes():
 
 
 def test_the_image_head_sees_the_cells_to_decode_and_no_others():
-    text, segment, settings = program("image")
+    text, phase, settings = program("image")
     rows = made(text, CODES, but=[(SETTINGS.generation_width, CODES)])
-    decoded = segment.decode.shape[-1]
+    decoded = phase.decode.shape[-1]
     assert settings.guidance_rows == 2
     assert {np.prod(shape[:-1]) for shape in rows} <= {2 * decoded, decoded, 1}
-    assert segment.clean.shape[-1] + settings.num_registers > 0  # these are passed as well
+    assert phase.clean.shape[-1] + settings.num_registers > 0  # these are passed as well
 
 
 def test_an_image_step_has_no_understanding_tokens():
@@ -102,7 +102,7 @@ def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
     def numbers(steps, *, in_trips=True):
         whole = dataclasses.replace(part, **{
             field.name: np.repeat(getattr(part, field.name)[:1], steps, axis=0)
-            for field in dataclasses.fields(plans.Segment)
+            for field in dataclasses.fields(plans.Phase)
         })  # fmt: skip
         numbered = dataclasses.replace(whole, block=np.arange(steps))
         begun = calls.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, {}, in_trips)
@@ -143,7 +143,7 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
     settings = traces.settings_of("sparse", kind, model_settings, guidance=guidance)
     asked = [tiny.request(kind, model_settings, 0, words=3)]
     plan = traces.plan(
-        asked, settings, num_steps=3, **({"max_segments": 2} if kind == "image" else {})
+        asked, settings, num_steps=3, **({"max_phases": 2} if kind == "image" else {})
     )
     model, make, numbers = tiny.denoiser(model_settings), sample.make, []
 
@@ -158,9 +158,9 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
     laid = tiny.laid(asked, model_settings, settings)
     first = sample.sample(model, laid, plan, settings=settings, stop_early=False)
     assert {name for _, name in compiled} <= {"_copy", "jit(_copy)"}
-    names = ("prefill", "pass_prompt", "gather", "run_segment")
+    names = ("prefill", "pass_prompt", "gather", "run_phase")
     own = [name for name in made[0] if name in {f"jit({name})" for name in names}]
-    assert len(own) <= numbers[0] and "jit(run_segment)" in own
+    assert len(own) <= numbers[0] and "jit(run_phase)" in own
     del compiled[:]
     second = sample.sample(model, laid, plan, settings=settings, stop_early=False)
     assert not compiled
@@ -189,7 +189,7 @@ def test_a_response_does_not_depend_on_how_it_is_cut():
     settings = traces.settings_of("sparse", "image", SETTINGS)
     asked = [tiny.request("image", SETTINGS, 0, words=3)]
     plan = traces.plan(asked, settings, num_steps=3)
-    assert [segment.num_steps for segment in plan] == [3]
+    assert [phase.num_steps for phase in plan] == [3]
     model = tiny.denoiser(SETTINGS)
     whole, cut = (
         traces.finished(model, asked, plan, settings, in_trips=trips) for trips in (False, True)

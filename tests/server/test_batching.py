@@ -92,7 +92,7 @@ def test_a_batch_goes_on_while_somebody_waits_for_it(service):
     assert service.counts == {("ask", "done"): 2, ("ask", "cancelled"): 1}
 
 
-def test_a_batch_that_nobody_waits_for_ends_at_the_next_segment(service):
+def test_a_batch_that_nobody_waits_for_ends_at_the_next_phase(service):
     first = running(service)
     left = [service.submit("ask", words) for words in "ab"]
     service.pipe.go.release(3)
@@ -177,7 +177,7 @@ def arrives(service, words, kind):
     return ticket
 
 
-def test_a_light_request_waits_for_one_segment_of_a_heavy_one(stepping):
+def test_a_light_request_waits_for_one_phase_of_a_heavy_one(stepping):
     light = []
     stepping.pipe.at["heavy", 1] = lambda: light.append(arrives(stepping, "light 2", 1))
     heavy = stepping.submit("ask", "heavy 5")
@@ -295,7 +295,7 @@ def test_a_service_is_ready_when_every_size_of_batch_has_run(rehearsed):
     assert not service.ready
 
 
-def test_stopping_ends_the_warm_up_after_a_segment(rehearsed):
+def test_stopping_ends_the_warm_up_after_a_phase(rehearsed):
     service = Service(staged.Staged(batch_size=6))
     warming = service.warm_up()
     assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)

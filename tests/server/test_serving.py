@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bounded queue, limits, cancelling at the next segment, and stopping."""
+"""A bounded queue, limits, cancelling at the next phase, and stopping."""
 
 import base64
 import contextlib
@@ -65,11 +65,11 @@ def test_a_full_queue_refuses_and_takes_again(service):
     assert kept[1].future.result(staged.PATIENCE).text == "b"
 
 
-def test_cancelling_frees_the_device_at_the_next_segment(service):
+def test_cancelling_frees_the_device_at_the_next_phase(service):
     left, after = service.submit("ask", "left"), service.submit("ask", "after")
     begun(service)
     left.cancel()
-    assert not left.future.done()  # a segment is not interrupted
+    assert not left.future.done()  # a phase is not interrupted
     service.pipe.go.release()
     with pytest.raises(Cancelled, match="cancelled after 1 of 3 steps of the text"):
         left.future.result(staged.PATIENCE)

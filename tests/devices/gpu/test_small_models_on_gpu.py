@@ -29,8 +29,8 @@ def moments(kind, device):
         model = jax.device_put(tiny.denoiser(settings), device)
         requests = [tiny.request(kind, settings, i, words=n) for i, n in enumerate((3, 12, 5))]
         chosen = traces.settings_of("sparse", kind, settings)
-        segments = traces.plan(requests, chosen, num_steps=4 if kind == "image" else 3)
-        steps, canvas = traces.moments(model, requests, segments, chosen)
+        phases = traces.plan(requests, chosen, num_steps=4 if kind == "image" else 3)
+        steps, canvas = traces.moments(model, requests, phases, chosen)
         return steps, canvas, list(traces.training_logits(model, requests, steps, chosen))
 
 
@@ -53,23 +53,23 @@ def test_the_same_seed_draws_the_same_tokens_twice(gpu):
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_segment_runs_without_the_host(gpu):
-    """Everything a segment needs is on the device before it starts, and nothing comes back."""
+def test_a_phase_runs_without_the_host(gpu):
+    """Everything a phase needs is on the device before it starts, and nothing comes back."""
     settings = tiny.model_settings()
     model = jax.device_put(tiny.denoiser(settings), gpu)
     requests = [tiny.request("image", settings, i, words=4) for i in range(2)]
     chosen = traces.settings_of("sparse", "image", settings)
-    segments = traces.plan(requests, chosen, num_steps=4)
-    run = sample.run_segment
+    phases = traces.plan(requests, chosen, num_steps=4)
+    run = sample.run_phase
 
     def guarded(*arguments, **options):
         with jax.transfer_guard("disallow"):
             return run(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "run_segment", guarded)
+        patch.setattr(sample, "run_phase", guarded)
         laid = tiny.laid(requests, model.settings, chosen)
-        canvas = sample.sample(model, laid, segments, settings=chosen)
+        canvas = sample.sample(model, laid, phases, settings=chosen)
     assert (canvas != settings.image_mask_id).all()
 
 

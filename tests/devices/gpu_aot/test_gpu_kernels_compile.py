@@ -86,14 +86,14 @@ BLOCKS = textwrap.dedent("""
 WEIGHTS = DEVICE + textwrap.dedent("""
     import sys
 
-    import segment_programs
+    import phase_programs
 
-    model = segment_programs.settings(attention_implementation="pallas_gpu", num_registers=64)
+    model = phase_programs.settings(attention_implementation="pallas_gpu", num_registers=64)
     by_layer = {"stored": None, "by_layer": True}[sys.argv[2]]
-    program = segment_programs.compiled(sys.argv[1], model, sharding, "cuda", by_layer=by_layer)
-    for made in segment_programs.weights_made(program.hlo, program.weight_shapes):
+    program = phase_programs.compiled(sys.argv[1], model, sharding, "cuda", by_layer=by_layer)
+    for made in phase_programs.weights_made(program.hlo, program.weight_shapes):
         print("made:", made)
-    for copy in segment_programs.copies(program.hlo, program.cache_shapes):
+    for copy in phase_programs.copies(program.hlo, program.cache_shapes):
         print("copied:", copy)
     print("compiled")
 """)
@@ -161,12 +161,12 @@ LAYERS = DEVICE + textwrap.dedent("""
 SEGMENT = DEVICE + textwrap.dedent("""
     import sys
 
-    import segment_programs
+    import phase_programs
 
-    model = segment_programs.settings(attention_implementation=sys.argv[2])
-    program = segment_programs.compiled(sys.argv[1], model, sharding, "cuda")
-    assert segment_programs.in_place(program.hlo, program.cache_shapes)
-    for copy in segment_programs.copies(program.hlo, program.cache_shapes):
+    model = phase_programs.settings(attention_implementation=sys.argv[2])
+    program = phase_programs.compiled(sys.argv[1], model, sharding, "cuda")
+    assert phase_programs.in_place(program.hlo, program.cache_shapes)
+    for copy in phase_programs.copies(program.hlo, program.cache_shapes):
         print("copied:", copy)
     print("compiled")
 """)

@@ -110,7 +110,7 @@ def test_a_request_has_few_small_programs(request_name, steps):
     told, _ = run(LOWERED, request_name, CONFIG)
     found = [json.loads(line.partition(" ")[2]) for line in told.splitlines()
              if line.startswith("program:")]  # fmt: skip
-    loops = [one for one in found if one["name"] == "run_segment"]
+    loops = [one for one in found if one["name"] == "run_phase"]
     assert sum(one["steps"] for one in loops) == steps
     widths = [one["width"] for one in loops]
     assert len(widths) == len(set(widths))
@@ -139,7 +139,7 @@ def test_the_command_predicts_a_request_whose_steps_copy_nothing(request_name):
         ]  # fmt: skip
         assert one["copies"] == [], one
     for one in line["programs"]:
-        if one["name"] == "run_segment":
+        if one["name"] == "run_phase":
             assert one["layer_kernels"] <= MOST_KERNELS[request_name], one
     assert 0 < line["floor_s"] < line["predicted_s"] < 4 * line["floor_s"]
 

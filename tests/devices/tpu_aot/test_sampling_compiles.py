@@ -9,8 +9,8 @@ the chips. Each target takes a minute; batches of eight images run only with SLO
 import importlib.util
 import pathlib
 
+import phase_programs
 import pytest
-import segment_programs
 
 from benchmarks import aot, hlo
 from sparse_lavida_jax import config
@@ -29,11 +29,11 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES)
 def programs(request):
-    """Prefill and the longest segment of images with guidance: two rows each."""
+    """Prefill and the longest phase of images with guidance: two rows each."""
     settings = aot.full_run(config.read(CONFIG))
     topology, images = request.param
     axes = aot.SAMPLING[topology]
-    with segment_programs.unchecked():
+    with phase_programs.unchecked():
         return aot.sampling(settings, topology, axes, images)
 
 
@@ -42,16 +42,16 @@ def test_they_fit_with_room_to_spare_and_nothing_large_is_held_by_every_chip(pro
         assert program.memory()["total"] <= aot.MARGIN * program.chip.memory, program.memory()
         assert program.whole(LARGE) == []
     # The caches of all layers are one input and one output.
-    _, segment = programs
-    assert segment.memory()["results"] < 2**20
+    _, phase = programs
+    assert phase.memory()["results"] < 2**20
 
 
 def test_no_loop_copies_the_cache_or_a_layer_of_it(programs):
     """Writes into the cache are found too, which shows that the check works."""
-    _, segment = programs
-    shapes = segment_programs.shapes_of(segment.inputs[1].cache)
-    assert segment_programs.in_place(segment.text, shapes)
-    assert segment_programs.copies(segment.text, shapes) == []
+    _, phase = programs
+    shapes = phase_programs.shapes_of(phase.inputs[1].cache)
+    assert phase_programs.in_place(phase.text, shapes)
+    assert phase_programs.copies(phase.text, shapes) == []
 
 
 def test_no_layers_of_a_prompt_are_cut_out_of_the_stack(programs):
@@ -61,22 +61,22 @@ def test_no_layers_of_a_prompt_are_cut_out_of_the_stack(programs):
 
 
 def test_a_step_sends_what_its_tokens_are_and_no_keys_of_the_prompt(programs):
-    _, segment = programs
-    sent = segment.exchanged()
+    _, phase = programs
+    sent = phase.exchanged()
     assert "all-to-all" not in sent
-    cache = segment.inputs[1].cache
+    cache = phase.inputs[1].cache
     kept = cache.joint[0].size + cache.split[0].size
-    steps = len(segment.inputs[2].block)
+    steps = len(phase.inputs[2].block)
     # Keys and values of the cache in bfloat16 have four times as many bytes.
     assert sum(sent.values()) / steps < kept
 
 
 def test_products_take_60_percent_of_the_cycles_of_an_image(programs):
     """With the head and the draws. As loops over exchanges they took 27 % on a v5e."""
-    _, segment = programs
-    bar = 0.6 if len(segment.inputs[1].canvas) == 1 else 0.59  # of eight images
-    assert hlo.product_cycles(segment.text) >= bar * hlo.cycles(segment.text) > 0
-    sent = segment.exchanged()
+    _, phase = programs
+    bar = 0.6 if len(phase.inputs[1].canvas) == 1 else 0.59  # of eight images
+    assert hlo.product_cycles(phase.text) >= bar * hlo.cycles(phase.text) > 0
+    sent = phase.exchanged()
     assert sent.get("collective-permute", 0) < sum(sent.values()) / 1000
 
 

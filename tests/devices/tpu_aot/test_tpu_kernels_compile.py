@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import kernel_programs
 import numpy as np
+import phase_programs
 import pytest
-import segment_programs
 
 from benchmarks import hlo
 from sparse_lavida_jax.kernels import attention, pallas_tpu, shapes
@@ -90,10 +90,10 @@ def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
 def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
     """The segment program of `sample.py` at the release's widths, including kernels."""
     sharding = described("v5p:2x2x1")
-    model = segment_programs.settings(attention_implementation="pallas_tpu")
-    program = segment_programs.compiled(kind, model, sharding, "tpu")
-    assert segment_programs.in_place(program.hlo, program.cache_shapes)
-    assert not segment_programs.copies(program.hlo, program.cache_shapes)
+    model = phase_programs.settings(attention_implementation="pallas_tpu")
+    program = phase_programs.compiled(kind, model, sharding, "tpu")
+    assert phase_programs.in_place(program.hlo, program.cache_shapes)
+    assert not phase_programs.copies(program.hlo, program.cache_shapes)
 
 
 def test_layers_of_their_own_share_two_kernels():
@@ -110,8 +110,8 @@ def test_layers_of_their_own_share_two_kernels():
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_fused_layers_are_read_where_they_lie_and_cycles_go_into_products(topology):
     """The bar is .75 of the layers' cycles; the compiler has no estimate for our kernel."""
-    model = segment_programs.settings(attention_implementation="pallas_tpu", num_registers=64)
-    program = segment_programs.compiled("image", model, described(topology), "tpu", by_layer=False)
-    assert not segment_programs.weights_copied(program.hlo, program.weight_shapes)
+    model = phase_programs.settings(attention_implementation="pallas_tpu", num_registers=64)
+    program = phase_programs.compiled("image", model, described(topology), "tpu", by_layer=False)
+    assert not phase_programs.weights_copied(program.hlo, program.weight_shapes)
     often = 24 * model.num_split_layers  # steps of the longest segment; the head runs less often
     assert hlo.product_cycles(program.hlo, often) >= 0.75 * hlo.cycles(program.hlo, often) > 0

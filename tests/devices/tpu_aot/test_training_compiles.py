@@ -11,8 +11,8 @@ import math
 import pathlib
 
 import jax
+import phase_programs
 import pytest
-import segment_programs
 
 from benchmarks import aot
 from sparse_lavida_jax import config
@@ -46,7 +46,7 @@ def test_a_training_step_of_the_full_model_fits_64_chips(name, topology):
     settings = aot.full_run(config.read(CONFIGS / f"{name}.py"))
     axes = aot.training_axes(settings, topology)
     batch = memory.BatchSize(rows=128, understanding=1024, generation=1280)
-    with segment_programs.unchecked():
+    with phase_programs.unchecked():
         step = aot.training(settings, topology, axes, batch)
     assert math.prod(axes.values()) == 64
     assert sum(x.size for x in jax.tree.leaves(step.inputs[0].params)) > 10.4e9

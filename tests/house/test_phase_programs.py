@@ -3,7 +3,7 @@
 
 import jax
 import jax.numpy as jnp
-import segment_programs
+import phase_programs
 
 SHAPE = (3, 2, 8, 4)
 SHAPES = frozenset({SHAPE, SHAPE[1:], (1, *SHAPE[1:])})
@@ -26,13 +26,13 @@ def optimised(step):
 
 def test_a_cache_that_is_written_in_place_is_not_copied():
     hlo = optimised(lambda i, cache: (1.0 + i, cache))
-    assert segment_programs.in_place(hlo, SHAPES)
-    assert not segment_programs.copies(hlo, SHAPES)
+    assert phase_programs.in_place(hlo, SHAPES)
+    assert not phase_programs.copies(hlo, SHAPES)
 
 
 def test_a_cache_that_is_made_again_every_step_is_found():
     hlo = optimised(lambda i, cache: (1.0, jnp.flip(cache, axis=2)))
-    assert segment_programs.copies(hlo, SHAPES)
+    assert phase_programs.copies(hlo, SHAPES)
 
 
 def test_a_layer_that_is_taken_out_of_the_cache_is_found():
@@ -40,7 +40,7 @@ def test_a_layer_that_is_taken_out_of_the_cache_is_found():
         layer = jax.lax.dynamic_index_in_dim(cache, i, keepdims=False)
         return jnp.sort(layer, axis=1).max(), cache
 
-    assert segment_programs.copies(optimised(read), SHAPES)
+    assert phase_programs.copies(optimised(read), SHAPES)
 
 
 def test_what_happens_outside_loops_does_not_count():
@@ -48,4 +48,4 @@ def test_what_happens_outside_loops_does_not_count():
         return jnp.flip(cache, axis=2) + 1
 
     hlo = jax.jit(once).lower(jax.ShapeDtypeStruct(SHAPE, jnp.float32)).compile().as_text()
-    assert not segment_programs.copies(hlo, SHAPES)
+    assert not phase_programs.copies(hlo, SHAPES)

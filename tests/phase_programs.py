@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler's own segment program at the release's widths, compiled for absent devices.
+"""The sampler's own phase program at the release's widths, compiled for absent devices.
 
 No array is made: the program is lowered from shapes. What a loop does to the cache is read from
 the optimised HLO.
@@ -66,7 +66,7 @@ def settings(**changes) -> config.Model:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled segment program.
+    """A compiled phase program.
 
     Attributes:
         hlo: optimised.
@@ -100,7 +100,7 @@ def compiled(
     *,
     by_layer: bool | None = None,
 ) -> Program:
-    """Compiles the longest segment of a response: two rows, of guidance or of a batch.
+    """Compiles the longest phase of a response: two rows, of guidance or of a batch.
 
     Args:
         sharding: of arrays that are not split; parameters and the cache are split over the axes
@@ -139,8 +139,8 @@ def compiled(
     plan = presets.plan(asked, chosen, model, known, TEXT_BLOCK_LEN, [0] * len(requests))
     laid = tiny.laid(requests, model, chosen)
     prompt = prompts.batched(laid, model)
-    segment = max(plan, key=lambda part: len(part.block))
-    steps = jax.tree.map(jnp.asarray, StepTokens.of(segment))
+    phase = max(plan, key=lambda part: len(part.block))
+    steps = jax.tree.map(jnp.asarray, StepTokens.of(phase))
     stored = given(model_shapes)
     room = capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
@@ -149,9 +149,9 @@ def compiled(
             lambda *arrays: prefill(*arrays, settings=chosen, capacity=room),
             stored, canvas, known.astype(np.int32), rows_of(laid, chosen), prompt,
         )  # fmt: skip
-        now = dataclasses.replace(chosen, guided=bool(segment.guided[0]))
+        now = dataclasses.replace(chosen, guided=bool(phase.guided[0]))
         arrays = stored, given(state), given(steps), given(jax.tree.map(jnp.asarray, prompt))
-        lowered = sample.run_segment.trace(*arrays, settings=now).lower(
+        lowered = sample.run_phase.trace(*arrays, settings=now).lower(
             lowering_platforms=(platform,)
         )
         done = lowered.compile()
