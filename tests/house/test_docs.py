@@ -17,9 +17,9 @@ CHECKOUT = pathlib.Path(__file__).parents[2]
 PACKAGE = CHECKOUT / "sparse_lavida_jax"
 TOUR = runpy.run_path(str(CHECKOUT / "docs" / "tour.py"))["TOUR"]
 TESTS = {path.name for path in (CHECKOUT / "tests").rglob("test_*.py")}
-GUIDES_AND_LOG = sorted(
+MARKDOWN = sorted(
     path.relative_to(CHECKOUT / "docs").with_suffix("").as_posix()
-    for folder in ("docs", "docs/log")
+    for folder in ("docs", "docs/api", "docs/log")
     for path in (CHECKOUT / folder).glob("*.md")
 )
 PAGES = ("gpus", "lavida_o", "method", "extending", "serving", "troubleshooting")
@@ -63,7 +63,7 @@ def headings(path):
     return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in found}
 
 
-@pytest.mark.parametrize("page", GUIDES_AND_LOG)
+@pytest.mark.parametrize("page", MARKDOWN)
 def test_links_lead_somewhere(page):
     here = CHECKOUT / "docs" / f"{page}.md"
     for target in re.findall(r"\]\(([^)\s]+)\)", here.read_text()):
@@ -110,7 +110,7 @@ def test_the_readme_is_short():
 
 
 def commands():
-    pages = [CHECKOUT / "README.md", *(CHECKOUT / f"docs/{page}.md" for page in GUIDES_AND_LOG)]
+    pages = [CHECKOUT / "README.md", *(CHECKOUT / f"docs/{page}.md" for page in MARKDOWN)]
     for page in pages:
         for found in COMMANDS.findall(page.read_text().replace("\\\n", " ")):
             words = shlex.split(MADE.sub("scenes", "".join(found)), comments=True)
