@@ -101,7 +101,8 @@ def test_programs_that_share_the_keys_of_a_row_agree_with_the_reference(splits):
         rng, slots = np.random.default_rng(1), tags[2].shape[1]
         k, v = (jnp.asarray(rng.normal(size=(3, 2, slots, HEAD_DIM)), q.dtype) for _ in range(2))
         shape = dataclasses.replace(shape_of(1, 1), splits=splits)
-        out, lse = run_kernel(pallas_gpu, q, k, v, tags, shape, jnp.int32(2))
+        run = jax.jit(functools.partial(run_kernel, pallas_gpu), static_argnums=4)
+        out, lse = jax.block_until_ready(run(q, k, v, tags, shape, jnp.int32(2)))
         wanted, wanted_lse = reference(q, k[2], v[2], tags, HEAD_DIM)
         np.testing.assert_allclose(
             out.astype(jnp.float32), wanted.astype(jnp.float32), rtol=TOLERANCE, atol=TOLERANCE
@@ -126,7 +127,8 @@ def test_the_bits_of_a_row_do_not_depend_on_its_batch():
     def attended(number: int):
         own = [tag[:number] for tag in tags]
         inputs = q[:number], k[:, :number], v[:, :number], (*own, None, None)
-        return jax.device_get(run_kernel(pallas_gpu, *inputs, shape, 0))
+        run = jax.jit(functools.partial(run_kernel, pallas_gpu), static_argnums=4)
+        return jax.device_get(run(*inputs, shape, jnp.int32(0)))
 
     every = attended(rows)
     for number in (1, 2, 4, 8):
