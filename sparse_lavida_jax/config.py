@@ -507,7 +507,7 @@ class Sampling(Section):
     # Matrices of the layers in 8 bits: "": no; "int8": only the weights; "w8a8": activations too;
     # "fp8": both in float8. Results differ, and passes of few tokens are faster.
     quantize: Literal["", Quantized] = ""
-    # Dtype of the decoder of images. In bfloat16, grey levels of the bundled ones change by at most
+    # Dtype of the decoder of images. In bfloat16, grey levels of the bundled one change by at most
     # 4 of 255 (docs/speed.md). Given images are always encoded in float32.
     vq_dtype: Dtype = "float32"
 

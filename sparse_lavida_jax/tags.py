@@ -117,14 +117,3 @@ class Stream:
 def concatenate(*streams: T) -> T:
     """Concatenates streams, or tags, along the token axis."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *streams)
-
-
-def sort_by_block(
-    block: Int[np.ndarray, " s"], *groups: Int[np.ndarray, " s"]
-) -> Int[np.ndarray, " s"]:
-    """Returns the stable permutation that sorts by block, so that kernels can skip tiles.
-
-    Args:
-        groups: keys that take precedence over the block, the last one most: segments, then rows.
-    """
-    return np.lexsort((block, *groups))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of the small worlds: endless examples of all tasks, mixed by shares from the config."""
+"""Batches of the small world: endless examples of all tasks, mixed by shares from the config."""
 
 import collections
 import dataclasses

@@ -128,8 +128,7 @@ def place_image_tokenizer(
 
     Args:
         settings: for a new one, and for training it.
-        named: a bundled one, or a folder with one, such as that of a model; "": the one that
-            is there, or a new one.
+        named: see `vq.find`; "": the one that is there, or a new one.
         say: is told what was decided.
 
     Raises:

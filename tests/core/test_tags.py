@@ -167,11 +167,6 @@ def test_cells_hold_the_codes_of_their_square(side):
     np.testing.assert_array_equal(sequence.codes_from_cells(cells, height, side), codes)
 
 
-def test_sorting_by_block_keeps_the_order_inside_a_block():
-    block = np.array([3, 0, 3, 1, 0, 3])
-    np.testing.assert_array_equal(sort_by_block(block), [1, 4, 3, 0, 2, 5])
-
-
 def test_a_row_without_an_image_gets_a_blank_one():
     image = np.full((2, 2, 3), 9, np.uint8)
     np.testing.assert_array_equal(

@@ -12,7 +12,7 @@ from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import shapes, tables
 from sparse_lavida_jax.mixture.batches import MixtureBatches
-from sparse_lavida_jax.tags import concatenate, sort_by_block
+from sparse_lavida_jax.tags import concatenate
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_the_packed_row_is_what_training_makes():
     batch = making.stack(corrupted, shape, settings.model, shared=shared)
     assert batch.understanding is not None and batch.generation is not None
     joint = concatenate(batch.understanding.tags, batch.generation.tags)
-    by_block = sort_by_block(np.asarray(joint.block[0]), np.asarray(joint.segment[0]))
+    by_block = np.lexsort((np.asarray(joint.block[0]), np.asarray(joint.segment[0])))
     frozen = shapes.tags("packed_8192")
     for found, expected in (
         (joint.block, frozen.key_block),
