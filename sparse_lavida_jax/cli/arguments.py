@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def _reader(what: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
 def _int(text: str) -> int:
     """Reads a whole number that 64 bits hold: Python does not write all larger ones."""
     if not -(2**63) <= (number := int(text)) < 2**63:
+        raise ValueError(text)
+    return number
+
+
+def _above_0(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
         raise ValueError(text)
     return number
 
@@ -270,9 +277,9 @@ ARGUMENTS = {
     "device_gb": Argument(
         "--device-gb",
         "memory of a device in GiB (2**30 bytes, a vendor's GB); an H200 has 141",
-        _number,
+        _reader("number above 0", _above_0),
         141.0,
-        bounds=(1, 10_000),
+        metavar="GIB",
     ),
     "devices": Argument(
         "--devices",

@@ -15,7 +15,6 @@ from sparse_lavida_jax.tags import (
     NO_FEATURE,
     concatenate,
     make_tags,
-    sort_by_block,
     without_blocks,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
