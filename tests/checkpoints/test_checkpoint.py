@@ -235,6 +235,14 @@ def test_a_missing_file_is_named(save):
         load(folder)
 
 
+def test_a_folder_without_the_digests_of_its_arrays_is_refused(save):
+    folder = save()
+    (folder / arrays.TENSORS).unlink()
+    list_files_anew(folder)
+    with pytest.raises(model_folder.CheckpointError, match=r"has no TENSORS\.sha256, the digests"):
+        load(folder)
+
+
 def test_a_copy_that_was_cut_short_is_refused(save):
     folder = save()
     (folder / manifest.MANIFEST).unlink()
