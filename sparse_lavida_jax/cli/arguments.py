@@ -92,19 +92,17 @@ def _layout(text: str) -> str:
     return text
 
 
-def _folder(text: str) -> str:
-    """Expands `~`, which shells leave as it is after `=`."""
+def place(text: str) -> str:
+    """Reads a path or a name; expands `~`, which shells leave as it is after `=`."""
     return str(_path(text)) if "~" in text else text
 
 
 def _converted_dtype(text: str) -> str:
-    if text in quantize.DTYPES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not taken: convert as released, and then `sparse-lavida export FOLDER NEW"
-            f" --dtype={text}`"
-        )
     if text not in ("float32", "bfloat16"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype: choose float32 or bfloat16")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither float32 nor bfloat16; for 8 bits, convert as released, and then"
+            " `sparse-lavida export FOLDER NEW --dtype=int8`"
+        )
     return text
 
 
@@ -461,38 +459,33 @@ ARGUMENTS = {
     "config": Argument(
         "--config",
         "config file, as configs/scenes.py or, with a name, configs/evaluate.py:dpg",
-        _folder,
-        "",
+        place,
     ),
     "workdir": Argument(
         "--workdir",
         "folder of the run, for its states and results; by default runs/NAME",
-        _folder,
-        "",
+        place,
         metavar="FOLDER",
     ),
     "data": Argument(
-        "--data", "prepared folder to train on, without a config", _folder, "", metavar="FOLDER"
+        "--data", "prepared folder to train on, without a config", place, metavar="FOLDER"
     ),
     "init_from": Argument(
         "--init-from",
         "with --data: the model to start from; by default, none",
-        _folder,
-        "",
+        place,
         metavar="MODEL",
     ),
     "profile_steps": Argument(
         "--profile-steps",
         "steps to trace, as 10:13 for 10 to 12, into profile/ of the run",
         str,
-        "",
         metavar="FIRST:END",
     ),
     "stopped_exit_code": Argument(
         "--stopped-exit-code",
         "exit code of training that SIGTERM stopped, 0 to 255; by default 0",
         _whole,
-        0,
         metavar="CODE",
         bounds=(0, 255),
     ),
@@ -500,29 +493,20 @@ ARGUMENTS = {
         "--distributed", "train in several processes, which the environment describes", None
     ),
     "coordinator": Argument(
-        "--coordinator", "address of process 0, as ADDRESS:PORT", str, "", metavar="ADDRESS:PORT"
+        "--coordinator", "address of process 0, as ADDRESS:PORT", str, metavar="ADDRESS:PORT"
     ),
     "num_processes": Argument(
-        "--num-processes",
-        "number of processes that train together, 1 or more",
-        _whole,
-        0,
-        metavar="N",
+        "--num-processes", "number of processes that train together, 1 or more", _whole, metavar="N"
     ),
     "process_id": Argument("--process-id", "number of this process, from 0", _whole, metavar="N"),
-    "named_model": Argument("--checkpoint", f"the model: {MODEL_NAMES}", str, "", metavar="MODEL"),
-    "sampled_words": Argument(
-        "--prompt", "the prompt, instruction, question, or what to point at", str, ""
-    ),
     "sampled_image": Argument(
         "--image --picture",
         "the image to edit or to look at: PNG, JPEG or WebP",
         str,
-        "",
         metavar="FILE",
     ),
     "sampled_out": Argument(
-        "--out", "file for the image that is drawn, by default image.png", str, "", metavar="FILE"
+        "--out", "file for the image that is drawn, by default image.png", str, metavar="FILE"
     ),
     "task": Argument(
         "--task",
@@ -535,40 +519,16 @@ ARGUMENTS = {
         "--shard",
         "items to evaluate: i/n takes every n-th, from i (0 to n-1); by default all",
         str,
-        "",
         metavar="i/n",
     ),
-    "released": Argument(
-        "--src", "the released PyTorch folder, or its id on the hub", _folder, "", metavar="FOLDER"
-    ),
-    "replaced": Argument(
-        "--dst", "the folder to write; an older model is replaced", _folder, "", metavar="FOLDER"
-    ),
-    "model": Argument("--src", MODEL_NAMES, _folder, "", metavar="MODEL"),
-    "new_folder": Argument("--dst", "the folder to write", _folder, "", metavar="FOLDER"),
-    "data_source": Argument(
-        "--src",
-        "a mixture file (docs/data.md) or a folder of images (docs/own_images.md)",
-        _folder,
-        "",
-        metavar="SOURCE",
-    ),
-    "new_data": Argument(
-        "--dst", "the folder to write the prepared data to", _folder, "", metavar="FOLDER"
-    ),
     "format": Argument(
-        "--format",
-        "file format of the parameters, by default safetensors",
-        str,
-        "",
-        choices=FORMATS,
+        "--format", "file format of the parameters, by default safetensors", str, choices=FORMATS
     ),
     "exported_format": Argument(
         "--format",
         "file format of the parameters, by default safetensors. With it, export writes a model"
         " folder instead of one for PyTorch",
         str,
-        "",
         choices=FORMATS,
     ),
     "converted_dtype": Argument(
@@ -582,21 +542,18 @@ ARGUMENTS = {
         "number type of the parameters that are written; by default as they are. With it, export"
         " writes a model folder; int8 and float8 are only of the matrices in the layers",
         str,
-        "",
         choices=("float32", "bfloat16", *quantize.DTYPES),
     ),
     "image_tokenizer": Argument(
         "--image-tokenizer",
         "image tokenizer to use, by default one trained on the images",
-        _folder,
-        "",
+        place,
         metavar="MODEL",
     ),
     "tokenizer": Argument(
         "--tokenizer",
         "text tokenizer to use, by default one that is trained on the texts",
-        _folder,
-        "",
+        place,
         metavar="FILE",
     ),
     "dry_run": Argument(

@@ -49,7 +49,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
                 print(done)
     except runs.Interrupted as stop:
         say(str(stop))
-        return stop.exit_code or asked.stopped_exit_code
+        return stop.exit_code or asked.stopped_exit_code or 0
     except KeyboardInterrupt:
         kept = "What is finished is kept, and the same command goes on."
         say(f"stopped. {kept if name in GO_ON else 'Nothing was written.'}")
@@ -62,7 +62,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
 
 
 def _train(asked: argparse.Namespace, settings: config.Config) -> None:
-    together, steps = _together(asked), _steps(asked.profile_steps)
+    together, steps = _together(asked), _steps(asked.profile_steps or "")
     if settings.data.source == "none":
         raise UsageError(
             f"the config {settings.name} has no data to train on (data.source='none'):"
@@ -106,7 +106,7 @@ def _sample(asked: argparse.Namespace, settings: config.Config) -> None:
     adapters = asked.adapters or ""
     more = {"adapters": adapters, "seed": asked.seed, "sampling": settings.sampling}
     out = pathlib.Path(asked.out or "image.png")
-    commands.sample(task, asked.prompt, asked.image, out, asked.checkpoint, **more)
+    commands.sample(task, asked.prompt, asked.image or "", out, asked.checkpoint, **more)
 
 
 def _evaluate(asked: argparse.Namespace, settings: config.Config) -> str:
@@ -115,7 +115,7 @@ def _evaluate(asked: argparse.Namespace, settings: config.Config) -> str:
     checkpoint = asked.checkpoint or settings.evaluate.checkpoint
     folder = _workdir(asked, settings)
     with progress(f"{checkpoint} on {settings.evaluate.benchmark}") as on_progress:
-        how: dict[str, Any] = {"adapters": asked.adapters or "", "shard": asked.shard}
+        how: dict[str, Any] = {"adapters": asked.adapters or "", "shard": asked.shard or ""}
         if not asked.config and settings.evaluate.limit == QUICK_LIMIT:
             say(
                 f"{QUICK_LIMIT} items per task, of {settings.train.eval_prompts}:"
@@ -141,7 +141,7 @@ def _export(asked: argparse.Namespace, settings: config.Config) -> str:
     weights = adapters.parse(asked.adapters or "")
     if asked.format or asked.dtype:
         kind = asked.format or "safetensors"
-        count = adapters.copy(asked.src, asked.dst, weights, kind, dtype=asked.dtype)
+        count = adapters.copy(asked.src, asked.dst, weights, kind, dtype=asked.dtype or "")
         return f"{asked.dst}: {count} tensors"
     done = to_torch.export(asked.src, asked.dst, adapters=weights)
     return f"{_written(asked.dst, done)}, safetensors files: {done.num_shards}"
@@ -184,7 +184,7 @@ def _prepare(asked: argparse.Namespace, settings: config.Config) -> str:
         return _preparation(asked, done, f"nothing was written to {dst}")
     # With a mixture alone, the tokenizers stay where they are, with the model to be trained.
     with_tokenizers = src.is_dir() or asked.image_tokenizer or asked.tokenizer
-    text = own_images.text_tokenizer(asked.tokenizer) if with_tokenizers else ""
+    text = own_images.text_tokenizer(asked.tokenizer or "") if with_tokenizers else ""
     codec, sentences = asked.image_tokenizer or settings.data.image_codec, list[str]()
     if asked.config and not asked.image_tokenizer and src.is_dir():
         codec = "" if codec == config.Data().image_codec else codec  # no file need name one
@@ -282,8 +282,8 @@ def _refuse_addresses(given: Mapping[str, str]) -> None:
 def _together(asked: argparse.Namespace) -> tuple[str, int, int] | None:
     """Returns the arguments of `runtime.connect` if several processes train; None for one."""
     number = -1 if asked.process_id is None else asked.process_id
-    given = (asked.coordinator, asked.num_processes, number)
-    is_whole = asked.coordinator and asked.num_processes > 0 and number >= 0
+    given = (asked.coordinator or "", asked.num_processes or 0, number)
+    is_whole = given[0] and given[1] > 0 and number >= 0
     if given != ("", 0, -1) and not is_whole:
         raise UsageError(
             "--coordinator=ADDRESS:PORT, --num-processes=N and --process-id=0..N-1 go together;"

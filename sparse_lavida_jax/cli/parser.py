@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from sparse_lavida_jax.cli.arguments import ARGUMENTS, DEFAULT_MODEL
+from sparse_lavida_jax.cli.arguments import ARGUMENTS, DEFAULT_MODEL, MODEL_NAMES, Argument, place
 from sparse_lavida_jax.cli.errors import LONGEST_MESSAGE, UsageError, need
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.scenes import vocabulary
@@ -35,14 +35,14 @@ class Command:
         does: what it does, for the overview.
         example: a command line, without the program and the name of the command.
         arguments: their keys in `ARGUMENTS`, separated by spaces.
-        places: keys of the arguments that may also be given by position, in this order.
+        places: further arguments, which may also be given by position, in this order.
         needs_places: whether all of these must be given.
     """
 
     does: str
     example: str
     arguments: str
-    places: str = ""
+    places: tuple[Argument, ...] = ()
     needs_places: bool = False
 
 
@@ -150,54 +150,65 @@ COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
         "kernels json quiet debug",
     ),
 }
+_CHECKPOINT = Argument("--checkpoint", f"the model: {MODEL_NAMES}", str, metavar="MODEL")
+_FOLDER = Argument("--src", MODEL_NAMES, place)
 # The modes of `main.py`: commands as well.
 MODES = {
     "train": Command(
         "train a model, or resume a run",
         "configs/scenes.py",
-        "config data init_from workdir profile_steps stopped_exit_code distributed coordinator"
+        "data init_from workdir profile_steps stopped_exit_code distributed coordinator"
         f" num_processes process_id {_MODE}",
-        places="config",
+        places=(ARGUMENTS["config"],),
     ),
     "sample": Command(
         "draw, edit or answer once, with any setting of the config",
         'scenes "a red circle" --config.sampling.num_steps=4',
-        "named_model sampled_words config adapters convert task sampled_image sampled_out seed"
-        f" {_MODE}",
-        places="named_model sampled_words",
+        f"config adapters convert task sampled_image sampled_out seed {_MODE}",
+        places=(_CHECKPOINT, Argument("--prompt", "the prompt, instruction or question", str)),
     ),
     "evaluate": Command(
         "score a model on a benchmark",
         "scenes",
-        f"named_model config adapters convert workdir shard {_MODE}",
-        places="named_model",
+        f"config adapters convert workdir shard {_MODE}",
+        places=(_CHECKPOINT,),
     ),
     "convert": Command(
         "convert a released LaViDa-O to a model folder",
         "LaViDa-O-v1.0 models/lavida-o",
-        f"released replaced converted_dtype format {_MODE}",
-        places="released replaced",
+        f"converted_dtype format {_MODE}",
+        places=(
+            Argument("--src", "the released PyTorch folder, or its id on the hub", place),
+            Argument("--dst", "the folder to write; an older model is replaced", place),
+        ),
         needs_places=True,
     ),
     "export": Command(
         "write a model for PyTorch, or in another number type",
         "runs/mine new",
-        f"model new_folder exported_format dtype adapters {_MODE}",
-        places="model new_folder",
+        f"exported_format dtype adapters {_MODE}",
+        places=(_FOLDER, Argument("--dst", "the folder to write", place)),
         needs_places=True,
     ),
     "verify": Command(
         "check that no file of a model has changed",
         "models/lavida-o",
-        f"model {_MODE}",
-        places="model",
+        _MODE,
+        places=(_FOLDER,),
         needs_places=True,
     ),
     "prepare": Command(
         "turn images, captions and questions into training data",
         "photos prepared",
-        f"data_source new_data config image_tokenizer tokenizer dry_run report_json {_MODE}",
-        places="data_source new_data",
+        f"config image_tokenizer tokenizer dry_run report_json {_MODE}",
+        places=(
+            Argument(
+                "--src",
+                "a mixture file (docs/data.md) or a folder of images (docs/own_images.md)",
+                place,
+            ),
+            Argument("--dst", "the folder to write the prepared data to", place),
+        ),
         needs_places=True,
     ),
 }
@@ -227,13 +238,13 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        places = tuple(ARGUMENTS[key] for key in known.places.split())
-        self.by_place, self.needed = () if is_mode else places, places * known.needs_places
+        self.by_place = () if is_mode else known.places
+        self.needed = known.places * known.needs_places
         for argument in self.by_place:
             self.add_argument(
                 argument.key, nargs="?", default=argparse.SUPPRESS, help=argument.help
             )
-        self.taken = [ARGUMENTS[key] for key in known.arguments.split()]
+        self.taken = [*known.places, *map(ARGUMENTS.__getitem__, known.arguments.split())]
         groups: dict[str, argparse._MutuallyExclusiveGroup] = {}
         for argument in self.taken:
             if argument.group and argument.group not in groups:
