@@ -114,6 +114,11 @@ _scale = _reader(f"scale from 1 to {MOST_SCALE}", _enlargement)
 _registers = _reader("number of registers such as 64 or 64:8", _first_last)
 _settings = _reader("number of steps such as 12, or 12:16 with the registers", _steps_registers)
 _mesh = _reader("mesh such as tensor=4 or fsdp=2,tensor=4", _axes)
+# What the help writes for a value, by its type.
+METAVARS = {
+    _whole: "N", _number: "NUMBER", _path: "FILE", place: "FOLDER", _size: "HxW", _scale: "N",
+    _box: "X1,Y1,X2,Y2", _crop: "X1,Y1,X2,Y2", _registers: "M[:END]", _mesh: "AXIS=SIZE,...",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +129,8 @@ class Argument:
         names: separated by spaces; one without dashes is positional.
         help: what it means.
         type: reads its value; None: it is a flag without a value.
-        default, metavar, nargs, choices, action: see `argparse`.
+        default, nargs, choices, action: see `argparse`.
+        metavar: what the help writes for its value; by default as for its type.
         group: a command line may contain at most one argument of a group.
         bounds: its smallest and largest value.
     """
@@ -154,6 +160,7 @@ class Argument:
     def add_to(self, parser: Any, *, is_hidden: bool = False) -> None:
         """Adds it to a parser, or to a group of one."""
         how = {name: getattr(self, name) for name in ("metavar", "nargs", "choices", "action")}
+        how["metavar"] = self.metavar or METAVARS.get(self.type)
         how = {name: value for name, value in how.items() if value is not None}
         if self.type is not None:
             how |= {"type": self.type, "default": self.default}
@@ -182,7 +189,6 @@ def _sampler(*presets: str) -> str:
     return f"how steps are made: {', '.join(presets)}; or as published: {published}; {_OWN}"
 
 
-_EDGES = "X1,Y1,X2,Y2"
 _BOX = "left, top, right and bottom edge in pixels (before --scale)"
 _MASK = "where to draw: an image of the same size that is white there, and black elsewhere"
 _PLACE = (
@@ -228,38 +234,31 @@ ARGUMENTS = {
     "needed_image": Argument("image", "the image: PNG, JPEG or WebP"),
     "shown": Argument("--image --picture", "the image that the text is about", metavar="FILE"),
     "phrases": Argument("phrases", "the things to find, one argument each", str, nargs="+"),
-    "size": Argument(
-        "--size", "pixels, height first, as 512x768; by default the largest", _size, metavar="HxW"
-    ),
-    "mask": Argument("--mask", _MASK, _path, group="hole", metavar="FILE"),
-    "hole": Argument("--box", f"where to draw: {_BOX}", _box, group="hole", metavar=_EDGES),
-    "place": Argument("--box", _PLACE, _box, metavar=_EDGES),
+    "size": Argument("--size", "pixels, height first, as 512x768; by default the largest", _size),
+    "mask": Argument("--mask", _MASK, _path, group="hole"),
+    "hole": Argument("--box", f"where to draw: {_BOX}", _box, group="hole"),
+    "place": Argument("--box", _PLACE, _box),
     "rounds": Argument(
-        "--rounds", f"maximum number of attempts, 1 to {MOST_IMAGES}", _whole, ROUNDS, metavar="N"
+        "--rounds", f"maximum number of attempts, 1 to {MOST_IMAGES}", _whole, ROUNDS
     ),
     "max_new_tokens": Argument(
-        "--max-new-tokens", "maximum length in tokens; by default as trained", _whole, metavar="N"
+        "--max-new-tokens", "maximum length in tokens; by default as trained", _whole
     ),
     "template": Argument("--template", "the text with gaps: ___ is one token, {4} is four"),
     "words": Argument("--words", "words that must occur, in this order", str, [], nargs="+"),
-    "batch": Argument("--batch", _LINES, _path, metavar="FILE"),
+    "batch": Argument("--batch", _LINES, _path),
     # Outputs.
-    "out": Argument("--out", _OUT, _path, Path("out.png"), metavar="FILE"),
-    "boxes": Argument(
-        "--out", "file to draw the boxes into; by default none is written", _path, metavar="FILE"
-    ),
+    "out": Argument("--out", _OUT, _path, Path("out.png")),
+    "boxes": Argument("--out", "file to draw the boxes into; by default none is written", _path),
     "turns": Argument(
         "--out", "folder for the images, one file per turn", _path, Path("turns"), metavar="FOLDER"
     ),
-    "crop": Argument(
-        "--crop", f"write only this part of each image: {_BOX}", _crop, metavar=_EDGES
-    ),
+    "crop": Argument("--crop", f"write only this part of each image: {_BOX}", _crop),
     "scale": Argument(
         "--scale",
         "save every pixel as NxN for a viewer's eye; a PNG is read again as it was drawn; by"
         " default 4 if both sides are under 128 pixels, else 1",
         _scale,
-        metavar="N",
     ),
     "grid": Argument("--grid", "put all images on one sheet", None),
     "save_steps": Argument(
@@ -275,7 +274,6 @@ ARGUMENTS = {
         "--steps --num-inference-steps",
         f"steps of an image or of each text block, 1 to the number of its tokens; {_OWN}",
         _whole,
-        metavar="N",
     ),
     "sampler": Argument(
         "--sampler", _sampler(*config.PRESETS, *config.TEXT_PRESETS), metavar="NAME"
@@ -285,24 +283,17 @@ ARGUMENTS = {
         "--registers",
         "registers in each step, at most (and by default) as in training; 64:8 falls from 64 to 8",
         _registers,
-        metavar="M[:END]",
     ),
-    "temperature": Argument("--temperature", f"{_TEMPERATURE}; {_OWN}", _number, metavar="NUMBER"),
+    "temperature": Argument("--temperature", f"{_TEMPERATURE}; {_OWN}", _number),
     "layout_temperature": Argument(
         "--layout-temperature",
         f"randomness of the layout that is written before an image, 0 to {LARGEST_SCALE}; {_OWN}",
         _number,
-        metavar="NUMBER",
     ),
     "image_steps": Argument(
-        "--steps --num-inference-steps",
-        f"steps of an image, 1 or more; {_OWN}",
-        _whole,
-        metavar="N",
+        "--steps --num-inference-steps", f"steps of an image, 1 or more; {_OWN}", _whole
     ),
-    "image_temperature": Argument(
-        "--temperature", f"for images: {_TEMPERATURE}; {_OWN}", _number, metavar="NUMBER"
-    ),
+    "image_temperature": Argument("--temperature", f"for images: {_TEMPERATURE}; {_OWN}", _number),
     "quantize": Argument(
         "--quantize",
         f"multiply matrices in 8 bits: {', '.join(config.QUANTIZED)}; by default not",
@@ -312,16 +303,13 @@ ARGUMENTS = {
         "--guidance --guidance-scale",
         f"scale of classifier-free guidance, 0 (none) to {LARGEST_SCALE}; {_OWN}",
         _number,
-        metavar="NUMBER",
     ),
     "order": Argument(
         "--order", f"order of the cells: stratified, halton, random, raster or confidence; {_OWN}"
     ),
     "plan": Argument("--plan", _PLAN, _layout, group="plan", metavar="LAYOUT"),
     "no_plan": Argument("--no-plan", "draw without a layout", None, group="plan"),
-    "num_images": Argument(
-        "--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1, metavar="N"
-    ),
+    "num_images": Argument("--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1),
     "vq_dtype": Argument(
         "--vq-dtype",
         f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",
@@ -339,13 +327,12 @@ ARGUMENTS = {
     "convert": Argument(
         "--convert", "convert a released LaViDa-O from the hub first; this is done only once", None
     ),
-    "mesh": Argument("--mesh", _OVER, _mesh, metavar="AXIS=SIZE,..."),
+    "mesh": Argument("--mesh", _OVER, _mesh),
     "batch_size": Argument(
         "--batch-size",
         f"maximum rows decoded together, 1 to {MOST_ROWS}",
         _whole,
         16,
-        metavar="N",
         bounds=(1, MOST_ROWS),
     ),
     "quiet": Argument("--quiet", "print nothing but results and errors", None),
@@ -384,7 +371,6 @@ ARGUMENTS = {
         "kinds of batches whose programs stay in memory, besides those of the warm-up, 1 to 100000",
         _whole,
         32,
-        metavar="N",
         bounds=(1, 100_000),
     ),
     "content_cache_gb": Argument(
@@ -445,14 +431,12 @@ ARGUMENTS = {
         _size,
         [],
         nargs="+",
-        metavar="HxW",
     ),
     "rows": Argument(
         "--batch-size",
         f"rows that are decoded together, and all fewer, 1 to {MOST_ROWS}",
         _whole,
         1,
-        metavar="N",
         bounds=(1, MOST_ROWS),
     ),
     # The modes of `main.py`.
@@ -462,14 +446,9 @@ ARGUMENTS = {
         place,
     ),
     "workdir": Argument(
-        "--workdir",
-        "folder of the run, for its states and results; by default runs/NAME",
-        place,
-        metavar="FOLDER",
+        "--workdir", "folder of the run, for its states and results; by default runs/NAME", place
     ),
-    "data": Argument(
-        "--data", "prepared folder to train on, without a config", place, metavar="FOLDER"
-    ),
+    "data": Argument("--data", "prepared folder to train on, without a config", place),
     "init_from": Argument(
         "--init-from",
         "with --data: the model to start from; by default, none",
@@ -496,9 +475,9 @@ ARGUMENTS = {
         "--coordinator", "address of process 0, as ADDRESS:PORT", str, metavar="ADDRESS:PORT"
     ),
     "num_processes": Argument(
-        "--num-processes", "number of processes that train together, 1 or more", _whole, metavar="N"
+        "--num-processes", "number of processes that train together, 1 or more", _whole
     ),
-    "process_id": Argument("--process-id", "number of this process, from 0", _whole, metavar="N"),
+    "process_id": Argument("--process-id", "number of this process, from 0", _whole),
     "sampled_image": Argument(
         "--image --picture",
         "the image to edit or to look at: PNG, JPEG or WebP",
