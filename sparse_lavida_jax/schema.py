@@ -83,6 +83,16 @@ class InputError(ValueError):
         return type(self)(self.message, setting=setting, **parts)
 
 
+@contextlib.contextmanager
+def about(setting: str) -> Iterator[None]:
+    """Names the setting of an `InputError` that is raised inside and names none."""
+    try:
+        yield
+    except InputError as error:
+        error.setting = error.setting or setting
+        raise
+
+
 class ConfigError(InputError):
     """A setting that does not exist, has the wrong type or is out of range."""
 

@@ -29,7 +29,7 @@ from sparse_lavida_jax.inference.checks import check_ceilings
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
-from sparse_lavida_jax.schema import InputError
+from sparse_lavida_jax.schema import InputError, about
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +264,8 @@ class Service:
             if len(contents) > self.limits.upload:
                 raise image_files.ImageError(
                     f"{name} has {len(contents)} bytes: at most {self.limits.upload} are taken."
-                    " Make it smaller."
+                    " Make it smaller.",
+                    setting=name.removeprefix("the "),
                 )
         end = time.thread_time() + HEADER_SECONDS
 
@@ -275,7 +276,10 @@ class Service:
                     " anew as PNG."
                 )
 
-        cost = sum(image_files.cost(contents, name, check=check) for contents, name in named)
+        cost = 0
+        for contents, name in named:
+            with about(name.removeprefix("the ")):
+                cost += image_files.cost(contents, name, check=check)
         if cost > self.limits.pixels:
             raise image_files.ImageError(
                 f"the images have {cost} pixels in all, where each further scan of a JPEG counts an"
@@ -322,7 +326,9 @@ class Service:
         for text in texts:
             if len(check_words(text)) > self.limits.words:
                 raise RequestError(
-                    f"the prompt has {len(text)} characters: at most {self.limits.words} are taken."
+                    f"the prompt has {len(text)} characters: at most {self.limits.words} are"
+                    " taken.",
+                    setting="prompt",
                 )
         ceilings = dict.fromkeys(("num_images", "rounds"), self.limits.images)
         check_ceilings(options, ceilings | {"max_new_tokens": self.limits.new_tokens})

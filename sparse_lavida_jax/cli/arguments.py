@@ -444,6 +444,7 @@ ARGUMENTS = {
         "--config",
         "config file, as configs/scenes.py or, with a name, configs/evaluate.py:dpg",
         place,
+        metavar="FILE",
     ),
     "workdir": Argument(
         "--workdir", "folder of the run, for its states and results; by default runs/NAME", place

@@ -165,7 +165,10 @@ MODES = {
         "draw, edit or answer once, with any setting of the config",
         'scenes "a red circle" --config.sampling.num_steps=4',
         f"config adapters convert task sampled_image sampled_out seed {_MODE}",
-        places=(_CHECKPOINT, Argument("--prompt", "the prompt, instruction or question", str)),
+        places=(
+            _CHECKPOINT,
+            Argument("--prompt", "the prompt, instruction, question, or what to point at", str),
+        ),
     ),
     "evaluate": Command(
         "score a model on a benchmark",

@@ -92,7 +92,7 @@ def check_words(text: str) -> str:
         RequestError: it is empty, or `check_characters` refuses it.
     """
     if not text.strip():
-        raise RequestError("the prompt is empty: say in words what you want.")
+        raise RequestError("the prompt is empty: say in words what you want.", setting="prompt")
     check_characters(text, "prompt")
     return text
 
@@ -108,7 +108,8 @@ def check_characters(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"character {error.start + 1} of the {what} is half a character: leave it out."
+            f"character {error.start + 1} of the {what} is half a character: leave it out.",
+            setting=what,
         ) from error
 
 
@@ -116,7 +117,8 @@ def too_long(text: str, tokens: int, most: int, what: str = "prompt") -> Request
     """Returns the error for a prompt that is longer than the model allows."""
     shown = text if len(text) <= 40 else f"{text[:40]}..."
     return RequestError(
-        f"the {what} {shown!r} is {tokens} tokens long, images included: at most {most} fit."
+        f"the {what} {shown!r} is {tokens} tokens long, images included: at most {most} fit.",
+        setting=what,
     )
 
 

@@ -317,7 +317,7 @@ class RequestMaker:
             if refusal := self.prompts.refusal(needed):
                 raise RequestError(refusal)
         if words is None and spec.words:
-            raise RequestError("the prompt is empty: say in words what you want.")
+            raise RequestError("the prompt is empty: say in words what you want.", setting="prompt")
         if shown is not None and not spec.image:
             raise RequestError(f"{task} takes no image.")
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:

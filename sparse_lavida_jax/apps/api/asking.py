@@ -20,6 +20,7 @@ from sparse_lavida_jax.apps.serving import SMALL, Service, one_large_image
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
+from sparse_lavida_jax.schema import about
 
 POLL_SECONDS = 0.05  # between looks at the progress, for streams
 P = TypeVar("P")
@@ -183,7 +184,7 @@ async def queued(
     with errors.refusing(asked.sent), service.place(client.address):
         shown = None
         if images:
-            with service.counting_refusals(task):
+            with service.counting_refusals(task), about("image"):
                 names = ("the image", "the mask") if task == "inpaint" else ()
                 shown, read = await client.decoded(images, decode, *names)
             given |= read

@@ -20,7 +20,7 @@ from fastapi import HTTPException
 from python_multipart import multipart
 
 from sparse_lavida_jax.data.files import parse_json
-from sparse_lavida_jax.schema import LARGEST_SCALE
+from sparse_lavida_jax.schema import LARGEST_SCALE, InputError
 
 MOST_STEPS = 2**20  # the model's own limit is checked later, when the request is laid out
 MOST_REGISTERS = 1024
@@ -89,18 +89,20 @@ class Body(pydantic.BaseModel):
         for name, values in cls.neutral.items():
             if name in found and found.pop(name) not in values:
                 allowed = "".join(f", or say {json.dumps(value)}" for value in values)
-                raise ValueError(f"{name} is not supported: leave it out{allowed}")
+                raise InputError(f"{name} is not supported: leave it out{allowed}", setting=name)
         found = {name: value for name, value in found.items() if name not in PASSED_OVER}
         if unknown := [name for name in found if name not in cls.model_fields]:
             more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
             names = (str(name)[:40].encode("utf-8", "replace").decode() for name in unknown[:NAMED])
-            raise ValueError(
+            raise InputError(
                 f"{', '.join(names)}{more}: there is no such field here, and it might"
-                " change the result: leave it out"
+                " change the result: leave it out",
+                setting=str(unknown[0]),
             )
         for name, value in found.items():
             if isinstance(value, bool) and cls.model_fields[name].annotation is not bool:
-                raise ValueError(f"{name}: Input should be a number or a text, not true or false")
+                allowed = "Input should be a number or a text, not true or false"
+                raise InputError(f"{name}: {allowed}", setting=name)
         return found
 
     def sent(self, option: str) -> str:
@@ -135,17 +137,21 @@ class ImageBody(Body):
     @pydantic.model_validator(mode="after")
     def _of_one_mind(self) -> "ImageBody":
         if self.response_format == "url":
-            raise ValueError(
+            raise InputError(
                 "response_format=url: images come as b64_json: nothing is kept here for a URL to"
-                " name. Leave response_format out"
+                " name. Leave response_format out",
+                setting="response_format",
             )
         if self.output_compression != 100 and self.output_format == "png":
-            raise ValueError("output_compression is of jpeg and webp: say output_format too")
+            raise InputError(
+                "{setting} requires output_format=jpeg or webp", setting="output_compression"
+            )
         if self.partial_images and not self.stream:
-            raise ValueError("partial_images is of streams: say stream too, or leave it out")
+            raise InputError("{setting} requires stream=true", setting="partial_images")
         if self.stream and self.n > 1:
-            raise ValueError(
-                f"n={self.n}: a stream is of one image, since its events do not number images"
+            raise InputError(
+                f"n={self.n}: a stream is of one image, since its events do not number images",
+                setting="n",
             )
         return self
 
@@ -187,10 +193,15 @@ class ChatBody(Body):
     def _of_one_mind(self) -> "ChatBody":
         if self.task == "ground" and (self.stream or self.n > 1):
             field = "stream" if self.stream else "n"
-            raise ValueError(f"{field}: boxes come whole, and once: leave n and stream out")
+            allowed = "boxes come whole, and once: leave n and stream out"
+            raise InputError(f"{field}: {allowed}", setting=field)
         if any(self.stream_options.values()) and not self.stream:
-            raise ValueError("stream_options is of streams: say stream too, or leave it out")
+            raise InputError("{setting} requires stream=true", setting="stream_options")
         return self
+
+    def sent(self, option: str) -> str:
+        """Returns the field that the client sent for an option of the pipeline."""
+        return "messages" if option in ("prompt", "image") else super().sent(option)
 
 
 FIELDS = {"image", "mask", *ImageBody.model_fields, *ChatBody.model_fields}
@@ -292,5 +303,5 @@ def checked(given: Any, kind: type[B]) -> B:
     try:
         return kind.model_validate(given)
     except pydantic.ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
+        found = error.errors(include_url=False, include_input=False)
         raise fastapi.exceptions.RequestValidationError(found[:1]) from error

@@ -130,7 +130,7 @@ async def _boxes(
     if not phrases:
         refusal = "messages: nothing is to be found: give at least one phrase, each on a line."
     if not phrases or talk.earlier or talk.system or len(talk.images) != 1:
-        raise fastapi.HTTPException(400, refusal)
+        raise errors.Refused(refusal, "messages")
 
     def decode() -> tuple[Any, dict[str, Any]]:
         image = image_files.read_bytes(talk.images[0], check=client.check)
@@ -143,7 +143,7 @@ async def _boxes(
     if most is not None and (tokens := _usage(service, result, None)["completion_tokens"]) > most:
         name = asked.sent("max_new_tokens")
         sentence = f"{name}={most}: the boxes are {tokens} tokens and come whole: leave it out."
-        raise fastapi.HTTPException(400, sentence)
+        raise errors.Refused(sentence, name)
     boxes = [
         {"label": label, "bbox_2d": box and [round(x * scale[i % 2], 1) for i, x in enumerate(box)]}
         for label, box in zip(phrases, result.boxes, strict=True)
@@ -167,7 +167,7 @@ def _read(contents: bytes, service: Service) -> tuple[ChatBody, Talk]:
     try:
         talk = talk_of(asked.messages, service.contents_of_uri)
     except InputError as error:
-        raise RequestError(f"messages: {error}") from error
+        raise RequestError(f"messages: {error}", setting="messages") from error
     asked.messages.clear()  # they need not be kept while the request waits
     return asked, talk
 

@@ -3,7 +3,6 @@
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,8 +23,6 @@ RETRY_SECONDS = 2  # Retry-After when the queue is full
 STOPPED_SECONDS = 60  # Retry-After while the server is stopping
 CLIENT_LEFT = 499  # nginx's code for a client that has disconnected; no client receives it
 HEAD, TAIL = 200, 100  # characters of a longer message that are sent
-# Where messages without a setting name the field that they are about.
-_FIELD = re.compile(r"(?:\bthe |\bno |^)(?!model|task)(\w+)")
 
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
@@ -66,7 +63,7 @@ def _shown(text: str) -> str:
 
 
 class Refused(HTTPException):
-    """A request that cannot be done, with the field that is wrong; None: the message names it."""
+    """A request that cannot be done, with the field that is wrong; None: it is not one of them."""
 
     def __init__(self, sentence: str, param: str | None):
         super().__init__(400, sentence)
@@ -88,7 +85,7 @@ def refusing(sent: Callable[[str], str] = str) -> Iterator[None]:
             error.value = "x".join(reversed(error.value.split("x")))
         field = sent(error.setting)
         said = error.worded(lambda one: sent(one) if sent(one) in (field, *FIELDS) else "")
-        raise Refused(said, field or None) from error
+        raise Refused(said, field if field in FIELDS else None) from error
     except QueueFull as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_SECONDS)}) from error
     except Stopped as error:
@@ -102,22 +99,12 @@ def refusing(sent: Callable[[str], str] = str) -> Iterator[None]:
         raise HTTPException(500, f"an error of the program: {type(error).__name__}.") from error
 
 
-def _field(said: str, path: str) -> str | None:
-    """Returns the field that a sentence is about; None: it names none."""
-    if named := re.match(r"(\w+)[=:]", said):
-        return named[1]
-    named = next((one for one in _FIELD.findall(said) if one in FIELDS), None)
-    chat = path.endswith("/chat/completions") and named in ("image", "prompt")
-    return "messages" if chat else named
-
-
 async def _refused(request: fastapi.Request, error: Exception) -> responses.Response:
     assert isinstance(error, AnyHTTPException)
     code, said = error.status_code, str(error.detail)
     if not said.endswith("."):  # starlette's own messages, such as "Not Found"
         said = ELSEWHERE if code in (404, 405) else f"{said}."
-    param = getattr(error, "param", None) or _field(said, request.url.path)
-    return reply(code, said, param, headers=error.headers)
+    return reply(code, said, getattr(error, "param", None), headers=error.headers)
 
 
 async def _misread(request: fastapi.Request, error: Exception) -> responses.Response:
@@ -126,7 +113,8 @@ async def _misread(request: fastapi.Request, error: Exception) -> responses.Resp
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     said = first["msg"].removeprefix("Value error, ")
     sentence = f"{where}: {said}." if where else f"{said}."
-    return reply(400, sentence, where or _field(sentence, request.url.path))
+    cause = first.get("ctx", {}).get("error")
+    return reply(400, sentence, where or getattr(cause, "setting", "") or None)
 
 
 async def _failed(_: fastapi.Request, error: Exception) -> responses.Response:

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import fastapi
-from fastapi import HTTPException
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.apps.api import asking, bodies, errors
 from sparse_lavida_jax.apps.api.bodies import ImageBody
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.schema import about
 
 FILES = 2  # the most files in a request: an image and a mask
 
@@ -46,20 +46,20 @@ async def edit(request: fastapi.Request):
     if len(images) != 1 or len(masks) > 1 or form.fields.get("mask") or any(files.values()):
         wrong = "mask" if len(images) == 1 else "image"
         sentence = f"{wrong}: send one file named image, and at most one file named mask."
-        raise HTTPException(400, sentence)
+        raise errors.Refused(sentence, wrong)
     asked = bodies.checked(form.fields, ImageBody)
     service, side = client.service, client.service.drawn_side
     if _size(asked.size) not in (None, (side, side)):
-        raise HTTPException(
-            400, f"size={asked.size}: an edited image has {side}x{side} pixels: leave size out."
-        )
+        sentence = f"size={asked.size}: an edited image has {side}x{side} pixels: leave size out."
+        raise errors.Refused(sentence, "size")
 
     def decode() -> tuple[Any, dict[str, Any]]:
         image = image_files.read_bytes(images[0], check=client.check)
         if not masks:
             return service.small(image), {}
-        mask = image_files.read_transparent(masks[0], "the mask", check=client.check)
-        return service.with_mask(image, mask)
+        with about("mask"):
+            mask = image_files.read_transparent(masks[0], "the mask", check=client.check)
+            return service.with_mask(image, mask)
 
     task = "inpaint" if masks else "edit"
     return await _images(client, task, asked, images + masks, decode)
@@ -157,7 +157,8 @@ def _size(text: str) -> tuple[int, int] | None:
     if text == "auto":
         return None
     if not (found := re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)):
-        raise HTTPException(400, f"size={text[:20]!r} must be such as 512x512, width first.")
+        sentence = f"size={text[:20]!r} must be such as 512x512, width first."
+        raise errors.Refused(sentence, "size")
     return int(found[2]), int(found[1])
 
 
