@@ -116,7 +116,7 @@ _settings = _reader("number of steps such as 12, or 12:16 with the registers", _
 _mesh = _reader("mesh such as tensor=4 or fsdp=2,tensor=4", _axes)
 # What the help writes for a value, by its type.
 METAVARS = {
-    _whole: "N", _number: "NUMBER", _path: "FILE", place: "FOLDER", _size: "HxW", _scale: "N",
+    _whole: "N", _number: "NUMBER", _path: "FILE", place: "PATH", _size: "HxW", _scale: "N",
     _box: "X1,Y1,X2,Y2", _crop: "X1,Y1,X2,Y2", _registers: "M[:END]", _mesh: "AXIS=SIZE,...",
 }  # fmt: skip
 
@@ -132,6 +132,7 @@ class Argument:
         default, nargs, choices, action: see `argparse`.
         metavar: what the help writes for its value; by default as for its type.
         group: a command line may contain at most one argument of a group.
+        needed: whether a command line must contain it.
         bounds: its smallest and largest value.
     """
 
@@ -145,6 +146,7 @@ class Argument:
     choices: Sequence[str] | None = None
     action: Any = None
     group: str = ""
+    needed: bool = False
     bounds: tuple[int, int] | None = None
 
     @property
@@ -444,49 +446,36 @@ ARGUMENTS = {
         "--config",
         "config file, as configs/scenes.py or, with a name, configs/evaluate.py:dpg",
         place,
-        metavar="FILE",
     ),
     "workdir": Argument(
         "--workdir", "folder of the run, for its states and results; by default runs/NAME", place
     ),
     "data": Argument("--data", "prepared folder to train on, without a config", place),
     "init_from": Argument(
-        "--init-from",
-        "with --data: the model to start from; by default, none",
-        place,
-        metavar="MODEL",
+        "--init-from", "with --data: the model to start from; by default, none", place
     ),
     "profile_steps": Argument(
-        "--profile-steps",
-        "steps to trace, as 10:13 for 10 to 12, into profile/ of the run",
-        str,
-        metavar="FIRST:END",
+        "--profile-steps", "steps to trace, as 10:13 for 10 to 12, into profile/ of the run", str
     ),
     "stopped_exit_code": Argument(
         "--stopped-exit-code",
         "exit code of training that SIGTERM stopped, 0 to 255; by default 0",
         _whole,
-        metavar="CODE",
         bounds=(0, 255),
     ),
     "distributed": Argument(
         "--distributed", "train in several processes, which the environment describes", None
     ),
-    "coordinator": Argument(
-        "--coordinator", "address of process 0, as ADDRESS:PORT", str, metavar="ADDRESS:PORT"
-    ),
+    "coordinator": Argument("--coordinator", "address of process 0, as ADDRESS:PORT", str),
     "num_processes": Argument(
         "--num-processes", "number of processes that train together, 1 or more", _whole
     ),
     "process_id": Argument("--process-id", "number of this process, from 0", _whole),
     "sampled_image": Argument(
-        "--image --picture",
-        "the image to edit or to look at: PNG, JPEG or WebP",
-        str,
-        metavar="FILE",
+        "--image --picture", "the image to edit or to look at: PNG, JPEG or WebP", place
     ),
     "sampled_out": Argument(
-        "--out", "file for the image that is drawn, by default image.png", str, metavar="FILE"
+        "--out", "file for the image that is drawn, by default image.png", place
     ),
     "task": Argument(
         "--task",
@@ -496,10 +485,7 @@ ARGUMENTS = {
         choices=tuple(SAMPLE_TASKS),
     ),
     "shard": Argument(
-        "--shard",
-        "items to evaluate: i/n takes every n-th, from i (0 to n-1); by default all",
-        str,
-        metavar="i/n",
+        "--shard", "items to evaluate: i/n takes every n-th, from i (0 to n-1); by default all", str
     ),
     "format": Argument(
         "--format", "file format of the parameters, by default safetensors", str, choices=FORMATS
@@ -525,16 +511,10 @@ ARGUMENTS = {
         choices=("float32", "bfloat16", *quantize.DTYPES),
     ),
     "image_tokenizer": Argument(
-        "--image-tokenizer",
-        "image tokenizer to use, by default one trained on the images",
-        place,
-        metavar="MODEL",
+        "--image-tokenizer", "image tokenizer to use, by default one trained on the images", place
     ),
     "tokenizer": Argument(
-        "--tokenizer",
-        "text tokenizer to use, by default one that is trained on the texts",
-        place,
-        metavar="FILE",
+        "--tokenizer", "text tokenizer to use, by default one that is trained on the texts", place
     ),
     "dry_run": Argument(
         "--dry-run", "read all that would be prepared, say what would be used, write nothing", None

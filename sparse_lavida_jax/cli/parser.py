@@ -36,14 +36,12 @@ class Command:
         example: a command line, without the program and the name of the command.
         arguments: their keys in `ARGUMENTS`, separated by spaces.
         places: further arguments, which may also be given by position, in this order.
-        needs_places: whether all of these must be given.
     """
 
     does: str
     example: str
     arguments: str
     places: tuple[Argument, ...] = ()
-    needs_places: bool = False
 
 
 _CIRCLE = '"a red circle above a blue square"'
@@ -151,7 +149,7 @@ COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
     ),
 }
 _CHECKPOINT = Argument("--checkpoint", f"the model: {MODEL_NAMES}", str, metavar="MODEL")
-_FOLDER = Argument("--src", MODEL_NAMES, place)
+_FOLDER = Argument("--src", MODEL_NAMES, place, needed=True)
 # The modes of `main.py`: commands as well.
 MODES = {
     "train": Command(
@@ -181,24 +179,22 @@ MODES = {
         "LaViDa-O-v1.0 models/lavida-o",
         f"converted_dtype format {_MODE}",
         places=(
-            Argument("--src", "the released PyTorch folder, or its id on the hub", place),
-            Argument("--dst", "the folder to write; an older model is replaced", place),
+            Argument(
+                "--src", "the released PyTorch folder, or its id on the hub", place, needed=True
+            ),
+            Argument(
+                "--dst", "the folder to write; an older model is replaced", place, needed=True
+            ),
         ),
-        needs_places=True,
     ),
     "export": Command(
         "write a model for PyTorch, or in another number type",
         "runs/mine new",
         f"exported_format dtype adapters {_MODE}",
-        places=(_FOLDER, Argument("--dst", "the folder to write", place)),
-        needs_places=True,
+        places=(_FOLDER, Argument("--dst", "the folder to write", place, needed=True)),
     ),
     "verify": Command(
-        "check that no file of a model has changed",
-        "models/lavida-o",
-        _MODE,
-        places=(_FOLDER,),
-        needs_places=True,
+        "check that no file of a model has changed", "models/lavida-o", _MODE, places=(_FOLDER,)
     ),
     "prepare": Command(
         "turn images, captions and questions into training data",
@@ -209,10 +205,10 @@ MODES = {
                 "--src",
                 "a mixture file (docs/data.md) or a folder of images (docs/own_images.md)",
                 place,
+                needed=True,
             ),
-            Argument("--dst", "the folder to write the prepared data to", place),
+            Argument("--dst", "the folder to write the prepared data to", place, needed=True),
         ),
-        needs_places=True,
     ),
 }
 
@@ -242,7 +238,6 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.by_place = () if is_mode else known.places
-        self.needed = known.places * known.needs_places
         for argument in self.by_place:
             self.add_argument(
                 argument.key, nargs="?", default=argparse.SUPPRESS, help=argument.help
@@ -269,8 +264,9 @@ class Parser(argparse.ArgumentParser):
         asked.overrides = overrides
         for argument in self.taken:
             argument.check(getattr(asked, argument.key))
-        for argument in self.needed:
-            need(asked, argument.key, argument.help)
+        for argument in self.taken:
+            if argument.needed:
+                need(asked, argument.key, argument.help)
         return asked
 
     def _parted(self, words: list[str]) -> tuple[list[str], list[str]]:
