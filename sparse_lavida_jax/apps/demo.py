@@ -28,7 +28,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.apps import examples, page_guard, passes, standing
 from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
 from sparse_lavida_jax.apps.serving import Service, one_large_image
-from sparse_lavida_jax.apps.tasks import FORMS
+from sparse_lavida_jax.apps.tasks import TABS
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.inference.requests import TASKS
@@ -108,10 +108,10 @@ def make_page(service: Service) -> gr.Blocks:
         gr.Markdown(f"## Sparse-LaViDa: {name}\n{HOW_TO}{knows}")
         pace = standing.Pace()
         service.watchers.append(pace.watch)
-        tasks = [task for task in FORMS if not service.pipe.prompts.refusal(task)]
+        tasks = [task for task in TABS if not service.pipe.prompts.refusal(task)]
         tabs = []
         for task in tasks:
-            with gr.Tab(FORMS[task].label):
+            with gr.Tab(TABS[task].label):
                 tabs.append(_Tab(service, task, pace))
         _gallery(tabs)
     page.queue(max_size=None, default_concurrency_limit=None)  # the service has its own queue
@@ -138,7 +138,7 @@ class _Tab:
     """
 
     def __init__(self, service: Service, task: str, pace: standing.Pace):
-        form, spec = FORMS[task], TASKS[task]
+        form, spec = TABS[task], TASKS[task]
         self.task, self.shown = task, None
         small = service.pipe.prompts.encoder is not None
         inputs: dict[str, Any] = {}
@@ -280,7 +280,7 @@ def _number(component: Any, read: Callable[[float], Any], payload: Any) -> Any:
 
 
 def _outputs(task: str) -> list[Any]:
-    makes, label = TASKS[task].makes, FORMS[task].result
+    makes, label = TASKS[task].makes, TABS[task].result
     if makes == "text":
         return [gr.Textbox(label=label, lines=3), gr.HTML()]
     looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}

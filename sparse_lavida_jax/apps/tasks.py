@@ -6,8 +6,8 @@ import math
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskForm:
-    """The tab of a task.
+class TabText:
+    """What the tab of a task shows.
 
     Attributes:
         label: of its tab.
@@ -24,48 +24,48 @@ class TaskForm:
     result: str = "Image"
 
 
-FORMS = {
-    "generate": TaskForm(
+TABS = {
+    "generate": TabText(
         label="Draw",
         words=("Prompt", "a red circle above a blue square"),
     ),
-    "edit": TaskForm(
+    "edit": TabText(
         label="Edit",
         words=("Instruction", "make the red circle green"),
     ),
-    "inpaint": TaskForm(
+    "inpaint": TabText(
         label="Inpaint",
         words=("What the whole image shows", "a cyan cross above a blue square"),
         info="paint over what should be drawn again",
     ),
-    "outpaint": TaskForm(
+    "outpaint": TabText(
         label="Outpaint",
         words=("What the whole new image shows", "a red circle above a blue square"),
         info="the image becomes the middle of the new one; if it is not smaller, it is halved",
     ),
-    "reflect": TaskForm(
+    "reflect": TabText(
         label="Draw and judge",
         words=("Prompt", "two blue squares"),
     ),
-    "ask": TaskForm(
+    "ask": TabText(
         label="Ask",
         words=("Question", "how many squares are there?"),
         result="Answer",
     ),
-    "caption": TaskForm(
+    "caption": TabText(
         label="Describe",
         words=("In these words, if any", ""),
         info="three underscores are a gap of one token, {4} one of four",
         result="Description",
     ),
-    "infill": TaskForm(
+    "infill": TabText(
         label="Fill gaps",
         words=("Text with gaps", "a red circle is ___ a blue square"),
         info="three underscores are a gap of one token, {4} one of four; no image is needed",
         button="Fill",
         result="Filled",
     ),
-    "ground": TaskForm(
+    "ground": TabText(
         label="Find",
         words=("What to find, one per line", "blue square"),
         result="Found",
