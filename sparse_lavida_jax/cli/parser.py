@@ -247,8 +247,8 @@ class Parser(argparse.ArgumentParser):
         for argument in self.taken:
             if argument.group and argument.group not in groups:
                 groups[argument.group] = self.add_mutually_exclusive_group()
-            place = groups.get(argument.group, self)
-            argument.add_to(place, is_hidden=argument in self.by_place)
+            where = groups.get(argument.group, self)
+            argument.add_to(where, is_hidden=argument in self.by_place)
         self.takes_settings = ARGUMENTS["config"] in self.taken
         if self.takes_settings:
             self.add_argument("--config.SECTION.NAME", metavar="VALUE", help=_ANY_SETTING)
@@ -264,7 +264,6 @@ class Parser(argparse.ArgumentParser):
         asked.overrides = overrides
         for argument in self.taken:
             argument.check(getattr(asked, argument.key))
-        for argument in self.taken:
             if argument.needed:
                 need(asked, argument.key, argument.help)
         return asked

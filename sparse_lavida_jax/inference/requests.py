@@ -498,20 +498,14 @@ def grid_of(size: tuple[int, int] | None, side: int, model: config.Model) -> tup
     if size is None:
         return model.grid_size, model.grid_size
     step, (height, width) = side // model.grid_size, size
+    allowed = ""
     if model.cell_positions and (height, width) != (side, side):
-        raise RequestError(
-            "{setting}={value} cannot be drawn: {allowed}.",
-            setting="size",
-            value=f"{height}x{width}",
-            allowed=f"this model only draws {side}x{side}",
-        )
-    if height % step or width % step or not step <= min(size) <= max(size) <= side:
-        raise RequestError(
-            "{setting}={value} cannot be drawn: {allowed}.",
-            setting="size",
-            value=f"{height}x{width}",
-            allowed=f"both must be {step} to {side} pixels, multiples of {step}",
-        )
+        allowed = f"this model only draws {side}x{side}"
+    elif height % step or width % step or not step <= min(size) <= max(size) <= side:
+        allowed = f"both must be {step} to {side} pixels, multiples of {step}"
+    if allowed:
+        about = {"setting": "size", "value": f"{height}x{width}", "allowed": allowed}
+        raise RequestError("{setting}={value} cannot be drawn: {allowed}.", **about)
     return height // step, width // step
 
 
