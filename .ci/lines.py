@@ -37,7 +37,11 @@ def main() -> None:
         )
     for room, count in counts.most_common():
         print(f"{count:7,d}  {room}")
-    print(f"{counts.total():7,d}  in all; without bench {counts.total() - counts['bench']:,d}")
+    print(f"{counts.total():7,d}  in all")
+    for folder in ("benchmarks", "tests"):
+        paths = (PACKAGE.parent / folder).rglob("*.py")
+        count = sum(lines_of_code(path.read_text(encoding="utf-8")) for path in paths)
+        print(f"{count:7,d}  {folder}/")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ r"""Shared settings of the ablations: the model of `configs/scenes.py`, only ima
 
     python -m sparse_lavida_jax.main --config=configs/ablation.py
 
-`configs/ablation_*.py` modify it and are run by `bench.ablation`.
+`configs/ablation_*.py` modify it and are run by `benchmarks.ablation`.
 """
 
 import ml_collections

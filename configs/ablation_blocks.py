@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""How should masked tokens be assigned to blocks? Uniformly, as in the paper, or by a schedule.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_blocks.py
+    python -m benchmarks.ablation --config=configs/ablation_blocks.py
 
 Nothing else differs between the two.
 """

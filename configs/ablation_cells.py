@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What is one token? One code or a cell of four, with or without layout, in one pass or several.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_cells.py
+    python -m benchmarks.ablation --config=configs/ablation_cells.py
 
 The four codes of a cell are drawn independently, so its contents have to be decided before: by a
 layout, or by the codes of the cell that are drawn first (`sampling.cell_passes`). More passes are

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Does sparse training cost quality? The kinds of task in tables 1 to 3 of the paper, one by one.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_quality.py
+    python -m benchmarks.ablation --config=configs/ablation_quality.py
 
 Each task is learned by its own model, sparsely and densely, from the same batches: in few steps, a
 model of this size learns one of them well, but all together only to draw. Full attention masks

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""How many registers are needed? The paper: 64 for 1,024 cells; 0 and 1 are worst (Table 7).
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_registers.py
+    python -m benchmarks.ablation --config=configs/ablation_registers.py
 
 2 for 36 cells are the paper's ratio. Blocks are merged the same way for all.
 """

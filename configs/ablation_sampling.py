@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What do sampling settings change? One model per seed; its orders, registers and guidance.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_sampling.py
+    python -m benchmarks.ablation --config=configs/ablation_sampling.py
 
 Training used only stratified orders. Each image has an order from its own seed.
 """

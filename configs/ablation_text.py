@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""How many tokens may a text step commit? Share correct against forward passes, only layouts.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_text.py
+    python -m benchmarks.ablation --config=configs/ablation_text.py
 
 A layout names objects and cells that the prompt does not determine, so tokens committed together
 may contradict each other.

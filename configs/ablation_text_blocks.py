@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""How many steps should a row of text predict? Answers to questions about an image.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_text_blocks.py
+    python -m benchmarks.ablation --config=configs/ablation_text_blocks.py
 
 A sampler writes one text block after another, so a step-causal row with one step predicts what is
 masked of eight tokens, while a dense row predicts what is masked of all. `uniform`, as in the

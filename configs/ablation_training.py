@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What does the step-causal mask gain in fine-tuning, and from scratch? Table 8 of the paper.
 
-    python -m sparse_lavida_jax.bench.ablation --config=configs/ablation_training.py
+    python -m benchmarks.ablation --config=configs/ablation_training.py
 
 A dense model is trained, and then for half as many steps again: step-causally, with several masked
 blocks per row or one; with registers and truncation but full attention (one block, since several

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""LaViDa-O at full size, 10.4 B parameters, trained sparsely: to be measured without its weights.
 
-    python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o.py --random-weights
+    python -m benchmarks.sampling --config=configs/lavida_o.py --random-weights
 
 Sizes and sampling settings are those of the release (spec Sec. 2, 6). A converted checkpoint
 carries its own settings and needs no config file.

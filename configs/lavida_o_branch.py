@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Only the generation branch of LaViDa-O, trained as in stage s2-1024 of the release.
 
-    python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_branch.py
+    sparse-lavida fits configs/lavida_o_branch.py
     python -m sparse_lavida_jax.main --config=configs/lavida_o_branch.py
 
 The understanding branch is frozen, in bfloat16 (spec Sec. 9.5). Stage s2-256 has a learning rate of

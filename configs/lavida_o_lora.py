@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, with adapters in the layers' matrices.
 
-    python -m sparse_lavida_jax.bench.training --plan --config=configs/lavida_o_lora.py
+    sparse-lavida fits configs/lavida_o_lora.py
     python -m sparse_lavida_jax.main --config=configs/lavida_o_lora.py
 
 The base is a converted release (`--mode=convert`). Rank, alpha and learning rate are ours.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""LaViDa-O's structure at a tiny width: 32 layers, two branches, views of images, 4 codes.
 
-    python -m sparse_lavida_jax.bench.sampling --config=configs/lavida_o_tiny.py --random-weights \
+    python -m benchmarks.sampling --config=configs/lavida_o_tiny.py --random-weights \
         --suite=headline
 
 `configs/lavida_o_tiny.py:lora` trains adapters for a frozen base in bfloat16. What runs here also

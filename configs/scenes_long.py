@@ -105,6 +105,6 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         c.data.lessons = {}  # which teach to look
         c.data.tasks = {name: TASKS[name] for name in TEXT}
         c.train.train_steps = 5000
-        c.train.eval_every = c.train.eval_prompts = 0  # it does not draw; bench.quality scores it
+        c.train.eval_every = c.train.eval_prompts = 0  # see benchmarks.quality
         c.train.eval_tasks = ()
     return c

@@ -11,8 +11,8 @@ tower at 2e-6, two rows per device, the source of every second edit dropped. Our
 says: float32 masters and moments, and the assignment of blocks. The paper's assignment is
 `configs/sft_1024.py:paper` (docs/training.md).
 
-The mesh is for 64 devices with at least 32 GB (`bench.training --plan --config=configs/sft_1024.py
---devices=64 --device-gb=32`). We have not run it, for lack of such a machine. On one GPU,
+The mesh is for 64 devices with at least 32 GB (`sparse-lavida fits configs/sft_1024.py --devices=64
+--device-gb=32`). We have not run it, for lack of such a machine. On one GPU,
 `configs/lavida_o_lora.py` and `configs/lavida_o_branch.py` train a part of the model.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A small model for 16 x 16 images, so that anyone can measure what leaving tokens out saves.
 
-    python -m sparse_lavida_jax.bench.sampling --config=configs/speed_cpu.py --random-weights \
+    python -m benchmarks.sampling --config=configs/speed_cpu.py --random-weights \
         --suite=cpu
 
 Takes a minute on two cores.

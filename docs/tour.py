@@ -33,8 +33,8 @@ PAGE = f"""# Every task, by its command
 Results of the bundled model with the first seed, for prompts of kinds that it was trained on, made
 by `python docs/tour.py`.
 {MODEL}
-Wrong results are marked with `# wrong`; the [README](../README.md#how-good-how-fast) has the scores
-of all tasks.
+Wrong results are marked with `# wrong`; [evaluation.md](evaluation.md#the-bundled-model) has the
+scores of all tasks.
 
 ![what the commands drew](tour.png)
 """

@@ -10,7 +10,7 @@
 # measured, its bars, and what was measured by hand before (RESULTS/device_day/table.md). Status 0: all
 # parts are done; 143: it was stopped, and the part that ran with it.
 #
-# RESULTS is a folder that can be committed as it is, by default sparse_lavida_jax/bench/results,
+# RESULTS is a folder that can be committed as it is, by default benchmarks/results,
 # where the tables find the rows. RESULTS/device_day holds the output of each part, and parts.tsv;
 # everything else, such as compiled programs, is in RESULTS/device_day/scratch, which git ignores.
 #
@@ -29,8 +29,8 @@ if [ $# -gt 1 ] || { $dry && [ $# = 0 ]; } || [[ "${1:-}" = -* ]]; then
     exit 2
 fi
 
-mkdir -p "${1:-"$(dirname "$0")/../sparse_lavida_jax/bench/results"}"
-results=$(cd "${1:-"$(dirname "$0")/../sparse_lavida_jax/bench/results"}" && pwd)
+mkdir -p "${1:-"$(dirname "$0")/../benchmarks/results"}"
+results=$(cd "${1:-"$(dirname "$0")/../benchmarks/results"}" && pwd)
 cd "$(dirname "$0")/.."
 export SPARSE_LAVIDA_RESULTS=$results
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -45,8 +45,7 @@ touch "$ledger"
 end=$((SECONDS + ${MINUTES:-40} * 60))
 
 python=${PYTHON:-python}
-bench=sparse_lavida_jax.bench
-sampling=("$python" -m "$bench.sampling" --random-weights --missing)
+sampling=("$python" -m benchmarks.sampling --random-weights --missing)
 
 child=
 trap '[ -z "$child" ] || kill "$child" || true; exit 143' INT TERM HUP
@@ -113,18 +112,18 @@ fi
 sparse=sparse/b1 dense=dense_lean/b1
 
 part admission 90 "$python" -m sparse_lavida_jax doctor --kernels
-part first_image 150 "$python" -m $bench.first_image --config="$config"
+part first_image 150 "$python" -m benchmarks.first_image --config="$config"
 rows image 180 headline "$image/$sparse,$image/$dense,$image/dense_released/b1"
 rows edit 180 edit "$edit/$sparse,$edit/$dense"
 rows reasoning 180 reasoning "reasoning/sparse/b1/$few,reasoning/dense_cached/b1/$few"
 rows batch 150 batch "$image/sparse/b8,$image/dense_lean/b8"
-part generate 60 "$python" -m $bench.first_image
-part scenes 90 "$python" -m $bench.steps --config=configs/scenes.py "${scenes[@]}"
-part attention 150 "$python" -m $bench.attention "${attention[@]}"
+part generate 60 "$python" -m benchmarks.first_image
+part scenes 90 "$python" -m benchmarks.steps --config=configs/scenes.py "${scenes[@]}"
+part attention 150 "$python" -m benchmarks.attention "${attention[@]}"
 part profile 90 "${sampling[@]}" --config="$config" --suite=headline --rows="$image/$sparse" --profile
 part tests_1 300 "$python" -m pytest -q tests/gpu --half=1
 part tests_2 300 "$python" -m pytest -q tests/gpu --half=2
-part lora 240 "$python" -m $bench.training "${lora[@]}"
+part lora 240 "$python" -m benchmarks.training "${lora[@]}"
 
 # Trains as long as there is time, in pieces: the same command goes on with the run until it has
 # scored itself.
@@ -132,7 +131,7 @@ for piece in 1 2 3 4 5; do
     seconds=$((end - SECONDS - 60))
     [ $seconds -lt 440 ] || seconds=440
     [ $seconds -gt 180 ] || seconds=180
-    part scenes_gpu $((seconds + 60)) "$python" -m $bench.steps --config="$large" \
+    part scenes_gpu $((seconds + 60)) "$python" -m benchmarks.steps --config="$large" \
         --seconds=$seconds --workdir="$scratch/scenes_gpu"
     if [ -f "$scratch/scenes_gpu/report.md" ]; then
         cp "$scratch/scenes_gpu/report.md" "$day/scenes_gpu.md"
@@ -149,5 +148,5 @@ echo "== what became of the parts"
 cat "$ledger"
 grep -hE ' is (admitted|refused)' "$day/admission.log" || true
 echo "== measured, bars, and before"
-"$python" -m $bench.device_day "$day" | tee "$day/table.md"
+"$python" -m benchmarks.device_day "$day" | tee "$day/table.md"
 ! cut -f2 "$ledger" | grep -qv '^done'

@@ -42,7 +42,7 @@ mount=(--command="sudo apt-get -qq -o DPkg::Lock::Timeout=300 install -y nfs-com
  && ln -sfn $share/runs $share/models $share/prepared sparse-lavida-jax")
 install=(--command="mkdir -p sparse-lavida-jax && tar xzf project.tar.gz -C sparse-lavida-jax\
  && cd sparse-lavida-jax && python3 -m pip install -q -e '.[tpu]'")
-# Hosts of a slice find each other by themselves. For the flag see OPTIONS in bench/aot.py.
+# Hosts of a slice find each other by themselves. For the flag see OPTIONS in benchmarks/aot.py.
 # 75: stopped by a signal before its end (EX_TEMPFAIL of sysexits.h).
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
     python3 -m sparse_lavida_jax.main --distributed --stopped_exit_code=75 "$@"

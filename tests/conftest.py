@@ -70,7 +70,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        item.add_marker(getattr(pytest.mark, item.path.parent.name))
+        if item.path.parent.name in FOLDERS:
+            item.add_marker(getattr(pytest.mark, item.path.parent.name))
         if item.get_closest_marker("slow") and not os.environ.get("SLOW_TESTS"):
             item.add_marker(pytest.mark.skip(reason="takes long: SLOW_TESTS=1 pytest runs it"))
 

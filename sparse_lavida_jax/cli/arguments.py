@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def _reader(what: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
 def _int(text: str) -> int:
     """Reads a whole number that 64 bits hold: Python does not write all larger ones."""
     if not -(2**63) <= (number := int(text)) < 2**63:
+        raise ValueError(text)
+    return number
+
+
+def _above_0(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
         raise ValueError(text)
     return number
 
@@ -265,6 +272,30 @@ ARGUMENTS = {
     "grid": Argument("--grid", "put all images on one sheet", None),
     "save_steps": Argument(
         "--save-steps", "write an animation of how the first image unmasks", _path, metavar="GIF"
+    ),
+    # Memory of training.
+    "trained_config": Argument("config", "a config file, such as configs/lavida_o_lora.py"),
+    "device_gb": Argument(
+        "--device-gb",
+        "memory of a device in GiB (2**30 bytes, a vendor's GB); an H200 has 141",
+        _reader("number above 0", _above_0),
+        141.0,
+        metavar="GIB",
+    ),
+    "devices": Argument(
+        "--devices",
+        "devices that train.mesh is laid over; by default as many as it names",
+        _whole,
+        bounds=(1, 2**31 - 1),
+    ),
+    "text_tokens": Argument(
+        "--text-tokens", "text tokens of an example", _whole, 1024, bounds=(1, 2**31 - 1)
+    ),
+    "image_tokens": Argument(
+        "--image-tokens",
+        "image tokens of an example; by default those of the longest row of the config",
+        _whole,
+        bounds=(0, 2**31 - 1),
     ),
     "kernels": Argument("--kernels", "check the attention kernel on this device", None),
     "json": Argument("--json", "print each result as a line of JSON", None),

@@ -19,7 +19,7 @@ from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.cli import doctor
 from sparse_lavida_jax.cli.arguments import DEFAULT_MODEL
-from sparse_lavida_jax.cli.errors import UsageError
+from sparse_lavida_jax.cli.errors import FAILURE, UsageError
 from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
@@ -67,6 +67,14 @@ def run(name: str, asked: argparse.Namespace) -> int:
         found = doctor.kernels() if asked.kernels else doctor.report()
         told = doctor.kernels_text if asked.kernels else doctor.text
         print(json.dumps(found) if asked.json else told(found))
+    elif name == "fits":
+        from sparse_lavida_jax.cli import fits  # other commands do not need it
+
+        found = fits.report(asked)
+        print(json.dumps(found) if asked.json else fits.text(found))
+        if found["why"]:
+            say(found["why"])
+            return FAILURE
     elif name == "selfcheck":
         from sparse_lavida_jax.cli import selfcheck
 

@@ -142,6 +142,11 @@ COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
         "bash > ~/.local/share/bash-completion/completions/sparse-lavida",
         "shell debug",
     ),
+    "fits": Command(
+        "print which ways to train a model fit the memory of a device",
+        "configs/lavida_o_lora.py --device-gb 80",
+        "trained_config device_gb devices text_tokens image_tokens json quiet debug",
+    ),
     "doctor": Command(
         "print what is installed, and which models fit on this machine",
         "",

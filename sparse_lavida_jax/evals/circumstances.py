@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-RESULTS = "sparse_lavida_jax/bench/results"  # measurements, not code
+RESULTS = "benchmarks/results"  # measurements, not code
 
 
 def circumstances() -> dict[str, Any]:

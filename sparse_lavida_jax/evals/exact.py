@@ -162,13 +162,13 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
 
 
 def as_json(result: TaskResult) -> dict[str, Any]:
-    """Returns the values for rows of `bench/quality.py`."""
+    """Returns the values for rows of `benchmarks/quality.py`."""
     low, high = wilson_interval(result.correct, result.total)
     return dataclasses.asdict(result) | {"share": result.share, "interval_95": [low, high]}
 
 
 def from_json(row: Mapping[str, Any]) -> TaskResult:
-    """Returns the scores in a row of `bench/quality.py`."""
+    """Returns the scores in a row of `benchmarks/quality.py`."""
     given = {field.name: row[field.name] for field in dataclasses.fields(TaskResult)}
     given["columns"] = {name: (right, total) for name, (right, total) in row["columns"].items()}
     return TaskResult(**given)

@@ -3,7 +3,7 @@
 
 Tiles are those measured to be best for the device and the lengths, or follow a rule.
 `tile_sizes.json` next to this file has the results of
-`python -m sparse_lavida_jax.bench.attention --tune`: device kind, width of a head, lengths, sizes.
+`python -m benchmarks.attention --tune`: device kind, width of a head, lengths, sizes.
 The rule applies to everything else.
 """
 

@@ -294,8 +294,8 @@ def test_every_error_of_ours_is_a_mistake_and_not_a_crash():
     ],
 )
 def test_a_score_of_what_is_not_there_is_refused(word, part):
-    command = [sys.executable, "-m", "sparse_lavida_jax.bench.quality", word]
+    command = [sys.executable, "-m", "benchmarks.quality", word]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("bench.quality: ") and part in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("benchmarks.quality: ") and part in done.stderr
     assert "Traceback" not in done.stderr

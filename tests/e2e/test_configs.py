@@ -51,12 +51,12 @@ def test_a_config_is_called_like_its_file_and_says_how_to_run_it(name):
     assert read(name).name == name
     docstring = ast.get_docstring(ast.parse(CONFIGS[name].read_text()))
     if read(name).data.source == "none":
-        programs = ("bench.sampling --config", "bench.training --plan --config")
+        programs = ("python -m benchmarks.sampling --config=", "sparse-lavida fits ")
     elif name.startswith("ablation_"):
-        programs = ("bench.ablation --config",)
+        programs = ("python -m benchmarks.ablation --config=",)
     else:
-        programs = ("main --config",)
-    known = [f"python -m sparse_lavida_jax.{program}=configs/{name}.py" for program in programs]
+        programs = ("python -m sparse_lavida_jax.main --config=",)
+    known = [f"{program}configs/{name}.py" for program in programs]
     assert any(command in docstring for command in known)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's commands run from top to bottom in one folder, as they are typed."""
+"""The commands of README.md and docs/commands.md run from top to bottom in one folder, as typed."""
 
 import io
 import os
@@ -16,8 +16,9 @@ from PIL import Image
 from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files
 
-README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
-PAGE = README[: README.index("## Train and test")]
+CHECKOUT = pathlib.Path(__file__).parents[2]
+README = (CHECKOUT / "README.md").read_text()
+PAGE = README[: README.index("## Train and test")] + (CHECKOUT / "docs/commands.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = [line for block in BLOCKS for line in block.splitlines() if "sparse-lavida " in line]
 # Why the others do not run here, and which test runs each of them.

@@ -30,10 +30,10 @@ openai = pytest.importorskip("openai", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
 
+from benchmarks import serving as load  # noqa: E402
 from sparse_lavida_jax.apps import server  # noqa: E402
 from sparse_lavida_jax.apps.api import asking  # noqa: E402
 from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
-from sparse_lavida_jax.bench import serving as load  # noqa: E402
 from sparse_lavida_jax.cli import hosting  # noqa: E402
 from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
 

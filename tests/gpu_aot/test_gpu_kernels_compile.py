@@ -15,7 +15,7 @@ import textwrap
 import jax
 import pytest
 
-from sparse_lavida_jax.bench.described import H200
+from benchmarks.described import H200
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11)
@@ -30,7 +30,7 @@ MOST_SPILLED = 64  # bytes per thread, of a gradient compiled by Triton, which u
 DEVICE = textwrap.dedent(f"""
     import jax
 
-    from sparse_lavida_jax.bench.described import DescribedGpu
+    from benchmarks.described import DescribedGpu
 
     sharding = DescribedGpu({H200!r}, "NVIDIA H200", {{}}).place()
     mesh = sharding.mesh
@@ -198,7 +198,7 @@ def run(source, *words, **more):
 
 
 HEAD = DEVICE + textwrap.dedent("""
-    from sparse_lavida_jax.bench import objectives
+    from benchmarks import objectives
 
     for chunk in (0, 1024):
         program = objectives.head_program(

@@ -23,7 +23,7 @@ import pathlib
 import sys
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot_requests
+from benchmarks import aot_requests
 
 place = aot_requests.DEVICES["h200"].place()
 settings = config.read(pathlib.Path(sys.argv[2]))
@@ -44,7 +44,7 @@ import sys
 
 from absl import flags
 
-from sparse_lavida_jax.bench import aot_requests
+from benchmarks import aot_requests
 
 flags.FLAGS(["aot", f"--config={sys.argv[1]}", f"--requests={sys.argv[2]}", "--layers=6"])
 aot_requests.Bench = lambda suite: aot_requests  # rows are not written
@@ -58,7 +58,7 @@ import pathlib
 import sys
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot_requests, hlo
+from benchmarks import aot_requests, hlo
 
 place = aot_requests.DEVICES["h200"].place()
 settings = config.read(pathlib.Path(sys.argv[2]))
@@ -88,7 +88,7 @@ import pathlib
 import sys
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot_requests
+from benchmarks import aot_requests
 
 device = aot_requests.DEVICES["h200"]
 settings = config.read(pathlib.Path(sys.argv[1]))
@@ -144,7 +144,9 @@ def test_the_command_predicts_a_request_whose_steps_copy_nothing(request_name):
     assert 0 < line["floor_s"] < line["predicted_s"] < 4 * line["floor_s"]
 
 
-@pytest.mark.parametrize("request_name", ["image_fp8", "reasoning_fp8", "image_int8"])
+@pytest.mark.parametrize(
+    "request_name", ["image_fp8", "edit_fp8", "reasoning_fp8", "image_int8", "edit_int8"]
+)
 def test_products_in_8_bits_take_their_matrices_as_they_are(request_name):
     """In float8 four a layer, by the library; no matrix is transposed or copied."""
     told, _ = run(NARROW, request_name, CONFIG)

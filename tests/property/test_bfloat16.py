@@ -11,8 +11,8 @@ import pytest
 import tiny
 import traces
 
+from benchmarks import table
 from sparse_lavida_jax import sample
-from sparse_lavida_jax.bench import table
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
 

@@ -12,8 +12,8 @@ import pathlib
 import pytest
 import segment_programs
 
+from benchmarks import aot, hlo
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot, hlo
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import segment_programs
 
-from sparse_lavida_jax.bench import hlo
+from benchmarks import hlo
 from sparse_lavida_jax.kernels import attention, pallas_tpu, shapes
 from sparse_lavida_jax.kernels.attention import run_kernel
 from sparse_lavida_jax.kernels.common import Shape

@@ -14,8 +14,8 @@ import jax
 import pytest
 import segment_programs
 
+from benchmarks import aot
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import aot, memory
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

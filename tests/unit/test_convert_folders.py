@@ -16,7 +16,7 @@ import safetensors.numpy
 import torch_folder
 from orbax.checkpoint import v1 as ocp
 
-from sparse_lavida_jax.bench import record
+from benchmarks import record
 from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
 from sparse_lavida_jax.convert import from_torch, names, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError

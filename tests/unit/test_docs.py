@@ -89,6 +89,10 @@ def test_troubleshooting_quotes_what_is_printed():
         assert part in code, part
 
 
+def test_the_readme_is_short():
+    assert len((CHECKOUT / "README.md").read_text().split()) <= 900
+
+
 def commands():
     pages = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
     for page in pages:

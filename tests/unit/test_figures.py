@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
+from benchmarks import suites, work
 from sparse_lavida_jax import SparseLaViDa, config
 from sparse_lavida_jax.apps import figures
-from sparse_lavida_jax.bench import suites, work
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.layout import make_layout
 from sparse_lavida_jax.sampling import costs
@@ -87,7 +87,7 @@ def test_bars_and_strips_have_their_sizes():
 @pytest.mark.parametrize("guidance", [{}, {"guidance": 2.0, "guidance_interval": (0.0, 0.5)}])
 @pytest.mark.parametrize("name", [*config.PRESETS, *config.TEXT_PRESETS])
 def test_tokens_are_those_of_the_prompts_and_steps_that_are_laid_out(name, guidance):
-    """`bench.work` counts rows x tokens from the arrays of the prompts, for operations."""
+    """`benchmarks.work` counts rows x tokens from the arrays of the prompts, for operations."""
     settings = config.Config(
         model=tiny.model_settings(grid_size=4), sampling=config.Sampling(num_steps=4, **guidance)
     )

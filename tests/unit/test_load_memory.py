@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import release
 from sparse_lavida_jax.checkpoints import arrays, model_folder, stores
 from sparse_lavida_jax.checkpoints.tensors import Tensor
 from sparse_lavida_jax.models import denoiser, fuse, sharding
@@ -63,7 +62,8 @@ def measure(small: pathlib.Path, large: pathlib.Path, out: pathlib.Path, task: s
 
     def load(folder: pathlib.Path):
         if task:
-            return release.load_for(folder, task)
+            model = model_folder.load_model(folder, dtype="bfloat16", wanted=fuse.reads(task)).model
+            return fuse.for_inference(model, task=task, consume=True)
         return model_folder.load_model(folder, sharding=over, dtype="bfloat16").model
 
     held = [load(small)]  # programs, libraries

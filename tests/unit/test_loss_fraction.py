@@ -12,8 +12,8 @@ import stand_ins
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from benchmarks import objectives
 from sparse_lavida_jax import config, diffusion, orders
-from sparse_lavida_jax.bench import objectives
 from sparse_lavida_jax.data.batch import TrainingRow, longest_of, make_row
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.batches import MixtureBatches

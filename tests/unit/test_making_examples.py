@@ -11,8 +11,8 @@ import stand_ins
 from absl import flags
 from absl.testing import flagsaver
 
+from benchmarks import steps
 from sparse_lavida_jax import diffusion
-from sparse_lavida_jax.bench import steps
 from sparse_lavida_jax.scenes import batches as scene_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.dice import WORDS, Dice, PhiloxPool

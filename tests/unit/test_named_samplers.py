@@ -8,8 +8,8 @@ import pytest
 import stand_ins
 import tiny
 
+from benchmarks import suites
 from sparse_lavida_jax import config, pipeline
-from sparse_lavida_jax.bench import suites
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.evals import scenes
 from sparse_lavida_jax.inference import engine

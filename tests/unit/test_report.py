@@ -9,8 +9,8 @@ import pytest
 import stand_ins
 from PIL import Image, ImageFont
 
+from benchmarks import card as bench_card
 from sparse_lavida_jax import config
-from sparse_lavida_jax.bench import card as bench_card
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import files, grey
 from sparse_lavida_jax.evals import exact, report

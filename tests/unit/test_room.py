@@ -10,15 +10,22 @@ import jax
 import pytest
 import stand_ins
 
-from sparse_lavida_jax.bench import record, release
+from benchmarks import record
 from sparse_lavida_jax.checkpoints import model_folder, room, stores
 from sparse_lavida_jax.cli import doctor
+from sparse_lavida_jax.convert.settings import settings_from
 from sparse_lavida_jax.models import fuse
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 FOLDER = pathlib.Path("models/lavida-o")
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "gpus.md").read_text()
-RELEASED = release.settings(release.ALL_LAYERS)
+RELEASED = settings_from({
+    "d_model": 4096, "d_model_gen": 2048, "downsample": True, "dual_tower": True,
+    "dual_tower_layers": 16, "embedding_size": 127378, "eos_token_id": 126081,
+    "gen_mlp_type": "dit2", "mask_token_id": 126336, "mlp_hidden_size": 12288,
+    "mlp_hidden_size_gen": 8192, "n_heads": 32, "n_layers": 32, "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+})  # fmt: skip
 BFLOAT16 = dataclasses.replace(
     RELEASED, model=dataclasses.replace(RELEASED.model, compute_dtype="bfloat16")
 )

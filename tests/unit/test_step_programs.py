@@ -10,8 +10,8 @@ import pytest
 import tiny
 import traces
 
+from benchmarks import requests
 from sparse_lavida_jax import sample
-from sparse_lavida_jax.bench import requests
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.sampling import calls, plans, prompts
 from sparse_lavida_jax.sampling.content_cache import ContentCache

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Compares ways to train at an equal number of operations, and at equal CPU time.
+
+    taskset -c 0 python -m benchmarks.learning --world=scenes
+    taskset -c 0 python -m benchmarks.learning --world=fine --seeds=0 --ways=plan,dense
+    python -m benchmarks.learning --table
+
+Every way trains a small model from the same random parameters on the same examples, at a constant
+learning rate, until both budgets are spent. At each quarter of a budget, the negative
+log-likelihood of held-out images under the sampler's own plan is computed, in nats per cell, with
+the averaged parameters, which sampling uses. Step-causal training is judged by the plan of the
+sparse sampler, dense training by that of the dense sampler. Images of the world `scenes` have 6 x 6
+cells; `fine` has the same scenes in 16 x 16 cells of 13 colours, without a layout in text.
+
+Writes one row per way and seed to `results/<device>/learning`. Time is the CPU time of the process,
+including batches but not compilation: give it one core.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import einops
+import jax
+import numpy as np
+from absl import flags, logging
+from flax import nnx
+from jaxtyping import Int
+
+from benchmarks import command
+from benchmarks.record import Bench, path_of, read_rows
+from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
+from sparse_lavida_jax.evals import exact, scorers
+from sparse_lavida_jax.layout import FIRST_BLOCK
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.vq import ImageCodec
+from sparse_lavida_jax.pipeline import LANGUAGES, SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
+from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.scenes.batches import SceneBatches
+from sparse_lavida_jax.scenes.prompts import Encoder, encoder_of
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
+from sparse_lavida_jax.sequence import prompt_row
+from sparse_lavida_jax.training import flops, optimizer, step
+from sparse_lavida_jax.training.start import init_state
+
+WORLD = flags.DEFINE_enum("world", "scenes", ["scenes", "fine"], "World to train on.")
+SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of parameters and batches.")
+WAYS = flags.DEFINE_list("ways", [], "Ways to train; default: all.")
+TABLE = flags.DEFINE_boolean("table", False, "Print the results over all seeds.")
+
+SUITE = "learning"
+PARTS = 4  # of a budget; likelihoods are computed at the end of each
+COLOURS = np.array([world.BACKGROUND, *world.PAINT.values()])
+# Colours of a cell of the world `fine`: those of scenes, and each mixed with the background.
+TINTS = np.concatenate([COLOURS, (COLOURS[1:] + COLOURS[0]) // 2])
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What the ways are compared on.
+
+    Attributes:
+        file: the config that all ways share, in `configs/`.
+        changes: to its settings.
+        operations: the budget, in 1e12 floating-point operations (`training/flops.py`).
+        seconds: the budget of CPU time.
+        held_out: the number of images whose likelihood is computed.
+        together: rows per forward pass over them.
+        scored: prompts of `draw` that are scored at the end; 0 where nothing can judge images.
+        each: further changes, by way.
+    """
+
+    file: str
+    changes: dict[str, dict[str, Any]]
+    operations: float
+    seconds: float
+    held_out: int
+    together: int
+    scored: int = 0
+    each: Mapping[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+
+
+FLAT = {"optimizer": {"final_fraction": 1.0}, "train": {"batch_size": 16}}
+WORLDS = {
+    "scenes": World("ablation", FLAT, 3.6, 240.0, held_out=256, together=16, scored=500),
+    "fine": World(
+        "ablation",
+        {
+            "optimizer": FLAT["optimizer"],
+            "model": {"grid_size": 16, "codebook_size": len(TINTS), "num_registers": 16},
+            "data": {"tasks": {"draw": 1.0}, "plan_drop": 1.0},
+            "diffusion": {"plan_steps": (64,), "merge_cells": 16},
+            "sampling": {"num_steps": 64, "plan": False},
+        },
+        2.8,
+        240.0,
+        held_out=32,
+        together=4,
+        each={
+            # Rows per batch, such that a step takes about as many operations in every way.
+            "schedule_4": {"train": {"batch_size": 8}},
+            "schedule_8": {"train": {"batch_size": 6}},
+            "plan_merged": {"train": {"batch_size": 3}},
+            "plan_merged_twice": {"train": {"batch_size": 3}},
+            "dense": {"train": {"batch_size": 6}},
+            # With an explicit mask, as in the other ways, it would take more than twice as long.
+            "plan": {
+                "train": {"batch_size": 1},
+                "model": {"attention_implementation": "blockwise"},
+            },
+        },
+    ),
+}
+
+
+def ways_of(settings: config.Config) -> dict[str, config.Config]:
+    """Returns the settings of every way to train; all have equally many masked blocks of text."""
+    merged = settings.diffusion.merge_cells
+
+    def way(**diffusion: Any) -> config.Config:
+        return config.changed(settings, {"diffusion": {"text_masked_blocks": 8, **diffusion}})
+
+    return {
+        "schedule_4": way(num_masked_blocks=4),
+        "schedule_8": way(num_masked_blocks=8),
+        "plan": way(blocks="plan", merge_cells=1),
+        "plan_merged": way(blocks="plan"),
+        "plan_merged_twice": way(blocks="plan", merge_cells=2 * merged),
+        "dense": way(attention="full"),
+    }
+
+
+class FineBatches(SceneBatches):
+    """Batches of images of 16 x 16 cells."""
+
+    def _example(self, task: str, sample: Any, rng: np.random.Generator) -> Example:
+        del task, rng
+        return fine_example(self.encoder, sample)
+
+
+def fine_example(encoder: Encoder, sample: tasks.Sample) -> Example:
+    """Returns a scene to draw in 16 x 16 cells."""
+    assert sample.target is not None
+    return encoder.image_example(sample.prompt, tints_of(sample.target)[:, None])
+
+
+def tints_of(scene: world.Scene) -> Int[np.ndarray, " l"]:
+    """Returns the tint closest to the mean colour of each of the 16 x 16 parts of an image."""
+    means = einops.reduce(
+        world.render(scene).astype(float), "(y h) (x w) c -> (y x) 1 c", "mean", y=16, x=16
+    )
+    return np.square(means - TINTS).sum(axis=2).argmin(axis=1)
+
+
+# ---------------------------------------------------------------------------------------------
+# The likelihood of a plan.
+
+
+class Likelihood:
+    """Negative log-likelihoods under a sampler's plan; all ways share the images and orders.
+
+    Args:
+        merge_cells: steps of the sampler's plan are merged until each has at least this many cells.
+    """
+
+    def __init__(
+        self, settings: config.Config, examples: Sequence[Example], merge_cells: int, together: int
+    ):
+        self._settings = settings
+        rows = [row for n, one in enumerate(examples) for row in self._rows(one, n, merge_cells)]
+        lengths = [RowShape(len(r.understanding.block), len(r.generation.block)) for r in rows]
+        shape, dense = longest_of(lengths, 8), settings.diffusion.attention == "full"
+        self._batches = [
+            stack(rows[i : i + together], shape, settings.model, full_attention=dense)
+            for i in range(0, len(rows), together)
+        ]
+
+    def _rows(self, example: Example, number: int, merge_cells: int) -> Iterator[CorruptedRow]:
+        """Yields one row for the whole plan; for a dense model, one row per step of the plan."""
+        settings, model = self._settings, self._settings.model
+        rng = np.random.default_rng(number)
+        sampling, side = settings.sampling, model.grid_size
+        sizes = orders.counts(sampling.schedule, sampling.num_steps, side**2, sampling.shift)
+        sizes = orders.merged(sizes, merge_cells)
+        order = orders.order(sampling.order, side, side, int(rng.integers(ORDER_SEEDS)))
+        prompt = prompt_row(
+            example.parts, text_mask_id=model.text_mask_id, codes_per_token=model.codes_per_token
+        )
+
+        def corrupted(blocks: Blocks, *, full_attention: bool) -> CorruptedRow:
+            return diffusion.CorruptedRow(
+                prompt, example.response, "image", blocks, model, full_attention=full_attention
+            )
+
+        if settings.diffusion.attention != "full":
+            blocks = diffusion.plan_blocks(order, sizes, example.given, 1)
+            yield corrupted(blocks, full_attention=False)
+            return
+        rank = np.argsort(order)
+        for stop, size in zip(np.cumsum(sizes), sizes, strict=True):
+            blocks = Blocks(
+                np.full(len(order), FIRST_BLOCK, np.int32),
+                rank >= stop - size,
+                FIRST_BLOCK,
+                (),
+                ((stop - size <= rank) & (rank < stop)).astype(float),
+                float(size),
+            )
+            yield corrupted(blocks, full_attention=True)
+
+    def of(self, params: Denoiser) -> float:
+        """Returns nats per cell."""
+        total = cells = 0.0
+        for batch in self._batches:
+            here = flops.count_tokens(batch.image_weight)
+            total += here * float(_mean_nll(params, batch))
+            cells += here
+        return total / cells
+
+
+@jax.jit
+def _mean_nll(params: Denoiser, batch: Corrupted) -> jax.Array:
+    return step.loss(params, batch)[1]["image_nll"]
+
+
+# ---------------------------------------------------------------------------------------------
+# A way to train.
+
+
+def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
+    """Trains from random parameters until both budgets are spent; returns the values of its row."""
+    tokenizer = Tokenizer()
+    codec = None if fine else ImageCodec(settings.data.image_codec, settings.model)
+    encoder = (
+        Encoder(tokenizer, settings.data, settings.model, None)
+        if codec is None
+        else encoder_of(tokenizer, settings, codec)
+    )
+    batches = (FineBatches if fine else SceneBatches)(settings, encoder)
+    samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(here.held_out)]
+    examples = [fine_example(encoder, s) if fine else encoder.scene_example(s) for s in samples]
+    taken = {
+        name: Likelihood(settings, examples, merge, here.together)
+        for name, merge in (("full", 1), ("merged", merged_cells(settings)))
+    }
+    state = init_state(settings, Denoiser(settings.model, rngs=nnx.Rngs(settings.seed)))
+    state, curve, pending = _warm(state, settings, batches), [], _marks(here)
+    spent, seconds, begin = flops.Work(), 0.0, time.process_time()
+    kept: Denoiser | None = None
+    dataset = batches.dataset()
+    for number in itertools.count():
+        batch = dataset[number]
+        assert batch is not None
+        rate = optimizer.learning_rate(settings.optimizer, number, 0.0)
+        state, logged = _step(state, batch, rate, settings)
+        jax.block_until_ready(logged)
+        spent = spent.plus(flops.work_of(batch, settings.model))
+        seconds += time.process_time() - begin
+        passed = {"operations": spent.flops / 1e12, "seconds": seconds}
+        if due := [mark for mark in pending if passed[mark[0]] >= mark[1]]:
+            pending = [mark for mark in pending if mark not in due]
+            point = {"steps": number + 1, "loss_tokens": spent.with_loss, **passed}
+            point |= {name: one.of(state.ema) for name, one in taken.items()}
+            curve += [point | {"mark": mark} for mark in due]
+            print({k: round(v, 4) for k, v in point.items()}, [*due], flush=True)
+            if ("operations", here.operations) in due:
+                kept = jax.tree.map(np.asarray, state.ema)
+        if not pending:
+            break
+        begin = time.process_time()
+    row = {"curve": curve, "slots": spent.slots, "loss_tokens": spent.with_loss}
+    if here.scored:
+        prompts = LANGUAGES[settings.prompts].of(tokenizer, settings, codec)
+        pipe = SparseLaViDa(jax.tree.map(jax.numpy.asarray, kept), settings, prompts, codec, 32)
+        row["scores"] = {
+            name: exact.as_json(exact.evaluate(pipe, "draw", here.scored, sampling=sampling))
+            for name, sampling in _samplers(settings).items()
+        }
+    return row
+
+
+def merged_cells(settings: config.Config) -> int:
+    """Returns the least number of cells per merged step: the same for all ways of a world."""
+    return settings.model.num_registers
+
+
+def _marks(here: World) -> list[tuple[str, float]]:
+    budgets = {"operations": here.operations, "seconds": here.seconds}
+    return [(name, all_ * n / PARTS) for name, all_ in budgets.items() for n in range(1, PARTS + 1)]
+
+
+def _warm(state: step.TrainState, settings: config.Config, batches: SceneBatches):
+    """Compiles the step of every group of tasks; returns the state as it was."""
+    for group in batches.groups:
+        copy = jax.tree.map(jax.numpy.copy, state)
+        jax.block_until_ready(_step(copy, batches.batch(group, 0), 0.0, settings))
+    return state
+
+
+def _step(state: step.TrainState, batch: Corrupted, rate: float, settings: config.Config):
+    return step.train_step(state, batch, np.float32(rate), settings=settings.optimizer)
+
+
+def _samplers(settings: config.Config) -> dict[str, config.Sampling]:
+    dense = settings.diffusion.attention == "full"
+    whole = dataclasses.replace(settings.sampling, preset="dense" if dense else "sparse")
+    merged = dataclasses.replace(whole, merge_cells=merged_cells(settings))
+    return {"full": whole, "merged": merged}
+
+
+# ---------------------------------------------------------------------------------------------
+# What was measured.
+
+MEASURED = {
+    "full plan, equal operations": lambda row: _at(row, "operations")["full"],
+    "merged plan, equal operations": lambda row: _at(row, "operations")["merged"],
+    "full plan, equal CPU time": lambda row: _at(row, "seconds")["full"],
+    "drawn correctly": lambda row: row["scores"]["full"]["share"],
+    "drawn correctly, merged": lambda row: row["scores"]["merged"]["share"],
+}
+
+
+def _at(row: Mapping[str, Any], budget: str) -> dict[str, Any]:
+    """Returns the point of the curve at which a budget was spent."""
+    return next(p for p in row["curve"] if p["mark"] == [budget, row["budget"][budget]])
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of all worlds and ways: mean ± standard deviation over seeds, nats per cell.
+
+    Tokens with a loss per operation are relative to the dense way with the same seed.
+    """
+    lines, of = [], {(row["world"], row["method"], row["seed"]): row for row in rows}
+    for here, method in dict.fromkeys((row["world"], row["method"]) for row in rows):
+        own = {seed: row for (w, m, seed), row in of.items() if (w, m) == (here, method)}
+        ratios = [
+            _taught(row) / _taught(of[here, "dense", seed])
+            for seed, row in own.items()
+            if (here, "dense", seed) in of
+        ]
+        told = [scorers.mean_and_spread(ratios, 2)]
+        for value in MEASURED.values():
+            found = [value(row) for row in own.values() if "scores" in row or value not in SCORED]
+            told.append(scorers.mean_and_spread(found))
+        lines.append((here, method, len(own), *told))
+    taught = "tokens with a loss per operation, relative to dense"
+    return markdown.table(("world", "way", "seeds", taught, *MEASURED), lines)
+
+
+SCORED = tuple(value for name, value in MEASURED.items() if name.startswith("drawn"))
+
+
+def _taught(row: Mapping[str, Any]) -> float:
+    point = _at(row, "operations")
+    return point["loss_tokens"] / point["operations"]
+
+
+def main(_: list[str]) -> None:
+    """Trains every way and seed that has no row yet, and writes its row; or prints the table."""
+    logging.set_verbosity(logging.WARNING)
+    if TABLE.value:
+        print(summary(read_rows(SUITE)))
+        return
+    keep_programs()
+    here, bench = WORLDS[WORLD.value], Bench(SUITE)
+    shared = config.changed(config.read(pathlib.Path(f"configs/{here.file}.py")), here.changes)
+    ways = ways_of(shared)
+    if unknown := set(WAYS.value) - set(ways):
+        sys.exit(f"benchmarks.learning: no way {', '.join(unknown)}; there are {', '.join(ways)}.")
+    for seed in map(int, SEEDS.value):
+        for name in WAYS.value or ways:
+            row_id = f"{WORLD.value}/{name}/s{seed}"
+            if (path := path_of(SUITE, row_id)).exists():
+                print(f"{row_id}: has a row; to train it again, delete {path}")
+                continue
+            settings = config.changed(ways[name], here.each.get(name, {}))
+            settings = dataclasses.replace(settings, seed=seed)
+            print(row_id, flush=True)
+            row = {"world": WORLD.value, "method": name, "seed": seed}
+            row |= {"budget": {"operations": here.operations, "seconds": here.seconds}}
+            bench.write(row_id, row | learn(settings, here, WORLD.value == "fine"))
+
+
+if __name__ == "__main__":
+    command.run(main)
