@@ -21,7 +21,7 @@ from sparse_lavida_jax.cli.arguments import MODEL_NAMES, SAMPLE_TASKS
 from sparse_lavida_jax.cli.errors import LONGEST_MESSAGE, STOPPED, UsageError, need
 from sparse_lavida_jax.cli.terminal import progress, say
 from sparse_lavida_jax.inference.checks import fold
-from sparse_lavida_jax.programs.folder import keep_programs, silence_alarm
+from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.training import runs
 
 FOLDERS = ("convert", "export", "verify", "prepare")  # modes from a folder to a folder
@@ -40,7 +40,6 @@ def run(name: str, asked: argparse.Namespace) -> int:
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain reads flags of its own
     settings = settings_of(name, asked)
-    silence_alarm()
     keep_programs(asked.compilation_cache)
     try:
         # Training saves its state before it stops.

@@ -257,7 +257,8 @@ class Parser(argparse.ArgumentParser):
         self.takes_settings = ARGUMENTS["config"] in self.taken
         if self.takes_settings:
             self.add_argument("--config.SECTION.NAME", metavar="VALUE", help=_ANY_SETTING)
-        self.set_defaults(command=self.command, example="" if is_mode else _example(name, known))
+        for_example = f" For example: `sparse-lavida {name} {known.example}`."
+        self.set_defaults(command=self.command, example="" if is_mode else for_example)
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
         """Returns the arguments, with the settings of the config as `overrides`."""
@@ -318,10 +319,6 @@ def _with_dashes(word: str) -> str:
     """Returns an option in the spelling of the parsers: `--init_from=x` as `--init-from=x`."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def _example(name: str, command: Command) -> str:
-    return f" For example: `sparse-lavida {name} {command.example}`."
 
 
 def overview() -> str:
