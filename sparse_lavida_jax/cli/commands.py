@@ -19,7 +19,7 @@ from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.cli import doctor
 from sparse_lavida_jax.cli.arguments import DEFAULT_MODEL
-from sparse_lavida_jax.cli.errors import FAILURE, UsageError
+from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
