@@ -213,10 +213,15 @@ class VQ(Section):
     # Positions that share the statistics of a norm. "group", as released: the whole image. "pixel",
     # ours: each position alone, so that the contents of one cell cannot change the code of another.
     norm: Literal["group", "pixel"] = "group"
+    # Ours: the encoder sees each cell alone, so that its code does not depend on its surroundings.
+    cells_alone: bool = False
     # How the decoder doubles its sides. "nearest", as released, then a 3x3 convolution: it turns a
     # field of equal codes into a field of equal pixels. "shuffle", ours: the four outputs of a 1x1
     # convolution side by side, so that one code can represent a whole object.
     upsampling: Literal["nearest", "shuffle"] = "nearest"
+    # Where the codebook starts (ours). "farthest": at targets far from each other, which covers
+    # rare contents exactly; "means": at their means, if there are far more contents than codes.
+    codebook_start: Literal["farthest", "means"] = "farthest"
     commitment: NonNegative = 0.25  # weight of the commitment loss
 
     def _rules(self):
@@ -245,7 +250,7 @@ class Data(Section):
 
     # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
     # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
-    source: Literal["scenes", "digits", "prepared", "none"] = "scenes"
+    source: Literal["scenes", "digits", "art", "prepared", "none"] = "scenes"
     folder: Place = "prepared"  # of source "prepared": written by `--mode=prepare`
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
