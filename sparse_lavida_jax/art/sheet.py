@@ -71,6 +71,10 @@ class Sheet:
         """The number of each thing, by its English name."""
         return {thing.name: number for number, thing in enumerate(self.things)}
 
+    def spoken(self, name: str, language: str) -> str:
+        """Returns what the thing with an English name is called in a language."""
+        return self.things[self.numbers[name]].names[LANGUAGES.index(language)]
+
     def sprite(
         self, name: str, style: str, size: str, facing: str
     ) -> UInt8[np.ndarray, "side side 4"]:
