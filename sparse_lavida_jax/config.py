@@ -551,7 +551,7 @@ class Config(Section):
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: Count = 0
     # Form of prompts (`data/templates.py`): small world or LaViDa-O; "": inferred from the rest.
-    prompts: Literal["", "scenes", "chat"] = ""
+    prompts: Literal["", "scenes", "art", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)
     data: Data = dataclasses.field(default_factory=Data)
@@ -567,7 +567,8 @@ class Config(Section):
         if not self.prompts:
             released = self.model.vision.newline or self.model.understanding_only
             chat = released or self.data.source == "prepared"
-            object.__setattr__(self, "prompts", "chat" if chat else "scenes")
+            world = "art" if self.data.source == "art" else "scenes"
+            object.__setattr__(self, "prompts", "chat" if chat else world)
         if found := [sentence for is_wrong, sentence in self._contradictions() if is_wrong]:
             raise ConfigError(found[0])
 

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax.art.prompts import ArtPrompts
 from sparse_lavida_jax.checkpoints import cards, model_folder, room
 from sparse_lavida_jax.convert import adapters as lora_folders
 from sparse_lavida_jax.convert import from_torch
@@ -64,7 +65,11 @@ S = TypeVar("S", bound="SparseLaViDa")
 log = logging.getLogger(__name__)
 
 # By `config.Config.prompts`.
-LANGUAGES: dict[str, type[PromptLanguage]] = {"scenes": ScenePrompts, "chat": ChatPrompts}
+LANGUAGES: dict[str, type[PromptLanguage]] = {
+    "scenes": ScenePrompts,
+    "art": ArtPrompts,
+    "chat": ChatPrompts,
+}
 MASKED_GREY = 168  # of undecoded cells, in previews
 
 

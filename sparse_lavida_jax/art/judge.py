@@ -96,7 +96,7 @@ def read(pixels: UInt8[np.ndarray, "h w 3"], sheet: Sheet | None = None) -> Scen
             f" {width}x{height}."
         )
     sheet = sheet or load()
-    background = _background(pixels)
+    background = background_of(pixels)
     image = pixels.astype(np.float32) - np.array(BACKGROUNDS[background], np.float32)
     blocks = _pooled(image)
     free = np.ones(blocks.shape[:2], bool)
@@ -135,7 +135,7 @@ def unclear(sheet: Sheet) -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-def _background(pixels: UInt8[np.ndarray, "side side 3"]) -> str:
+def background_of(pixels: UInt8[np.ndarray, "side side 3"]) -> str:
     """Returns the background that most pixels are near to."""
     colours = np.array([*BACKGROUNDS.values()], np.int32)
     far = np.square(pixels[::2, ::2, None].astype(np.int32) - colours).sum(axis=-1)

@@ -5,7 +5,8 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import grain
 import jax
@@ -21,16 +22,23 @@ from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import digits, tasks
 from sparse_lavida_jax.scenes.dice import PhiloxPool
 from sparse_lavida_jax.scenes.prompts import Encoder
-from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample, Task
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 # Padded alike, packed rows get more room than the probe says: a batch that does not fit is drawn
 # again, all of it, and the probe of a large batch is a single one.
 ROOM, PACKED_MULTIPLE = 1.05, 16
-GROUPS = {
-    group: [name for name, task in tasks.TABLE.items() if task.group == group]
-    for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
-}
+
+
+def groups_of(table: Mapping[str, Task]) -> dict[str, list[str]]:
+    """Returns the tasks of each group."""
+    return {
+        group: [name for name, task in table.items() if task.group == group]
+        for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
+    }
+
+
+GROUPS = groups_of(tasks.TABLE)
 GROUPS["draw"].append(DIGIT := "digit")
 
 
@@ -49,24 +57,26 @@ class SceneBatches(Batches):
 
     remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
     multiple = 8
+    world: ClassVar[Any] = tasks  # the package of its tasks
+    known_groups = GROUPS
 
     def __init__(self, settings: config.Config, encoder: Encoder, **share: int):
         self.encoder, self.probe = encoder, LENGTH_PROBE
         self._kinds: list[tuple[SceneBatches, str]] = []  # a group of each shape of the run
         weights = settings.data.tasks
-        known = {task for group in GROUPS.values() for task in group}
+        known = {task for group in self.known_groups.values() for task in group}
         if unknown := sorted(set(weights) - known):
             raise config.ConfigError(
                 f"Data.tasks has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
             )
-        if unknown := sorted(set(settings.train.eval_tasks) - set(tasks.TASKS)):
+        if unknown := sorted(set(settings.train.eval_tasks) - set(self.world.TASKS)):
             raise config.ConfigError(
                 f"Train.eval_tasks has {', '.join(unknown)}, which nothing judges. Judged are"
-                f" {', '.join(tasks.TASKS)}."
+                f" {', '.join(self.world.TASKS)}."
             )
         groups = {
             group: [task for task in members if task in weights]
-            for group, members in GROUPS.items()
+            for group, members in self.known_groups.items()
         }
         self.groups = {group: members for group, members in groups.items() if members}
         mute = [name for group in TEXT_GROUPS for name in self.groups.get(group, ())]
@@ -110,7 +120,7 @@ class SceneBatches(Batches):
         for lesson in sorted(data.lessons.values(), key=lambda one: one.until):
             taught = dataclasses.replace(data, tasks=lesson.tasks, lessons={})
             settings = dataclasses.replace(self.settings, data=taught)
-            lessons.append((lesson.until, SceneBatches(settings, self.encoder, **share)))
+            lessons.append((lesson.until, type(self)(settings, self.encoder, **share)))
         shapes = data.shapes or ("lesson" if jax.default_backend() == "cpu" else "run")
         if shapes == "run" and self._takes_one_shape:
             self._kinds = _pad_alike([*(batches for _, batches in lessons), self])
@@ -138,7 +148,7 @@ class SceneBatches(Batches):
         indices = [int(rng.integers(2**40)) for rng in rngs]
         seed, draws = self.settings.seed, zip(names, indices, strict=True)
         samples = [
-            digits.sample(seed, index) if task == DIGIT else tasks.sample(task, seed, index)
+            digits.sample(seed, index) if task == DIGIT else self.world.sample(task, seed, index)
             for task, index in draws
         ]
         examples = [self._example(*one) for one in zip(names, samples, rngs, strict=True)]
@@ -154,7 +164,9 @@ class SceneBatches(Batches):
             return self.encoder.digit_example(sample)
         extra_blocks = int(rng.integers(4))
         # Tasks derived from others have no plan to drop, and skip this draw.
-        with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
+        with_plan = (
+            bool(self.world.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
+        )
         share = self.settings.data.edit_keeps if task == "edit" and with_plan else 0.0
         return self.encoder.scene_example(
             sample,
