@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import grain
@@ -22,23 +22,16 @@ from sparse_lavida_jax.lavida_o.objective import SequenceRow
 from sparse_lavida_jax.scenes import digits, tasks
 from sparse_lavida_jax.scenes.dice import PhiloxPool
 from sparse_lavida_jax.scenes.prompts import Encoder
-from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample, Task
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 # Padded alike, packed rows get more room than the probe says: a batch that does not fit is drawn
 # again, all of it, and the probe of a large batch is a single one.
 ROOM, PACKED_MULTIPLE = 1.05, 16
-
-
-def groups_of(table: Mapping[str, Task]) -> dict[str, list[str]]:
-    """Returns the tasks of each group."""
-    return {
-        group: [name for name, task in table.items() if task.group == group]
-        for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
-    }
-
-
-GROUPS = groups_of(tasks.TABLE)
+GROUPS = {
+    group: [name for name, task in tasks.TABLE.items() if task.group == group]
+    for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
+}
 GROUPS["draw"].append(DIGIT := "digit")
 
 
@@ -58,13 +51,13 @@ class SceneBatches(Batches):
     remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
     multiple = 8
     world: ClassVar[Any] = tasks  # the package of its tasks
-    known_groups = GROUPS
+    tasks_of = GROUPS
 
     def __init__(self, settings: config.Config, encoder: Encoder, **share: int):
         self.encoder, self.probe = encoder, LENGTH_PROBE
         self._kinds: list[tuple[SceneBatches, str]] = []  # a group of each shape of the run
         weights = settings.data.tasks
-        known = {task for group in self.known_groups.values() for task in group}
+        known = {task for group in self.tasks_of.values() for task in group}
         if unknown := sorted(set(weights) - known):
             raise config.ConfigError(
                 f"Data.tasks has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
@@ -76,7 +69,7 @@ class SceneBatches(Batches):
             )
         groups = {
             group: [task for task in members if task in weights]
-            for group, members in self.known_groups.items()
+            for group, members in self.tasks_of.items()
         }
         self.groups = {group: members for group, members in groups.items() if members}
         mute = [name for group in TEXT_GROUPS for name in self.groups.get(group, ())]

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PyTree, UInt8
 from PIL import Image
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.art import dice, judge
+from sparse_lavida_jax.art import codebook, dice
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.scenes import world
@@ -37,9 +37,8 @@ TARGET_NOISE = 0.05  # deviation of the noise added to the targets from which th
 SAME = 0.2  # closer targets share a code; targets have unit variance in each channel
 TARGET_WEIGHT = 0.3  # of the encoder's error relative to the decoder's
 ADAM_RATE = 0.3  # learning rate of biases, norms and codebook relative to that of kernels
-SURVEY_IMAGES, ART_SURVEY_IMAGES = 96, 512  # images for computing the components and the codebook
-MEANS_ROUNDS = 12
-REPORT_IMAGES, ART_REPORT_IMAGES = 512, 96  # new images for computing the printed numbers
+SURVEY_IMAGES = 96  # images for computing the components and the codebook
+REPORT_IMAGES = 512  # new images for computing the printed numbers
 SURVEY, TRAINING, REPORT = range(3)  # streams of random images
 
 
@@ -210,7 +209,7 @@ def _components(
 ) -> Callable[[Float[AnyArray, "b h w 3"]], Float[Array, "b y x d"]]:
     """Returns a function for the principal components of each code's pixels, with unit variance.
 
-    For a codebook of means only the first one has: distances are those of pixels.
+    For a codebook of means, only the first one has unit variance.
     """
     patches = _patches(survey.astype(np.float32) / 255, settings.factor)
     patches = patches.reshape(-1, patches.shape[-1])
@@ -219,7 +218,7 @@ def _components(
     variance, directions = np.linalg.eigh(covariance)
     strongest = np.argsort(-variance)[: settings.latent_channels]
     scale = np.sqrt(np.maximum(variance[strongest], 1e-6))
-    if settings.codebook_start == "means":
+    if settings.codebook_start == "means":  # distances are those of pixels
         scale = scale[0]
     projection = directions[:, strongest] / scale
     return lambda images: (_patches(images, settings.factor) - mean[None, None, None]) @ projection
@@ -238,7 +237,7 @@ def _place_codebook(
         The codebook, and the owner of each code: itself, or the first code for unused ones.
     """
     points = np.asarray(targets).reshape(-1, targets.shape[-1])
-    start = _means if settings.codebook_start == "means" else _farthest
+    start = codebook.means if settings.codebook_start == "means" else _farthest
     codes = start(points, settings.codebook_size)
     common_first = np.argsort(-np.bincount(_nearest(points, codes)))
     number = np.arange(settings.codebook_size)
@@ -259,19 +258,6 @@ def _farthest(points: np.ndarray, most: int) -> np.ndarray:
     return codes
 
 
-def _means(points: np.ndarray, most: int) -> np.ndarray:
-    points, counts = np.unique(points, axis=0, return_counts=True)
-    chosen = np.random.default_rng(0).permutation(len(points))[:most]
-    codes = points[chosen]
-    for _ in range(MEANS_ROUNDS):  # Lloyd's iterations
-        nearest = _nearest(points, codes)
-        totals = np.bincount(nearest, counts, len(codes))
-        sums = [np.bincount(nearest, counts * column, len(codes)) for column in points.T]
-        moved = np.stack(sums, axis=1) / np.maximum(totals, 1)[:, None]
-        codes = np.where(totals[:, None] > 0, moved, codes).astype(points.dtype)
-    return codes
-
-
 def _nearest(points: np.ndarray, codes: np.ndarray) -> np.ndarray:
     return np.argmin((codes**2).sum(axis=1) - 2 * points @ codes.T, axis=1)
 
@@ -285,31 +271,20 @@ def _images(seed: tuple[int, ...], count: int) -> UInt8[np.ndarray, "n h w 3"]:
     return np.stack([world.render(grid) for grid in grids])
 
 
-def _read_back(images: UInt8[np.ndarray, "n h w 3"], decoded: UInt8[np.ndarray, "n h w 3"]) -> str:
+def _read_back(images: np.ndarray, decoded: np.ndarray) -> str:
     read = np.mean([world.read(a) == world.read(b) for a, b in zip(images, decoded, strict=True)])
     return f"images read back {read:.1%}"
 
 
-def _things_named(
-    images: UInt8[np.ndarray, "n h w 3"], decoded: UInt8[np.ndarray, "n h w 3"]
-) -> str:
-    return "things " + ", ".join(f"{k} {v:.3f}" for k, v in judge.naming(images, decoded).items())
-
-
-# By `data.source`: images; how many of them the codebook is computed from, and how many are
-# reported on; and what is said of them.
+# By `data.source`: images; how many to survey and to report on; what is said of decoded ones.
 SOURCES = {
     "scenes": (_images, SURVEY_IMAGES, REPORT_IMAGES, _read_back),
-    "art": (dice.crowds, ART_SURVEY_IMAGES, ART_REPORT_IMAGES, _things_named),
+    "art": (dice.crowds, 512, 96, codebook.report),
 }
 
 
 def _report(
-    model: vq.VQModel,
-    images: UInt8[np.ndarray, "n h w 3"],
-    report: Callable[[UInt8[np.ndarray, "n h w 3"], UInt8[np.ndarray, "n h w 3"]], str],
-    workdir: pathlib.Path,
-    console: rich.console.Console,
+    model: vq.VQModel, images: np.ndarray, report: Callable, workdir: pathlib.Path, console
 ) -> None:
     """Prints how good the tokenizer is on new images, and draws some of them."""
     codes = vq.encode_images(model, images)

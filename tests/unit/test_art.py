@@ -215,7 +215,7 @@ def test_true_scenes_are_read_exactly_with_every_drawing():
 def test_an_empty_image_and_a_larger_one_are_read():
     check_read(ArtScene("green", ()))
     check_read(ArtDice(0, "large", 0, side=128).scene(5, 5), side=128)
-    with pytest.raises(ValueError, match="this one is 96x104"):
+    with pytest.raises(ValueError, match=r"this one is 96x104"):
         judge.read(np.zeros((104, 96, 3), np.uint8))
 
 

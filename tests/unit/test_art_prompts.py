@@ -88,7 +88,7 @@ def test_a_run_on_art_makes_batches_of_all_tasks(given, tokenizer, monkeypatch):
         codes = row.example.response
         assert (len(codes) == 144) == (group in ("draw", "edit"))
     wrong = dataclasses.replace(given.data, tasks={"point": 1.0})
-    with pytest.raises(config.ConfigError, match="Data.tasks has no point. It has: ask, caption"):
+    with pytest.raises(config.ConfigError, match=r"has no point\. It has: ask, caption"):
         ArtBatches(dataclasses.replace(given, data=wrong), data.batches.encoder)
 
 
