@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparse_lavida_jax.art import dice, judge, sheet, world
+from sparse_lavida_jax.art import codebook, dice, judge, sheet, world
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.world import ArtScene, Placed
 
@@ -273,3 +273,20 @@ def test_copies_are_named():
     assert judge.naming(images, images) == {"named": 1, "same": 1, "coherent": 1, "ghosts": 0}
     blank = np.full_like(images, 243)
     assert judge.naming(images, blank) == {"named": 0, "same": 0, "coherent": 0, "ghosts": 0}
+
+
+def test_a_codebook_of_means_meets_what_is_common_exactly():
+    rng = np.random.default_rng(1)
+    rare = rng.normal(5, 1, (40, 3)).astype(np.float32)
+    common = np.tile(np.float32([[0, 0, 0], [-3, 0, 0]]), (500, 1))
+    codes = codebook.means(np.concatenate([rare, common]), 8)
+    assert codes.shape == (8, 3)
+    for point in common[:2]:
+        assert np.abs(codes - point).sum(axis=1).min() < 1e-6
+    assert len(codebook.means(common, 8)) == 2  # there are no more
+
+
+def test_the_report_of_a_tokenizer_names_things():
+    image = world.render(scenes(1)[0])[None]
+    said = "things named 1.000, same 1.000, coherent 1.000, ghosts 0.000"
+    assert codebook.report(image, image) == said
