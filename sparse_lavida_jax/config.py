@@ -213,10 +213,15 @@ class VQ(Section):
     # Positions that share the statistics of a norm. "group", as released: the whole image. "pixel",
     # ours: each position alone, so that the contents of one cell cannot change the code of another.
     norm: Literal["group", "pixel"] = "group"
+    # Ours: the encoder sees each cell alone, so that its code does not depend on its surroundings.
+    cells_alone: bool = False
     # How the decoder doubles its sides. "nearest", as released, then a 3x3 convolution: it turns a
     # field of equal codes into a field of equal pixels. "shuffle", ours: the four outputs of a 1x1
     # convolution side by side, so that one code can represent a whole object.
     upsampling: Literal["nearest", "shuffle"] = "nearest"
+    # Where the codebook starts (ours). "farthest": at targets far from each other, which covers
+    # rare contents exactly; "means": at their means, if there are far more contents than codes.
+    codebook_start: Literal["farthest", "means"] = "farthest"
     commitment: NonNegative = 0.25  # weight of the commitment loss
 
     def _rules(self):
@@ -245,7 +250,7 @@ class Data(Section):
 
     # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
     # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
-    source: Literal["scenes", "prepared", "none"] = "scenes"
+    source: Literal["scenes", "art", "prepared", "none"] = "scenes"
     folder: Place = "prepared"  # of source "prepared": written by `--mode=prepare`
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
@@ -547,7 +552,7 @@ class Config(Section):
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: Count = 0
     # Form of prompts (`data/templates.py`): small world or LaViDa-O; "": inferred from the rest.
-    prompts: Literal["", "scenes", "chat"] = ""
+    prompts: Literal["", "scenes", "art", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)
     data: Data = dataclasses.field(default_factory=Data)
@@ -563,7 +568,8 @@ class Config(Section):
         if not self.prompts:
             released = self.model.vision.newline or self.model.understanding_only
             chat = released or self.data.source == "prepared"
-            object.__setattr__(self, "prompts", "chat" if chat else "scenes")
+            world = "art" if self.data.source == "art" else "scenes"
+            object.__setattr__(self, "prompts", "chat" if chat else world)
         if found := [sentence for is_wrong, sentence in self._contradictions() if is_wrong]:
             raise ConfigError(found[0])
 

@@ -355,6 +355,7 @@ class PromptLanguage(Protocol):
 # By `config.Config.prompts`: the module of a language, loaded when it is first used, and its class.
 LANGUAGES = {
     "scenes": ("sparse_lavida_jax.scenes.prompts", "ScenePrompts"),
+    "art": ("sparse_lavida_jax.art.prompts", "ArtPrompts"),
     "chat": ("sparse_lavida_jax.lavida_o.prompts", "ChatPrompts"),
 }
 

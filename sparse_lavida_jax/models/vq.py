@@ -90,7 +90,13 @@ class VQModel(nnx.Module):
                 f"The image tokenizer was given images of {height}x{width} pixels; both sides"
                 f" must be multiples of {factor}. Resize or crop them first."
             )
-        return self.quant_conv(self.encoder(pixels))
+        if not self.settings.cells_alone:
+            return self.quant_conv(self.encoder(pixels))
+        rows, columns = height // factor, width // factor
+        cut = "b (y i) (x j) c -> (b y x) i j c"
+        cells = einops.rearrange(pixels, cut, y=rows, x=columns)
+        latents = self.quant_conv(self.encoder(cells))
+        return einops.rearrange(latents, "(b y x) 1 1 d -> b y x d", y=rows, x=columns)
 
     def nearest(self, latents: Float[Array, "b y x d"]) -> Int[Array, "b y x"]:
         """Returns the nearest code by Euclidean distance in float32; of equal ones, the first."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import grain
 import jax
@@ -48,24 +49,26 @@ class SceneBatches(Batches):
 
     remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
     multiple = 8
+    world: ClassVar[Any] = tasks  # the package of its tasks
+    tasks_of = GROUPS
 
     def __init__(self, settings: config.Config, encoder: ExampleMaker, **share: int):
         self.encoder, self.probe = encoder, LENGTH_PROBE
         self._kinds: list[tuple[SceneBatches, str]] = []  # a group of each shape of the run
         weights = settings.data.tasks
-        known = {task for group in GROUPS.values() for task in group}
+        known = {task for group in self.tasks_of.values() for task in group}
         if unknown := sorted(set(weights) - known):
             raise config.ConfigError(
                 f"Data.tasks has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
             )
-        if unknown := sorted(set(settings.train.eval_tasks) - set(tasks.TASKS)):
+        if unknown := sorted(set(settings.train.eval_tasks) - set(self.world.TASKS)):
             raise config.ConfigError(
                 f"Train.eval_tasks has {', '.join(unknown)}, which nothing judges. Judged are"
-                f" {', '.join(tasks.TASKS)}."
+                f" {', '.join(self.world.TASKS)}."
             )
         groups = {
             group: [task for task in members if task in weights]
-            for group, members in GROUPS.items()
+            for group, members in self.tasks_of.items()
         }
         self.groups = {group: members for group, members in groups.items() if members}
         mute = [name for group in TEXT_GROUPS for name in self.groups.get(group, ())]
@@ -109,7 +112,7 @@ class SceneBatches(Batches):
         for lesson in sorted(data.lessons.values(), key=lambda one: one.until):
             taught = dataclasses.replace(data, tasks=lesson.tasks, lessons={})
             settings = dataclasses.replace(self.settings, data=taught)
-            lessons.append((lesson.until, SceneBatches(settings, self.encoder, **share)))
+            lessons.append((lesson.until, type(self)(settings, self.encoder, **share)))
         shapes = data.shapes or ("lesson" if jax.default_backend() == "cpu" else "run")
         if shapes == "run" and self._takes_one_shape:
             self._kinds = _pad_alike([*(batches for _, batches in lessons), self])
@@ -136,7 +139,7 @@ class SceneBatches(Batches):
         names = [self.groups[group][up_to.searchsorted(rng.random(), "right")] for rng in rngs]
         indices = [int(rng.integers(2**40)) for rng in rngs]
         draws = zip(names, indices, strict=True)
-        samples = [tasks.sample(task, self.settings.seed, index) for task, index in draws]
+        samples = [self.world.sample(task, self.settings.seed, index) for task, index in draws]
         examples = [self._example(*one) for one in zip(names, samples, rngs, strict=True)]
         made = zip(examples, rngs, strict=True)
         if self.released:
@@ -146,7 +149,9 @@ class SceneBatches(Batches):
     def _example(self, task: str, sample: Sample, rng: np.random.Generator) -> Example:
         extra_blocks = int(rng.integers(4))
         # Tasks derived from others have no plan to drop, and skip this draw.
-        with_plan = bool(tasks.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
+        with_plan = (
+            bool(self.world.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
+        )
         share = self.settings.data.edit_keeps if task == "edit" and with_plan else 0.0
         return self.encoder.scene_example(
             sample,

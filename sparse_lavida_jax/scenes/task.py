@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-from sparse_lavida_jax.scenes.world import GRID, Scene
+from sparse_lavida_jax.scenes.world import GRID
 
 # Tasks with sequences of about the same length share a group; a batch holds a single group.
 TEXT_GROUPS = ("write", "answer", "tell")
@@ -19,9 +19,9 @@ class Sample(NamedTuple):
     """One example: the input of the model and one correct response."""
 
     prompt: str
-    image: Scene | None = None  # input of the model
+    image: Any = None  # input of the model: a scene of its world, or None
     answer: str | None = None  # a correct response of a text task
-    target: Scene | None = None  # a correct response of an image task
+    target: Any = None  # a correct response of an image task: a scene, or None
     plan: str | None = None  # the layout of `target`, for an image task
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given

@@ -5,6 +5,9 @@ import dataclasses
 import pathlib
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.art import prompts as art_prompts
+from sparse_lavida_jax.art import vocabulary as art_vocabulary
+from sparse_lavida_jax.art.batches import ArtBatches
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.data.templates import language
@@ -85,9 +88,13 @@ def open_source(
     """
     readme, share = _base_readme(settings), {"process_index": index, "process_count": count}
     if settings.data.source != "prepared":
-        codec, tokenizer = ImageCodec(settings.data.image_codec, settings.model), Tokenizer()
-        batches = SceneBatches(settings, encoder_of(tokenizer, settings, codec), **share)
-        return TrainingData(settings, model, batches, tokenizer, SHIPPED, codec, (), readme)
+        path, kind, make_encoder = SHIPPED, SceneBatches, encoder_of
+        if settings.data.source == "art":
+            path, kind, make_encoder = art_vocabulary.SHIPPED, ArtBatches, art_prompts.encoder_of
+        codec = ImageCodec(settings.data.image_codec, settings.model)
+        tokenizer = Tokenizer(path)
+        batches = kind(settings, make_encoder(tokenizer, settings, codec), **share)
+        return TrainingData(settings, model, batches, tokenizer, path, codec, (), readme)
     base = folder = pathlib.Path(settings.data.folder)
     if settings.train.init_from and not start.has_own_tokenizers(settings):
         base = model_folder.find_model(settings.train.init_from)

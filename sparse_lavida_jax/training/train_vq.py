@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, PyTree, UInt8
 from PIL import Image
 
 from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax.art import codebook, dice
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.scenes import world
@@ -55,22 +56,23 @@ def train(
         ConfigError: images other than scenes, a length in seconds, or nothing but warm-up.
         KeyboardInterrupt: it was asked to stop; nothing is saved.
     """
-    if settings.data.source != "scenes":
+    if settings.data.source not in SOURCES:
         raise config.ConfigError(
             f"Data.source={settings.data.source!r}: the image tokenizer is trained on images of"
-            " scenes; `prepare` of a plain folder trains one on other images. Set"
-            " Data.source='scenes'."
+            " scenes or art; `prepare` of a plain folder trains one on other images. Set"
+            " Data.source='scenes' or 'art'."
         )
     console, seed = rich.console.Console(), settings.seed
+    images_of, surveyed, reported, report = SOURCES[settings.data.source]
     model = fit(
         settings,
-        _images((seed, SURVEY), SURVEY_IMAGES),
-        lambda step: _images((seed, TRAINING, step), settings.train.batch_size),
+        images_of((seed, SURVEY), surveyed),
+        lambda step: images_of((seed, TRAINING, step), settings.train.batch_size),
         console,
         is_asked_to_stop,
     )
     vq.save(workdir / "vq", model)
-    _report(model, seed, workdir, console)
+    _report(model, images_of((seed, REPORT), reported), report, workdir, console)
 
 
 @runtime.interrupts_held()
@@ -205,7 +207,10 @@ def _coded_loss(model, images, key):
 def _components(
     survey: UInt8[np.ndarray, "n h w 3"], settings: config.VQ
 ) -> Callable[[Float[AnyArray, "b h w 3"]], Float[Array, "b y x d"]]:
-    """Returns a function for the principal components of each code's pixels, with unit variance."""
+    """Returns a function for the principal components of each code's pixels, with unit variance.
+
+    For a codebook of means, only the first one has unit variance.
+    """
     patches = _patches(survey.astype(np.float32) / 255, settings.factor)
     patches = patches.reshape(-1, patches.shape[-1])
     mean = patches.mean(axis=0)
@@ -213,6 +218,8 @@ def _components(
     variance, directions = np.linalg.eigh(covariance)
     strongest = np.argsort(-variance)[: settings.latent_channels]
     scale = np.sqrt(np.maximum(variance[strongest], 1e-6))
+    if settings.codebook_start == "means":  # distances are those of pixels
+        scale = scale[0]
     projection = directions[:, strongest] / scale
     return lambda images: (_patches(images, settings.factor) - mean[None, None, None]) @ projection
 
@@ -230,19 +237,25 @@ def _place_codebook(
         The codebook, and the owner of each code: itself, or the first code for unused ones.
     """
     points = np.asarray(targets).reshape(-1, targets.shape[-1])
+    start = codebook.means if settings.codebook_start == "means" else _farthest
+    codes = start(points, settings.codebook_size)
+    common_first = np.argsort(-np.bincount(_nearest(points, codes)))
+    number = np.arange(settings.codebook_size)
+    owner = np.where(number < len(codes), number, 0)
+    padded = np.resize(codes[common_first], (settings.codebook_size, codes.shape[1]))
+    return nnx.Param(jnp.asarray(padded[owner])), jnp.asarray(owner)
+
+
+def _farthest(points: np.ndarray, most: int) -> np.ndarray:
     codes, distance = [points[0]], np.linalg.norm(points - points[0], axis=1)
-    while len(codes) < settings.codebook_size and distance.max() > SAME:
+    while len(codes) < most and distance.max() > SAME:
         codes.append(points[distance.argmax()])
         distance = np.minimum(distance, np.linalg.norm(points - codes[-1], axis=1))
     codes = np.stack(codes)
     for _ in range(3):  # Lloyd's iterations
         nearest = _nearest(points, codes)
         codes = np.stack([points[nearest == i].mean(axis=0) for i in np.unique(nearest)])
-    common_first = np.argsort(-np.bincount(_nearest(points, codes)))
-    number = np.arange(settings.codebook_size)
-    owner = np.where(number < len(codes), number, 0)
-    padded = np.resize(codes[common_first], (settings.codebook_size, codes.shape[1]))
-    return nnx.Param(jnp.asarray(padded[owner])), jnp.asarray(owner)
+    return codes
 
 
 def _nearest(points: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -258,19 +271,30 @@ def _images(seed: tuple[int, ...], count: int) -> UInt8[np.ndarray, "n h w 3"]:
     return np.stack([world.render(grid) for grid in grids])
 
 
+def _read_back(images: np.ndarray, decoded: np.ndarray) -> str:
+    read = np.mean([world.read(a) == world.read(b) for a, b in zip(images, decoded, strict=True)])
+    return f"images read back {read:.1%}"
+
+
+# By `data.source`: images; how many to survey and to report on; what is said of decoded ones.
+SOURCES = {
+    "scenes": (_images, SURVEY_IMAGES, REPORT_IMAGES, _read_back),
+    "art": (dice.crowds, 512, 96, codebook.report),
+}
+
+
 def _report(
-    model: vq.VQModel, seed: int, workdir: pathlib.Path, console: rich.console.Console
+    model: vq.VQModel, images: np.ndarray, report: Callable, workdir: pathlib.Path, console
 ) -> None:
     """Prints how good the tokenizer is on new images, and draws some of them."""
-    images = _images((seed, REPORT), REPORT_IMAGES)
     codes = vq.encode_images(model, images)
     decoded = vq.decode_codes(model, codes)
     error = np.abs(images.astype(int) - decoded).mean() / 255
     same = (vq.encode_images(model, decoded) == codes).mean()
-    read = np.mean([world.read(a) == world.read(b) for a, b in zip(images, decoded, strict=True)])
+    psnr = -10 * np.log10(np.square((images.astype(int) - decoded) / 255).mean())
     console.print(
         f"codes used {len(np.unique(codes))} of {model.settings.codebook_size};"
-        f" mean absolute pixel error {error:.4f}; images read back {read:.1%};"
+        f" mean absolute pixel error {error:.4f}, PSNR {psnr:.2f} dB; {report(images, decoded)};"
         f" codes that survive decoding and encoding {same:.2%}"
     )
     rows = [np.concatenate([*row], axis=1) for row in (images[:6], decoded[:6])]

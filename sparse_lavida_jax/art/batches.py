@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of the art world: endless examples of all its tasks."""
+
+from typing import Any, ClassVar
+
+from sparse_lavida_jax.art import tasks
+from sparse_lavida_jax.scenes.batches import SceneBatches
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
+
+
+class ArtBatches(SceneBatches):
+    """The batches of a configuration on scenes of real art."""
+
+    world: ClassVar[Any] = tasks
+    tasks_of: ClassVar[dict[str, list[str]]] = {
+        group: [name for name, task in tasks.TABLE.items() if task.group == group]
+        for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
+    }

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The meaning of words in the art world, and judges that several tasks share.
+
+A judge returns what is wrong with a response, "" if nothing is. Words without a meaning raise
+`GrammarError`, whose message becomes the reason in `tasks.score`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sparse_lavida_jax.art.grammar import Art, ArtRequest
+from sparse_lavida_jax.art.judge import SceneReading
+from sparse_lavida_jax.art.world import ArtScene, Placed
+from sparse_lavida_jax.scenes.grammar import GrammarError
+from sparse_lavida_jax.scenes.task import Sample
+
+
+def related(relation: str, first: Placed, second: Placed) -> bool:
+    """Whether one thing is in a relation to another: their boxes do not overlap on that axis."""
+    (x1, y1, x2, y2), (u1, v1, u2, v2) = first.box, second.box
+    return {
+        "left of": x2 <= u1,
+        "right of": u2 <= x1,
+        "above": y2 <= v1,
+        "below": v2 <= y1,
+    }[relation]
+
+
+def reference(scene: ArtScene, thing: Placed) -> Art | None:
+    """Describes one thing unambiguously, with its size only if needed; None if that is too little.
+
+    Style and facing are not used: they may be what is asked for.
+    """
+    for phrase in (Art(thing.name), Art(thing.name, thing.size)):
+        if sum(phrase.matches(other) for other in scene.things) == 1:
+            return phrase
+    return None
+
+
+def find(scene: ArtScene, phrase: Art) -> Placed:
+    """Returns the one thing that a phrase describes."""
+    found = [thing for thing in scene.things if phrase.matches(thing)]
+    if len(found) != 1:
+        raise GrammarError(f"the scene has {len(found)} of '{phrase}', it must have one")
+    return found[0]
+
+
+def assigned(phrases: Sequence[Art], things: Sequence[Placed]) -> list[int | None]:
+    """Returns the number of a thing for each description, the most specific ones first."""
+    left, found = dict(enumerate(things)), dict[int, int]()
+    order = sorted(range(len(phrases)), key=lambda number: phrases[number].count(None))
+    for number in order:
+        place = next((i for i, one in left.items() if phrases[number].matches(one)), None)
+        if place is not None:
+            found[number] = place
+            del left[place]
+    return [found.get(number) for number in range(len(phrases))]
+
+
+def request_fault(request: ArtRequest, things: Sequence[Placed]) -> str:
+    """Returns what is missing of a request, too many, or in the wrong place."""
+    phrases = request.phrases
+    found = assigned(phrases, things)
+    if missing := [phrase for phrase, place in zip(phrases, found, strict=True) if place is None]:
+        return f"{missing[0].times(1)} is missing"
+    if extra := [thing for number, thing in enumerate(things) if number not in found]:
+        return f"{Art.of(extra[0]).times(1)} is too many"
+    if request.relation:
+        first, second = (things[place] for place in found if place is not None)
+        if not related(request.relation, first, second):
+            return f"the {first.name} is not {request.relation} the {second.name}"
+    return ""
+
+
+def drawn(sample: Sample, reading: SceneReading) -> str:
+    """Judges an image drawn for a request."""
+    request = ArtRequest.parse(sample.prompt)
+    if reading.fault:
+        return reading.fault
+    if request.background not in (None, reading.background):
+        return f"the background is {reading.background}, not {request.background}"
+    return request_fault(request, reading.scene.things)
+
+
+def coherence(sample: Sample, reading: SceneReading) -> tuple[int, int, int]:
+    """Counts the things that a request asks for: the coherent ones, the found ones, and all.
+
+    Coherent is what is found with every cell of one style and one facing.
+    """
+    names = [Art(phrase.name) for phrase in ArtRequest.parse(sample.prompt).phrases]
+    places = [i for i in assigned(names, reading.scene.things) if i is not None]
+    return sum(reading.found[i].is_coherent for i in places), len(places), len(names)
+
+
+def described(sample: Sample, output: str) -> str:
+    """Compares a description with the image, in any order and grouping."""
+    request = ArtRequest.parse(output)
+    said, shown = Counter(request.phrases), Counter(map(Art.of, sample.image.things))
+    if request.background != sample.image.background:
+        return f"the background is {sample.image.background}, not {request.background}"
+    faults = [f"{phrase.times(1)} is not described" for phrase in shown - said]
+    faults += [f"there is no such {phrase}" for phrase in said - shown]
+    if not faults:
+        return ""
+    f1 = 2 * (said & shown).total() / (said.total() + shown.total())
+    return f"F1 {f1:.2f}: {', '.join(faults)}"

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endless examples of every task of the art world, by number, and their exact judges: a file each.
+
+`sample(task, seed, index, split)` is a pure function, as in `scenes.tasks`; what the splits hold
+out is said in `art.dice`.
+"""
+
+import importlib
+import pkgutil
+
+import numpy as np
+from jaxtyping import UInt8
+
+from sparse_lavida_jax.art import dice, judge
+from sparse_lavida_jax.art.sheet import Sheet, load
+from sparse_lavida_jax.scenes.grammar import GrammarError
+from sparse_lavida_jax.scenes.task import Judgement, Sample, Task
+
+SPLITS = ("train", "test", "held_out")
+TABLE: dict[str, Task] = {
+    module.name: importlib.import_module(f"{__name__}.{module.name}").TASK
+    for module in pkgutil.iter_modules(__path__)
+}
+TASKS = tuple(name for name, task in TABLE.items() if task.judge)  # that are evaluated
+
+
+def sample(
+    task: str, seed: int, index: int, split: str = "train", sheet: Sheet | None = None
+) -> Sample:
+    """Returns example number `index` of an endless sequence.
+
+    Raises:
+        ValueError: an unknown task or split, or a negative seed or index.
+    """
+    if task not in TABLE or split not in SPLITS:
+        raise ValueError(
+            f"there is no task '{task}' in a split '{split}'. Choose one of {', '.join(TABLE)}, and"
+            f" one of {', '.join(SPLITS)}."
+        )
+    sheet, held_out = sheet or load(), split == "held_out"
+    draw = dice.ArtDice(seed, f"art/{split}/{task}", index, held_out=held_out, sheet=sheet)
+    while True:
+        if (made := TABLE[task].make(draw)) is None:
+            continue
+        if is_held_out(made, sheet) == held_out:
+            return _answered(made)._replace(task=task, held_out=held_out)
+
+
+def is_held_out(made: Sample, sheet: Sheet) -> bool:
+    """Says whether a scene of an example is held out: see `art.dice`."""
+    scenes = [scene for scene in (made.image, made.target) if scene is not None]
+    return any(dice.is_held_out(scene, sheet) for scene in scenes)
+
+
+def _answered(made: Sample) -> Sample:
+    """Leaves out the image of an example whose response is a text about it."""
+    return made._replace(target=None) if made.answer is not None else made
+
+
+def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement:
+    """Judges a response: pixels for an image task, otherwise text.
+
+    A bad response scores 0 with a reason, never an exception.
+
+    Raises:
+        ValueError: pixels where the task asks for text or the other way round, or a task without
+            a judge.
+    """
+    task = TABLE.get(sample.task)
+    if task is None or task.judge is None:
+        raise ValueError(f"there is no task '{sample.task}'. Judged are {', '.join(TASKS)}.")
+    if task.is_image == isinstance(output, str):
+        wanted = "pixels" if task.is_image else "a string"
+        raise ValueError(
+            f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
+        )
+    try:
+        response = output.strip() if isinstance(output, str) else judge.read(output)
+        fault = task.judge(sample, response)
+    except GrammarError as error:
+        fault = str(error)
+    return Judgement(not fault, fault)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What models of the art world know: their words, and the tokenizer that was trained on them.
+
+    python -m sparse_lavida_jax.art.vocabulary \
+        --out=sparse_lavida_jax/assets/tokenizers/art/tokenizer.json
+
+makes the shipped tokenizer.
+"""
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Iterator
+
+from sparse_lavida_jax.art import tasks
+from sparse_lavida_jax.art.grammar import (
+    EDITS,
+    HOW_MANY,
+    IN_STYLE,
+    IS_THERE,
+    JOINED,
+    MOVES,
+    NOTHING,
+    NUMBERS,
+    SIDES,
+    YES_NO,
+    plural,
+)
+from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, load
+from sparse_lavida_jax.art.tasks import ask, caption
+from sparse_lavida_jax.art.world import BACKGROUNDS
+from sparse_lavida_jax.data.files import write_text
+from sparse_lavida_jax.data.tokenizer import train_byte_level
+from sparse_lavida_jax.data.vocabulary import Vocabulary, listed, words_of
+from sparse_lavida_jax.scenes.grammar import RELATIONS
+from sparse_lavida_jax.scenes.tokenizer import LOCATION_TOKENS, SPECIAL_TOKENS, Tokenizer
+
+SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "art" / "tokenizer.json"
+LARGEST_VOCABULARY = 1792
+EXAMPLES = 300  # per task and split
+
+
+@functools.cache
+def of_sheet(sheet: Sheet) -> Vocabulary:
+    """Returns the vocabulary of models that are trained on a sheet."""
+    names = [name for thing in sheet.things for name in (*thing.names, plural(thing.name))]
+    forms = [
+        *(words for table in (JOINED, IN_STYLE, HOW_MANY, IS_THERE) for words in table.values()),
+        *(words for wordings in EDITS.values() for words in wordings),
+        *(word for words in YES_NO.values() for word in words),
+        *ask.QUESTIONS.values(),
+    ]
+    said = (
+        *names, *forms, *NUMBERS, *SIDES, *RELATIONS, *MOVES, *SIZES, *STYLES, *BACKGROUNDS,
+        *map(str, range(6)), caption.PROMPT, NOTHING, "an facing thing on background where is the",
+    )  # fmt: skip
+    groups = listed(list(dict.fromkeys(thing.group for thing in sheet.things)), "and")
+    knows = (
+        f"{len(sheet.things)} things ({groups}), such as {_some(sheet)}, in the styles"
+        f" {listed(tuple(STYLES), 'and')}: 'an owl and a small bear in noto style'"
+    )
+    words = frozenset(words_of(" ".join(said)))
+    return Vocabulary(words, knows, full_stops=False, image_questions=True)
+
+
+def _some(sheet: Sheet) -> str:
+    """Names a thing of every group."""
+    first = {thing.group: thing.name for thing in reversed(sheet.things)}
+    return listed(list(reversed(first.values())), "and")
+
+
+def corpus(sheet: Sheet) -> Iterator[str]:
+    """Yields every name in every language, and texts of examples of every task."""
+    for thing in sheet.things:
+        for name in thing.names:
+            yield from (name, f" {name}")
+        yield from (f" {plural(thing.name)}", f"a {thing.name}")
+    for task in tasks.TABLE:
+        for split in tasks.SPLITS:
+            for index in range(EXAMPLES):
+                sample = tasks.sample(task, 0, index, split, sheet)
+                yield from filter(None, (sample.prompt, sample.answer, sample.plan))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains the text tokenizer of the art world.")
+    parser.add_argument("--out", type=pathlib.Path, default=SHIPPED, help="file to write")
+    out = parser.parse_args().out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    texts = corpus(load())
+    write_text(out, train_byte_level(texts, SPECIAL_TOKENS, LOCATION_TOKENS, LARGEST_VOCABULARY))
+    print(f"{out}: {Tokenizer(out).vocab_size} tokens")
+
+
+if __name__ == "__main__":
+    main()

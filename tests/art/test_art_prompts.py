@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of the art world: their examples, batches, words and codes."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stand_ins
+import tiny
+from flax import nnx
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.art import prompts, sheet, tasks, vocabulary, world
+from sparse_lavida_jax.art.batches import ArtBatches
+from sparse_lavida_jax.art.dice import ArtDice
+from sparse_lavida_jax.art.world import ArtScene
+from sparse_lavida_jax.models.vq import VQModel
+from sparse_lavida_jax.scenes import batches as scene_batches
+from sparse_lavida_jax.scenes.tokenizer import Tokenizer
+from sparse_lavida_jax.training import sources
+
+SHEET = sheet.load()
+
+
+class HashCodec:
+    """Stands in for an image tokenizer: the code of a cell is a number made of its pixels."""
+
+    is_grey = False
+
+    def encode(self, pixels):
+        cells = pixels.reshape(len(pixels), 12, 8, 12, 8, 3).swapaxes(2, 3)
+        cells = cells.reshape(len(pixels), 144, -1).astype(np.int64)
+        return (cells @ np.arange(1, 193) % 1024)[..., None]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(vocabulary.SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def given(tokenizer):
+    model = stand_ins.settings().model
+    model = dataclasses.replace(
+        model, vocab_size=tokenizer.vocab_size, grid_size=12, codebook_size=256
+    )
+    data = {
+        "source": "art", "tasks": dict.fromkeys(tasks.TABLE, 1.0), "image_codec": "scenes_g4",
+        "max_answer_len": 48,
+    }  # fmt: skip
+    return stand_ins.settings(model=config.to_dict(model), data=data)
+
+
+@pytest.fixture(scope="module")
+def language(given, tokenizer):
+    return prompts.ArtPrompts.of(tokenizer, given, HashCodec())
+
+
+def test_the_codes_of_a_scene_are_put_together_from_those_of_its_things(language):
+    for index in range(8):
+        scene = ArtDice(0, "codes", index).scene()
+        whole = HashCodec().encode(world.render(scene)[None])[0]
+        assert (language.encoder.scene_codes(scene) == whole).all()
+
+
+def test_the_code_of_a_cell_depends_on_that_cell_alone():
+    shape = {"channels": (4, 4, 4, 4), "norm": "pixel", "norm_groups": 1, "codebook_size": 64}
+    images = np.random.default_rng(0).random((1, 96, 96, 3), np.float32)
+    others = np.random.default_rng(1).random((1, 96, 96, 3), np.float32)
+    others[:, 40:48, 16:24] = images[:, 40:48, 16:24]
+    for alone in (True, False):
+        model = VQModel(config.build(config.VQ, shape | {"cells_alone": alone}), rngs=nnx.Rngs(0))
+        latents, changed = model.latents(jnp.asarray(images)), model.latents(jnp.asarray(others))
+        assert latents.shape == (1, 12, 12, 16)
+        assert bool((latents[0, 5, 2] == changed[0, 5, 2]).all()) == alone
+        assert not (latents[0, 5, 3] == changed[0, 5, 3]).all()
+
+
+def test_a_run_on_art_makes_batches_of_all_tasks(given, tokenizer, monkeypatch):
+    monkeypatch.setattr(scene_batches, "LENGTH_PROBE", 4)
+    data = sources.open_source(given, tiny.denoiser(given.model))
+    assert isinstance(data.batches, ArtBatches)
+    assert data.tokenizer.vocab_size == tokenizer.vocab_size
+    assert {*data.batches.groups} == {"write", "answer", "tell", "draw", "edit"}
+    for group in data.batches.groups:
+        row = data.batches.made(group, 0, 0)
+        codes = row.example.response
+        assert (len(codes) == 144) == (group in ("draw", "edit"))
+    wrong = dataclasses.replace(given.data, tasks={"point": 1.0})
+    with pytest.raises(config.ConfigError, match=r"has no point\. It has: ask, caption"):
+        ArtBatches(dataclasses.replace(given, data=wrong), data.batches.encoder)
+
+
+def test_the_prompts_are_those_of_the_art_world(given, language):
+    assert given.prompts == "art"
+    assert language.refusal("generate") == language.refusal("ground") == ""
+    assert "was not trained to inpaint" in language.refusal("inpaint")
+    assert language.lays_out("generate")
+    assert not language.lays_out("edit")
+
+
+def test_an_image_is_erased_to_its_own_background(language):
+    scene = ArtDice(0, "erased", 3).scene(3, 5)
+    erased = language.erased(world.render(scene), np.ones((12, 12), bool))
+    assert (erased == world.render(ArtScene(scene.background, ()))).all()
+
+
+def test_all_words_of_examples_are_known():
+    known = vocabulary.of_sheet(SHEET)
+    for task in tasks.TABLE:
+        for index in range(30):
+            sample = tasks.sample(task, 2, index)
+            words = " ".join(filter(None, (sample.prompt, sample.answer, sample.plan)))
+            assert known.unknown(words) == []
+    assert "dragon" in known.warning(["a dragon"])
+    assert "120 things (animals, food, vehicles, objects and faces)" in known.warning(["x"])
+
+
+def test_texts_are_short(tokenizer):
+    longest = {"prompt": 24, "answer": 40, "plan": 40}
+    for task in tasks.TABLE:
+        for index in range(60):
+            sample = tasks.sample(task, 1, index)
+            for part, most in longest.items():
+                text = getattr(sample, part) or ""
+                assert len(ids := tokenizer.encode(text)) <= most
+                assert tokenizer.decode(ids) == text

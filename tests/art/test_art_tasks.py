@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of the art world: their words, their held-out combinations and their judges."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sparse_lavida_jax.art import dice, judge, rules, sheet, tasks, world
+from sparse_lavida_jax.art.grammar import (
+    Art,
+    ArtEdit,
+    ArtLayout,
+    ArtRequest,
+    article,
+    plural,
+)
+from sparse_lavida_jax.art.world import ArtScene, Placed
+from sparse_lavida_jax.scenes.grammar import GrammarError
+
+SHEET = sheet.load()
+BEAR = Placed(2, 4, "bear", "twemoji", "large")
+CAT = Placed(14, 4, "cat", "twemoji", "small", "left")
+SCENE = ArtScene.of("pink", [BEAR, CAT])
+
+
+def made(task, count, split="test"):
+    return [tasks.sample(task, 0, index, split) for index in range(count)]
+
+
+def right(sample):
+    """Returns a correct response to an example."""
+    return sample.answer if sample.target is None else world.render(sample.target)
+
+
+# ---------------------------------------------------------------------------------------------
+# Words.
+
+
+def test_every_name_has_a_plural_and_an_article_and_is_read_back():
+    names = [thing.name for thing in SHEET.things]
+    for name in names:
+        assert ArtRequest.parse(Art(name).times(1)).phrases == (Art(name),)
+        assert ArtRequest.parse(Art(name).times(3)).phrases == (Art(name),) * 3
+    assert [plural(name) for name in ("fox", "bus", "strawberry", "mouse", "turtle")] == [
+        "foxes", "buses", "strawberries", "mice", "turtles"
+    ]  # fmt: skip
+    assert [article(name) for name in ("owl", "unicorn", "umbrella", "bear")] == [
+        "an", "a", "an", "a"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, items, others",
+    [
+        ("a bear", ((1, Art("bear")),), {}),
+        ("a small noto cat facing left", ((1, Art("cat", "small", "noto", "left")),), {}),
+        ("two large owls", ((2, Art("owl", "large")),), {}),
+        ("an owl left of a bear", ((1, Art("owl")), (1, Art("bear"))), {"relation": "left of"}),
+        (
+            "three mice and a palm tree in fluent style on a blue background",
+            ((3, Art("mouse")), (1, Art("palm tree"))),
+            {"style": "fluent", "background": "blue"},
+        ),
+    ],
+)
+def test_requests_are_said_and_read(text, items, others):
+    request = ArtRequest(items, **others)
+    assert str(request) == text
+    assert ArtRequest.parse(text) == request
+
+
+@pytest.mark.parametrize(
+    "language, text",
+    [
+        ("de", "Bär und roter Apfel im Stil noto"),
+        ("ja", "クマの顔と赤リンゴ、notoスタイル"),
+    ],
+)
+def test_requests_are_said_and_read_in_other_languages(language, text):
+    request = ArtRequest(((1, Art("bear")), (1, Art("red apple"))), style="noto")
+    assert request.said(language, SHEET) == text
+    assert ArtRequest.parse(text) == request
+    with pytest.raises(GrammarError, match="only be said in English"):
+        dataclasses.replace(request, background="pink").said(language, SHEET)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "bear", "a dragon", "two bear", "six bears", "two bears above a cat", "a bear and"]
+)
+def test_words_without_a_meaning_are_refused(text):
+    with pytest.raises(GrammarError):
+        ArtRequest.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "add a bear", "add an owl above the cat", "remove the small cat", "mirror the cat",
+        "replace the bear with an owl", "move the bear left", "draw the cat in noto style",
+    ],
+)  # fmt: skip
+def test_instructions_are_said_and_read(text):
+    assert str(ArtEdit.parse(text)) == text
+    with pytest.raises(GrammarError, match="is not an instruction"):
+        ArtEdit.parse(f"please {text}")
+
+
+def test_a_layout_names_things_places_and_sizes_only():
+    layout = ArtLayout.of(SCENE)
+    assert str(layout) == (
+        " bear<LOC_4><LOC_2><LOC_14><LOC_12>, cat<LOC_4><LOC_14><LOC_10><LOC_20>"
+    )
+    assert ArtLayout.parse(str(layout)) == layout
+    assert [(one.name, one.size, one.box) for one in layout.things] == [
+        (one.name, one.size, one.box) for one in SCENE.things
+    ]
+    for text, said in (
+        (" dragon<LOC_4><LOC_2><LOC_14><LOC_12>", "'dragon'"),
+        (" bear<LOC_4><LOC_2><LOC_14><LOC_11>", "not the box of a thing"),
+        (" bear<LOC_4><LOC_2><LOC_9><LOC_7>", "not the box of a thing"),
+    ):
+        with pytest.raises(GrammarError, match=said):
+            ArtLayout.parse(text)
+
+
+# ---------------------------------------------------------------------------------------------
+# Examples.
+
+
+@pytest.mark.parametrize("task", tasks.TABLE)
+def test_correct_responses_are_scored_as_correct_and_others_not(task):
+    count = 4 if tasks.TABLE[task].is_image else 12
+    for split in tasks.SPLITS:
+        examples = made(task, count, split)
+        assert examples == made(task, count, split)
+        for number, sample in enumerate(examples):
+            judgement = tasks.score(sample, right(sample))
+            assert (judgement.ok, judgement.reason) == (True, ""), sample
+            other = tasks.sample(task, 1, number, split)
+            if right(sample) is not right(other) and sample.prompt != other.prompt:
+                empty = np.full((96, 96, 3), 243, np.uint8)
+                wrong = "a dragon" if sample.target is None else empty
+                assert tasks.score(sample, wrong).reason
+
+
+@pytest.mark.parametrize("task", tasks.TABLE)
+def test_splits_hold_out_what_they_should(task):
+    for split in tasks.SPLITS:
+        for sample in made(task, 40, split):
+            assert sample.held_out == (split == "held_out")
+            scenes = [scene for scene in (sample.image, sample.target) if scene is not None]
+            if scenes:
+                held_out = any(dice.is_held_out(scene, SHEET) for scene in scenes)
+                assert held_out == sample.held_out
+
+
+def test_a_held_out_look_is_asked_for():
+    looks = dice.held_out_looks(SHEET)
+    for sample in made("draw", 40, "held_out"):
+        request = ArtRequest.parse(sample.prompt)
+        for thing in sample.target.things:
+            if (thing.name, thing.style) in looks:
+                assert Art(thing.name, style=thing.style) in [
+                    Art(phrase.name, style=phrase.style) for phrase in request.phrases
+                ]
+
+
+def test_all_kinds_are_drawn_and_asked():
+    drawn = made("draw", 120)
+    assert {one.column for one in drawn} >= {"open", "style", "facing", "size", "counting"}
+    assert sum(ArtRequest.parse(one.prompt).phrases[0].style is None for one in drawn) > 40
+    asked = made("ask", 120)
+    assert {one.column for one in asked} == {"count", "presence", "style", "facing", "size"}
+    assert {one.answer for one in asked} >= {" yes", " no", " ja", " nein", " はい", " いいえ"}
+    assert {ArtEdit.parse(one.prompt).kind for one in made("edit", 60)} == {
+        "add", "remove", "replace", "move", "restyle", "mirror"
+    }  # fmt: skip
+
+
+def test_unknown_tasks_and_wrong_kinds_of_responses_are_refused():
+    with pytest.raises(ValueError, match="no task 'dance'"):
+        tasks.sample("dance", 0, 0)
+    (sample,) = made("draw", 1)
+    with pytest.raises(ValueError, match="is pixels, got a str"):
+        tasks.score(sample, "a bear")
+    with pytest.raises(ValueError, match="Judged are"):
+        tasks.score(sample._replace(task="dance"), "a bear")
+
+
+# ---------------------------------------------------------------------------------------------
+# Judges.
+
+
+@pytest.mark.parametrize(
+    "prompt, said",
+    [
+        ("a bear and a cat", ""),
+        ("a bear above a cat in twemoji style on a pink background", ""),
+        ("a bear below a cat", "the bear is not below the cat"),
+        ("a bear and a cat in noto style", "a noto bear is missing"),
+        ("a bear and a cat facing right", "a cat facing right is missing"),
+        ("a cat", "a large twemoji bear is too many"),
+        ("a bear and a cat on a blue background", "the background is pink, not blue"),
+        ("Bär und Katze", ""),
+    ],
+)
+def test_drawn_images_are_judged(prompt, said):
+    sample = tasks.Sample(prompt, target=SCENE, task="draw")
+    assert tasks.score(sample, world.render(SCENE)).reason == said
+
+
+def test_coherence_counts_things_that_are_whole():
+    sample = tasks.Sample("a bear and a cat", target=SCENE, task="draw")
+    image = world.render(SCENE)
+    assert rules.coherence(sample, judge.read(image)) == (2, 2, 2)
+    noto = world.render(ArtScene.of("pink", [dataclasses.replace(BEAR, style="noto"), CAT]))
+    image[8:48, 32:56] = noto[8:48, 32:56]
+    coherent, _, asked = rules.coherence(sample, judge.read(image))
+    assert (coherent, asked) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "prompt, changes, said",
+    [
+        ("mirror the cat", {"facing": "right"}, ""),
+        ("mirror the cat", {}, "there should be a small twemoji cat facing right at step 4, 14"),
+        ("move the cat right", {"x": 8}, ""),
+        ("move the cat right", {"x": 9}, "at step 8, 14"),
+        ("draw the cat in noto style", {"style": "noto"}, ""),
+        ("draw the cat in noto style", {"style": "fluent"}, "a small noto cat"),
+        ("remove the bear", {}, "1 things are new, not 0"),
+        (
+            "mirror the bear",
+            {"facing": "right"},
+            "cat facing left at step 4, 14 should have stayed",
+        ),
+        ("replace the cat with an owl", {"name": "owl", "facing": ""}, ""),
+    ],
+)
+def test_edited_images_are_judged(prompt, changes, said):
+    sample = tasks.Sample(prompt, SCENE, target=SCENE, task="edit")
+    result = ArtScene.of("pink", [BEAR, dataclasses.replace(CAT, **changes)])
+    reason = tasks.score(sample, world.render(result)).reason
+    assert said in reason if said else reason == ""
