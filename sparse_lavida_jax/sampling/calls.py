@@ -316,7 +316,9 @@ def prepared(
         # Over a mesh, rows are split over devices; parts with few rows could not be.
         if jax.sharding.get_abstract_mesh().empty:
             if settings.caches_prompt:
-                parts = parted(prompt, settings.guidance_rows, keeping=most_kept is not None)
+                keeping = most_kept is not None
+                apart = keeping and keeps_rows_apart()
+                parts = parted(prompt, settings.guidance_rows, keeping=keeping, apart=apart)
             elif not settings.uses_cache:
                 shapes = guidance_shapes(prompt, settings.guidance_rows)
                 program = dataclasses.replace(program, shapes=shapes)
@@ -332,6 +334,14 @@ def prepared(
     begun = Begun(canvas, on_device, program, None, reach, in_trips, multiple)
     arrays = model, canvas, decoded_at, rows
     return Prepared(begun, constants, arrays, parts, room, kept_parts, pixels)
+
+
+def keeps_rows_apart() -> bool:
+    """Whether each guidance row is passed, and found, by itself if rows are kept.
+
+    On a CPU, rows of one shape are passed together: passed alone, their bits would be others.
+    """
+    return jax.default_backend() != "cpu"
 
 
 def _in_groups(phase: plans.Phase, settings: StepSettings, multiple: int) -> plans.Phase:

@@ -195,12 +195,15 @@ def padded_lengths(prompt: Prompt) -> tuple[int, int]:
     return prompt.understanding.index.shape[1], generation
 
 
-def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptPart]:
+def parted(
+    prompt: Prompt, guidance_rows: int, *, keeping: bool, apart: bool = False
+) -> list[PromptPart]:
     """Splits a batch into parts of one shape each: guidance rows of a request differ in length.
 
     Args:
         keeping: whether rows that requests share become parts of their own, to be kept in a
             `ContentCache`.
+        apart: whether each guidance row is a part, also next to one of the same shape.
     """
     b = len(prompt.length) // guidance_rows
     shapes = guidance_shapes(prompt, guidance_rows)
@@ -210,8 +213,10 @@ def parted(prompt: Prompt, guidance_rows: int, *, keeping: bool) -> list[PromptP
     own[-1] = True  # nothing is dropped
     parts: list[PromptPart] = []
     for (shape, keeps), numbers in itertools.groupby(
-        range(guidance_rows), lambda number: (shapes[number], keeping and not own[number])
+        range(guidance_rows),
+        lambda number: ((*shapes[number], apart * number), keeping and not own[number]),
     ):
+        shape = shape[:2]
         first, *others = numbers
         rows = range(first * b, (first + len(others) + 1) * b)
         if keeps:

@@ -22,7 +22,7 @@ from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.sampling import prompts, state
+from sparse_lavida_jax.sampling import calls, prompts, state
 from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -53,18 +53,19 @@ def tokens_of(prompt):
     return found
 
 
-@pytest.mark.parametrize("keeping", [False, True])
 @pytest.mark.parametrize("given", [0.0, 0.4])
-def test_parts_hold_every_token_once_and_in_order(keeping, given):
+@pytest.mark.parametrize(("keeping", "apart"), [(False, False), (True, False), (True, True)])
+def test_parts_hold_every_token_once_and_in_order(keeping, apart, given):
     requests = [edit(words, given=given) for words in (3, 20)]
     prompt = laid_out(requests, 3)
-    parts = prompts.parted(prompt, 3, keeping=keeping)
+    parts = prompts.parted(prompt, 3, keeping=keeping, apart=apart)
     assert tokens_of(prompt) == [row for part in parts for row in tokens_of(part.prompt)]
     rows = [part.first + i for part in parts for i in range(len(part.prompt.length))]
     assert rows == list(range(6))
     # Given cells belong to a request, so its dropped rows differ from those of others.
     alone = keeping and not given
-    assert [part.keeps for part in parts] == [True] * 2 * alone + [False] * (2 - alone)
+    others = 2 - alone + apart
+    assert [part.keeps for part in parts] == [True] * 2 * alone + [False] * others
     *others, last = (part.prompt.pixels is not None for part in parts)
     assert last
     assert not any(others)
@@ -199,6 +200,32 @@ def test_a_row_is_passed_once_for_its_tokens_and_what_comes_after():
     # Text after the response is part of the prompt's pass.
     assert passed_of([asked(3, after=longer)], kept) == [1, 1]
     assert passed_of([asked(3)], ContentCache()) == [1, 1]  # with an empty cache
+
+
+def test_off_the_cpu_a_row_of_an_image_without_words_is_found_by_itself(monkeypatch):
+    """Another edit of the same image, in as many words: only the row with words is passed."""
+    first, model = edit(12), tiny.denoiser(SETTINGS)
+    words = tiny.request("image", SETTINGS, 5, words=12).parts[1]
+    second = dataclasses.replace(first, parts=(*first.parts[:3], words, *first.parts[4:]))
+    settings = traces.settings_of(
+        "sparse", "image", SETTINGS, guidance=6.0, guidance_image=0.5, has_source=True
+    )
+    plan = traces.plan([first], settings)
+
+    def logits(one, **options):
+        return traces.moments(model, [one], plan, settings, **options)[0][0].logits
+
+    wanted = [logits(one) for one in (first, second)]
+    assert np.abs(wanted[0] - wanted[1]).max() > 1e-3
+    found = {}
+    for apart in (False, True):
+        monkeypatch.setattr(calls, "keeps_rows_apart", lambda apart=apart: apart)
+        kept = ContentCache()
+        for one, expected in zip((first, second), wanted, strict=True):
+            ours = logits(one, content_cache=kept)
+            np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE)
+        found[apart] = kept.hits["prefill"]
+    assert found == {False: 1, True: 2}  # of three rows
 
 
 def test_what_was_used_longest_ago_is_let_go():
