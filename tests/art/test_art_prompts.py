@@ -46,8 +46,8 @@ def given(tokenizer):
         model, vocab_size=tokenizer.vocab_size, grid_size=12, codebook_size=256
     )
     data = {
-        "source": "art", "tasks": dict.fromkeys(tasks.TABLE, 1.0), "image_codec": str(stand_ins.FOUR_CODES),
-        "max_answer_len": 48,
+        "source": "art", "tasks": dict.fromkeys(tasks.TABLE, 1.0), "max_answer_len": 48,
+        "image_codec": str(stand_ins.FOUR_CODES),
     }  # fmt: skip
     return stand_ins.settings(model=config.to_dict(model), data=data)
 
