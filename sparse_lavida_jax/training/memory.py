@@ -192,7 +192,7 @@ def axes_of(mesh: Mapping[str, int], devices: int = 0) -> dict[str, int]:
     try:
         return sharding.whole_sizes(mesh, devices or math.prod(mesh.values()))
     except ValueError as error:
-        raise config.ConfigError(f"Train.mesh: {error}") from error
+        raise config.ConfigError(f"Train.{error}") from error
 
 
 def rows_of(settings: config.Config, axes: Mapping[str, int]) -> int:

@@ -87,7 +87,7 @@ def test_adapters_go_into_an_export(tmp_path, folder, capsys):
     assert front("export", narrow, tmp_path / "no", f"--adapters={mine}", "--format=orbax") == 2
     assert "add them to the model that it was made of" in capsys.readouterr().err
     assert front("verify", tmp_path / "model", f"--adapters={mine}") == 2
-    assert "takes no --adapters" in capsys.readouterr().err
+    assert "unrecognized arguments: --adapters=" in capsys.readouterr().err
 
 
 def test_the_short_command_shows_how_it_is_used(capsys):
@@ -108,9 +108,9 @@ def test_the_short_command_shows_how_it_is_used(capsys):
 def complaint(tmp_path, capsys):
     """Runs a command that must fail; returns its message. No files may be left behind."""
 
-    def told(*words):
+    def told(*words, code=2):
         before = sorted(tmp_path.rglob("*"))
-        assert run(*words) == 2
+        assert run(*words) == code
         assert sorted(tmp_path.rglob("*")) == before
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -126,15 +126,15 @@ def converting(tmp_path, folder):
 
 
 def test_folders_that_were_not_given(complaint):
-    told = "--mode=convert needs --src=FOLDER, the released PyTorch folder, or its id on the hub."
+    told = "--mode=convert needs --src: the released PyTorch folder, or its id on the hub."
     assert told in complaint("--mode=convert")
-    assert "--mode=export needs --dst=FOLDER" in complaint("--mode=export", "--src=x")
-    assert "--mode=verify needs --src=FOLDER" in complaint("--mode=verify")
+    assert "--mode=export needs --dst: " in complaint("--mode=export", "--src=x")
+    assert "--mode=verify needs --src: " in complaint("--mode=verify")
 
 
 def test_settings_that_a_conversion_does_not_have(tmp_path, folder, complaint):
     words = [*converting(tmp_path, folder), "--config.model.width=8"]
-    assert "--mode=convert takes no settings of a config" in complaint(*words)
+    assert "unrecognized arguments: --config.model.width=8" in complaint(*words)
 
 
 def test_the_wrong_folder(tmp_path, complaint):
@@ -166,7 +166,7 @@ def test_a_dtype_that_is_written_by_another_command(tmp_path, folder, complaint)
 
 def test_a_full_disk(tmp_path, folder, complaint, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1))
-    told = complaint(*converting(tmp_path, folder))
+    told = complaint(*converting(tmp_path, folder), code=1)
     assert "has 0 MB free and 0 MB are needed" in told
 
 

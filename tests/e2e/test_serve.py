@@ -148,7 +148,7 @@ def test_an_answer_without_an_end_fills_the_limit_and_says_length(client, servic
     limits = dataclasses.replace(service.limits, new_tokens=16)
     monkeypatch.setattr(service, "limits", limits)
     monkeypatch.setattr(type(service.pipe.prompts), "ends", lambda _: {-1})
-    reply = client.chat.completions.create(**user(SAID), max_tokens=4096, seed=1)
+    reply = client.chat.completions.create(model="tiny", **user(SAID), max_tokens=4096, seed=1)
     assert reply.choices[0].finish_reason == "length"
     assert reply.usage.completion_tokens == 16
 
@@ -210,8 +210,8 @@ REFUSED = {
         ({"lora": "x"}, "lora: there is no such field here, and it might change the result"),
         ({"quality": "hd"}, "quality: Input should be 'auto', 'low', 'medium' or 'high'"),
         ({"output_format": "gif"}, "output_format: Input should be"),
-        ({"output_compression": 50}, "output_compression is of jpeg and webp"),
-        ({"partial_images": 2}, "partial_images is of streams"),
+        ({"output_compression": 50}, "output_compression requires output_format=jpeg or webp"),
+        ({"partial_images": 2}, "partial_images requires stream=true"),
         ({"stream": True, "partial_images": 4}, "partial_images: Input should be less"),
         ({"stream": True, "n": 2}, "a stream is of one image"),
         ({"guidance_scale": 1e308}, "guidance_scale: Input should be less than or equal to 100"),
@@ -243,7 +243,7 @@ REFUSED = {
         ({"max_tokens": 0}, "max_tokens=0 is out of range: 1 to 1024"),
         ({"max_completion_tokens": 0}, "max_completion_tokens=0 is out of range"),
         ({"top_p": 0}, "top_p: Input should be greater than 0"),
-        ({"stream_options": {"include_usage": True}}, "stream_options is of streams"),
+        ({"stream_options": {"include_usage": True}}, "stream_options requires stream=true"),
         ({"task": "ground"}, "things are found in one image"),
         ({"task": "ground", "stream": True}, "boxes come whole"),
     ],

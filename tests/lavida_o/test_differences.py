@@ -265,9 +265,9 @@ def test_more_steps_than_tokens_are_refused():
     model = tiny.model_settings()
     image, text = (tiny.request(kind, model, 0, words=3) for kind in ("image", "text"))
     engine.check_steps(image, config.Sampling(num_steps=9), model, 4)
-    with pytest.raises(config.ConfigError, match="num_steps=10 is more than there are tokens"):
+    with pytest.raises(config.ConfigError, match=r"^steps=10 is more than there are tokens"):
         engine.check_steps(image, config.Sampling(num_steps=10), model, 4)
-    with pytest.raises(config.ConfigError, match="text_steps=5 is more than there are tokens"):
+    with pytest.raises(config.ConfigError, match=r"^steps=5 is more than there are tokens"):
         engine.check_steps(text, config.Sampling(text_steps=5), model, 4)
 
 

@@ -13,7 +13,6 @@ import traces
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import make_row
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.sampling import prompts
 from sparse_lavida_jax.sequence import Response
 
 TOLERANCE = 2e-5
@@ -195,7 +194,7 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
     asked = shortened(tiny.request("text", model.settings, 0, words=5), tiny.TEXT_LEN)
     settings = traces.settings_of("sparse", "text", model.settings)
     steps, _ = traces.moments(model, [asked], traces.plan([asked], settings, 3), settings)
-    (length,) = prompts.prepare([asked], model.settings, settings).length.tolist()
+    length = tiny.laid([asked], model.settings, settings)[0].length
     short = shortened(asked, block)  # the training response ends in the first text block
     settings_ = settings_for(model.settings, tiny.TEXT_LEN)
     drawn = {
