@@ -32,7 +32,7 @@ LEAST_APART = 0.1  # squared difference of two drawings that can be told apart, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Detection:
     """A thing that was found in an image.
 
     Attributes:
@@ -63,7 +63,7 @@ class SceneReading:
     """
 
     background: str
-    found: tuple[Found, ...]
+    found: tuple[Detection, ...]
     ghosts: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -214,7 +214,7 @@ def _best(
     gains: dict[str, Float[np.ndarray, "h w"]],
     background: str,
     sheet: Sheet,
-) -> Found | None:
+) -> Detection | None:
     """Returns the thing with the largest gain; places where there is none are struck from gains."""
     while True:
         size = max(gains, key=lambda size: gains[size].max())
@@ -256,7 +256,7 @@ def _compared(
     variant: int,
     window: Float[np.ndarray, "side side 3"],
     drawn: Float[np.ndarray, "v side side 3"],
-) -> Found:
+) -> Detection:
     """Compares each cell of a thing with its other drawings, and with nothing."""
     others = np.concatenate([drawn, np.zeros_like(drawn[:1])])
     own = drawn[variant]
@@ -268,7 +268,7 @@ def _compared(
     odd = (between > MARGIN) & (apart > LEAST_CONTRAST**2 * pixels)
     top, left = thing.cells[0].start, thing.cells[1].start
     mixed = odd[:-1].any(axis=0) & ~odd[-1]
-    return Found(thing, _cells(mixed, top, left), _cells(odd[-1], top, left))
+    return Detection(thing, _cells(mixed, top, left), _cells(odd[-1], top, left))
 
 
 def _per_cell(
