@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import SparseLaViDa, config
-from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.page import figures
 from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.tags import make_tags
 

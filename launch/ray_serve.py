@@ -9,7 +9,7 @@ Arguments are the fields of `Settings`. Every node needs the package, and the mo
 same path. Ray's proxy listens on port 8000 of this machine; `serve start --http-host 0.0.0.0`
 before lets other machines in.
 
-Every replica has the queue of `sparse_lavida_jax.apps.batching`. Ray's own `@serve.batch` would
+Every replica has the queue of `sparse_lavida_jax.server.batching`. Ray's own `@serve.batch` would
 combine whatever calls arrive together and run one batch after another; but only rows of one kind
 share a compiled program, kinds take turns at the ends of phases, and a row may be cancelled or
 streamed by itself.
@@ -31,15 +31,15 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
-from sparse_lavida_jax.apps import server
-from sparse_lavida_jax.apps.api import errors
-from sparse_lavida_jax.apps.api.guards import Guard, Rules
-from sparse_lavida_jax.apps.batching import Ticket
-from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.cli.errors import DEFAULT_MODEL
 from sparse_lavida_jax.cli.hosting import KEY
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
+from sparse_lavida_jax.server import endpoints
+from sparse_lavida_jax.server.batching import Ticket
+from sparse_lavida_jax.server.openai import errors
+from sparse_lavida_jax.server.openai.guards import Guard, Rules
+from sparse_lavida_jax.server.serving import Limits, Service
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
 
@@ -103,7 +103,7 @@ class Replica:
             convert=settings.convert,
         )
         self.service = Service(pipe, Limits(waiting=settings.waiting))
-        self.app = server.make_app(self.service, key=settings.key)
+        self.app = endpoints.make_app(self.service, key=settings.key)
         self.failures = 0
         self.service.watchers.append(self._count)
         self._running: set[asyncio.Task[None]] = set()
@@ -230,5 +230,5 @@ def app(settings: Settings) -> serve.Application:
         max_ongoing_requests=ROUTER_REQUESTS,
         ray_actor_options={"num_cpus": 0},
     )
-    body = server.body_limit(Limits())
+    body = endpoints.body_limit(Limits())
     return router.bind(model.bind(settings), Rules(body=body, key=settings.key))

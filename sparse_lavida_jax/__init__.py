@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from sparse_lavida_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from sparse_lavida_jax.apps.conversation import Conversation as Conversation
-    from sparse_lavida_jax.apps.diffusers_pipeline import (
+    from sparse_lavida_jax.conversation import Conversation as Conversation
+    from sparse_lavida_jax.inference.requests import Request as Request
+    from sparse_lavida_jax.integrations.diffusers_pipeline import (
         SparseLaViDaPipeline as SparseLaViDaPipeline,
     )
-    from sparse_lavida_jax.inference.requests import Request as Request
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
 
 OLDEST_JAX = (0, 10, 2)
@@ -38,10 +38,10 @@ _check_jax()
 
 # Public names and their modules.
 PUBLIC = {
-    "Conversation": "apps.conversation",
+    "Conversation": "conversation",
     "Request": "inference.requests",
     "SparseLaViDa": "pipeline",
-    "SparseLaViDaPipeline": "apps.diffusers_pipeline",
+    "SparseLaViDaPipeline": "integrations.diffusers_pipeline",
 }
 
 

@@ -7,7 +7,7 @@
     print(pipe.ask(edited, "how many squares are there?").text)
 
 Every task takes one input or a list of them, and returns one `Result` with an entry for each.
-`apps.conversation.Conversation` chains tasks.
+`conversation.Conversation` chains tasks.
 """
 
 import contextlib

@@ -15,16 +15,16 @@ from typing import Annotated, Any, Literal
 import jax
 
 from sparse_lavida_jax import schema
-from sparse_lavida_jax.apps.conversation import Conversation
-from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.cli import doctor
 from sparse_lavida_jax.cli.arguments import DEFAULT_MODEL
 from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
+from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, records, requests, warmup
 from sparse_lavida_jax.inference.checks import fold
+from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding

@@ -9,13 +9,13 @@ import os
 import socket
 from typing import Any
 
-from sparse_lavida_jax.apps import log_lines
-from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.cli.commands import load
 from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.cli.terminal import say, unsaid
 from sparse_lavida_jax.inference import requests
 from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.server import log_lines
+from sparse_lavida_jax.server.serving import Limits, Service
 
 KEY = "SPARSE_LAVIDA_API_KEY"  # the environment variable that holds the key
 MOST_KEY = 1000  # characters of a key; all headers of a request have at most 16 kB
@@ -34,7 +34,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     _check_packages(name)
     # Clients are told; what strangers ask for stays out of the log.
     with unsaid(requests.__name__), listen(asked.host, asked.port) as door:
-        from sparse_lavida_jax.apps import server
+        from sparse_lavida_jax.server import endpoints
 
         host, port = door.getsockname()[:2]
         key = asked.api_key or os.environ.get(KEY, "")
@@ -49,9 +49,9 @@ def run(name: str, asked: argparse.Namespace) -> int:
             only=None if asked.only is None else tuple(asked.only),
         )
         service = Service(pipe, limits)
-        app = server.make_app(service, _names(host, asked.host), key)
+        app = endpoints.make_app(service, _names(host, asked.host), key)
         if name == "demo":
-            from sparse_lavida_jax.apps import demo
+            from sparse_lavida_jax.page import demo
 
             app = demo.mounted(app, service, host, port)
         if warms := warms_up(name, asked.warmup):
@@ -92,7 +92,7 @@ def settings_of(app: Any, grace: int) -> Any:
     """Returns the `uvicorn.Config` of an app; see `server_of`."""
     import uvicorn
 
-    from sparse_lavida_jax.apps.api.guards import Patient
+    from sparse_lavida_jax.server.openai.guards import Patient
 
     return uvicorn.Config(
         app,

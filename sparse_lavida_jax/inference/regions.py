@@ -89,3 +89,9 @@ def placed(image: Pixels, box: Sequence[int], side: int, step: int) -> tuple[Pix
     mask = np.ones((side // step, side // step), bool)
     mask[y1 // step : y2 // step, x1 // step : x2 // step] = False
     return canvas, mask
+
+
+def cell_rows(cells: int, size: tuple[int, int] | None) -> int:
+    """Returns the number of rows of cells in an image of this height and width; None: square."""
+    height, width = size or (1, 1)
+    return math.isqrt(cells * height // width)

@@ -40,7 +40,7 @@ def test_the_command_line_names_the_flag(error):
 
 def test_the_server_names_the_field_that_was_sent(error):
     pytest.importorskip("fastapi", reason="needs pip install 'sparse-lavida-jax[serve]'")
-    from sparse_lavida_jax.apps.api import bodies, errors
+    from sparse_lavida_jax.server.openai import bodies, errors
 
     sent = bodies.checked({"prompt": "a", "num_inference_steps": 5}, bodies.ImageBody).sent
     with pytest.raises(errors.Refused) as caught, errors.refusing(sent):
@@ -54,7 +54,7 @@ def test_the_server_names_the_field_that_was_sent(error):
 
 def test_the_page_names_the_label(error):
     pytest.importorskip("gradio", reason="needs pip install 'sparse-lavida-jax[demo]'")
-    from sparse_lavida_jax.apps import demo
+    from sparse_lavida_jax.page import demo
 
     assert error.worded(demo._label) == f"Steps{RULE}"
 

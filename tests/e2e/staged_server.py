@@ -18,8 +18,8 @@ openai = pytest.importorskip("openai", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import server  # noqa: E402
-from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
+from sparse_lavida_jax.server import endpoints  # noqa: E402
+from sparse_lavida_jax.server.serving import Limits, Service  # noqa: E402
 
 KEY = "a key"
 
@@ -47,7 +47,7 @@ class Asked(staged.Staged):
 def serving(limits=None, **rules):
     """A server with a staged model: its service and its address."""
     service = Service(Asked(), limits or Limits(upload=200_000, longest_wait=0.0))
-    with served(lambda *_: server.make_app(service, **rules)) as address:
+    with served(lambda *_: endpoints.make_app(service, **rules)) as address:
         yield service, address
         service.pipe.run_free()
 

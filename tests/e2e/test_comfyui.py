@@ -19,9 +19,9 @@ for package in ("fastapi", "prometheus_client", "python_multipart"):
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import server  # noqa: E402
-from sparse_lavida_jax.apps.serving import Service  # noqa: E402
 from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
+from sparse_lavida_jax.server import endpoints  # noqa: E402
+from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
 FOLDER = pathlib.Path(__file__).parents[2] / "comfyui"
 PROMPT = "a red circle above a blue square"
@@ -60,7 +60,7 @@ def address(pipe):
     service = Service(pipe)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARSE_LAVIDA_API_KEY", "secret")
-        with served(lambda host, port: server.make_app(service, (host,), "secret")) as found:
+        with served(lambda host, port: endpoints.make_app(service, (host,), "secret")) as found:
             yield found
 
 
@@ -206,7 +206,7 @@ def test_any_whole_number_is_a_seed_and_counting_on_wraps(package, shown, first,
     nodes.Generate().generate(server, PROMPT, first, count=2)
     nodes.Edit().edit(server, shown, "remove it", first)
     nodes.Inpaint().inpaint(server, shown, np.ones((96, 96)), PROMPT, first)
-    nodes.Ask().ask(server, "how many?", first, images=shown)
+    nodes.Ask().ask(endpoints, "how many?", first, images=shown)
     nodes.Ground().ground(server, shown[:1], "a", first)
     rows = [int(first) % 2**31, (int(first) + 1) % 2**31]
     assert sorted(seeds) == sorted([*rows * 4, rows[0]])
@@ -225,7 +225,7 @@ def test_the_largest_seed_is_comfyuis(run, pipe):
 def test_an_address_may_be_that_of_openais_clients(run, address, form):
     given = form.format(address, host=address.removeprefix("http://"))
     server, model = run("Connect", address=given)
-    assert (server.address, model) == (address, "tiny")
+    assert (endpoints.address, model) == (address, "tiny")
     assert run("Ask", server=server, question="why?", seed=1)[0]
 
 

@@ -27,15 +27,9 @@ gr = pytest.importorskip(
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import (  # noqa: E402
-    batching,
-    demo,
-    examples,
-    passes,
-    server,
-    standing,
-)
-from sparse_lavida_jax.apps.serving import Service  # noqa: E402
+from sparse_lavida_jax.page import demo, examples, passes, standing  # noqa: E402
+from sparse_lavida_jax.server import endpoints  # noqa: E402
+from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
 MILLISECONDS = 120_000  # time limit; the first image includes compilation
 EXAMPLE = "three green triangles"
@@ -53,7 +47,7 @@ def service(every_task):
 @pytest.fixture(scope="module")
 def address(service):
     def make(host, port):
-        return demo.mounted(server.make_app(service, (host,)), service, host, port)
+        return demo.mounted(endpoints.make_app(service, (host,)), service, host, port)
 
     with served(make) as found:
         yield found

@@ -24,10 +24,10 @@ from serving_on_loopback import served  # noqa: E402
 from starlette import requests, responses  # noqa: E402
 from starlette.middleware.exceptions import ExceptionMiddleware  # noqa: E402
 
-from sparse_lavida_jax.apps import log_lines, server  # noqa: E402
-from sparse_lavida_jax.apps.api import guards  # noqa: E402
-from sparse_lavida_jax.apps.api.guards import Guard, Rules  # noqa: E402
-from sparse_lavida_jax.apps.serving import Service  # noqa: E402
+from sparse_lavida_jax.server import endpoints, log_lines  # noqa: E402
+from sparse_lavida_jax.server.openai import guards  # noqa: E402
+from sparse_lavida_jax.server.openai.guards import Guard, Rules  # noqa: E402
+from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def serving(**rules):
     """A server with a staged model that steps without waiting: its host and port."""
     service = Service(staged.Staged())
     service.pipe.run_free()
-    with served(lambda *_: server.make_app(service, **rules)) as address:
+    with served(lambda *_: endpoints.make_app(service, **rules)) as address:
         host, port = address.removeprefix("http://").split(":")
         yield host, int(port)
 
@@ -119,13 +119,13 @@ def test_an_error_of_the_program_is_one_line_and_repeats_are_counted(log, monkey
     def broken(_):
         raise ZeroDivisionError("what a stranger sent\n")
 
-    monkeypatch.setattr(server, "_card", broken)
+    monkeypatch.setattr(endpoints, "_card", broken)
     with serving() as door:
         for _ in range(3):
             assert hostile.answers(*door, hostile.request("/v1/models/staged")) == [500]
     (line,) = log.messages
     assert re.fullmatch(
-        r"Exception in ASGI application: ZeroDivisionError at sparse_lavida_jax/apps/server.py:\d+,"
+        r"Exception in ASGI application: ZeroDivisionError at sparse_lavida_jax/server/endpoints.py:\d+,"
         " GET /v1/models/staged",
         line,
     )
@@ -134,15 +134,16 @@ def test_an_error_of_the_program_is_one_line_and_repeats_are_counted(log, monkey
 SERVER = """
 import staged
 from sparse_lavida_jax.cli import hosting
-from sparse_lavida_jax.apps import log_lines, server
-from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.server import log_lines
+from sparse_lavida_jax.server import endpoints
+from sparse_lavida_jax.server.serving import Service
 
 log_lines.shorten()
 service = Service(staged.Staged())
 service.pipe.run_free()
 with hosting.listen("127.0.0.1", 0) as door:
     print(door.getsockname()[1], flush=True)
-    hosting.server_of(server.make_app(service), service, 1).run(sockets=[door])
+    hosting.server_of(endpoints.make_app(service), service, 1).run(sockets=[door])
 """
 
 

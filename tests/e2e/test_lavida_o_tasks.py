@@ -11,7 +11,7 @@ import stand_ins
 import torch_folder
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.apps.conversation import Conversation
+from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.lavida_o import chat

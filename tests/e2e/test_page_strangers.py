@@ -25,8 +25,9 @@ httpx = pytest.importorskip("httpx")
 from serving_on_loopback import served  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 
-from sparse_lavida_jax.apps import demo, page_guard, server  # noqa: E402
-from sparse_lavida_jax.apps.serving import Service  # noqa: E402
+from sparse_lavida_jax.page import demo, page_guard  # noqa: E402
+from sparse_lavida_jax.server import endpoints  # noqa: E402
+from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
 SECRET = b"nobody uploaded this secret"
 SECONDS = 60  # time limit of an answer; the first image includes compilation
@@ -99,7 +100,7 @@ def page(every_task):
     service, guards = Service(pipe.with_sampling(sampling)), []
 
     def make(host, port):
-        app = demo.mounted(server.make_app(service, (host,)), service, host, port)
+        app = demo.mounted(endpoints.make_app(service, (host,)), service, host, port)
         guards.extend(one.app for one in app.routes if hasattr(one, "app"))
         return app
 

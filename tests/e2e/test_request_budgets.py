@@ -19,11 +19,11 @@ pytest.importorskip("prometheus_client", reason=WHY)
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.apps import server, serving  # noqa: E402
-from sparse_lavida_jax.apps.api import bodies  # noqa: E402
-from sparse_lavida_jax.apps.batching import QueueFull  # noqa: E402
-from sparse_lavida_jax.apps.serving import LANES, Limits, Service  # noqa: E402
 from sparse_lavida_jax.data import image_files  # noqa: E402
+from sparse_lavida_jax.server import endpoints, serving  # noqa: E402
+from sparse_lavida_jax.server.batching import QueueFull  # noqa: E402
+from sparse_lavida_jax.server.openai import bodies  # noqa: E402
+from sparse_lavida_jax.server.serving import LANES, Limits, Service  # noqa: E402
 
 SMALL = hostile.png(8, 8)
 SOON = 10.0  # seconds; what is refused took minutes
@@ -33,7 +33,7 @@ SOON = 10.0  # seconds; what is refused took minutes
 def running():
     """A service whose model steps without waiting, and its host and port."""
     service = Service(staged.Staged(), Limits(longest_wait=0.0))
-    with served(lambda *_: server.make_app(service)) as address:
+    with served(lambda *_: endpoints.make_app(service)) as address:
         service.pipe.run_free()
         host, port = address.removeprefix("http://").split(":")
         yield service, (host, int(port))

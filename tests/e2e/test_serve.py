@@ -31,11 +31,11 @@ openai = pytest.importorskip("openai", reason=WHY)
 from serving_on_loopback import served  # noqa: E402
 
 from benchmarks import serving as load  # noqa: E402
-from sparse_lavida_jax.apps import server  # noqa: E402
-from sparse_lavida_jax.apps.api import asking  # noqa: E402
-from sparse_lavida_jax.apps.serving import Limits, Service  # noqa: E402
 from sparse_lavida_jax.cli import hosting  # noqa: E402
 from sparse_lavida_jax.pipeline import SparseLaViDa  # noqa: E402
+from sparse_lavida_jax.server import endpoints  # noqa: E402
+from sparse_lavida_jax.server.openai import asking  # noqa: E402
+from sparse_lavida_jax.server.serving import Limits, Service  # noqa: E402
 
 PROMPT = "a red circle above a blue square"
 QUICK = {"num_inference_steps": 2, "seed": 3}
@@ -54,7 +54,7 @@ def service(every_task):
 
 @pytest.fixture(scope="module")
 def address(service):
-    with served(lambda host, port: server.make_app(service, (host,))) as found:
+    with served(lambda host, port: endpoints.make_app(service, (host,))) as found:
         yield found
 
 
@@ -320,7 +320,7 @@ def _answers(address):
 def slow():
     """A server whose model steps only when the test allows it: its service and its client."""
     service = Service(staged.Staged(), Limits(waiting=1))
-    with served(lambda *_: server.make_app(service)) as address:
+    with served(lambda *_: endpoints.make_app(service)) as address:
         yield service, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         service.pipe.run_free()
 
@@ -371,7 +371,7 @@ def test_a_full_queue_gives_429_and_health_goes_on(slow):
 def test_a_server_that_stops_turns_away_who_waits_and_finishes_what_runs():
     service, replies = Service(staged.Staged()), {}
     with hosting.listen("127.0.0.1", 0) as door:
-        started = hosting.server_of(server.make_app(service), service, staged.PATIENCE)
+        started = hosting.server_of(endpoints.make_app(service), service, staged.PATIENCE)
         serving = threading.Thread(target=started.run, kwargs={"sockets": [door]})
         serving.start()
         address = f"http://127.0.0.1:{door.getsockname()[1]}"

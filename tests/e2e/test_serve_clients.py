@@ -18,12 +18,12 @@ from PIL import Image, PngImagePlugin
 from staged import until
 from staged_server import KEY, client_of, httpx, openai, png, said, serving, uri
 
-from sparse_lavida_jax.apps import server
-from sparse_lavida_jax.apps.api import guards
-from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.cli import hosting
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import ImageError
+from sparse_lavida_jax.server import endpoints
+from sparse_lavida_jax.server.openai import guards
+from sparse_lavida_jax.server.serving import Limits, Service
 
 free, service, address = staged_server.free, staged_server.service, staged_server.address
 client = staged_server.client
@@ -374,7 +374,7 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch, begins):
     monkeypatch.setattr(guards, "HEADER_SECONDS", 0.3)
     service = Service(staged.Staged())
     with hosting.listen("127.0.0.1", 0) as door:
-        started = hosting.server_of(server.make_app(service), service, 1)
+        started = hosting.server_of(endpoints.make_app(service), service, 1)
         thread = threading.Thread(target=started.run, kwargs={"sockets": [door]})
         thread.start()
         address = door.getsockname()

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.server.serving import Limits, Service
 
 PATIENCE, PROGRAMS = 300, 3
 MOST_GROWTH = 100 * 2**20  # bytes; one more sampler without a bound takes twice as much

@@ -19,10 +19,10 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs import executables
+from sparse_lavida_jax.server.serving import Service
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PATIENCE = 1800
@@ -181,12 +181,15 @@ def compiles_after_warming_up(pipe, numbers, folder):
     pytest.importorskip("fastapi")
     from serving_on_loopback import served
 
-    from sparse_lavida_jax.apps import server
+    from sparse_lavida_jax.server import endpoints
 
     executables.keep_in(folder)
     service = Service(pipe)
     try:
-        with served(lambda host, _: server.make_app(service, (host,))) as address, events() as seen:
+        with (
+            served(lambda host, _: endpoints.make_app(service, (host,))) as address,
+            events() as seen,
+        ):
             began = time.monotonic()
             service.warm_up().join(PATIENCE)
             print(f"warm-up: {time.monotonic() - began:.1f} s")

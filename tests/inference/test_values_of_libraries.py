@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from sparse_lavida_jax import SparseLaViDa, SparseLaViDaPipeline, config
-from sparse_lavida_jax.apps.conversation import Conversation
 from sparse_lavida_jax.checkpoints.model_folder import CheckpointError
+from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import ImageError
 from sparse_lavida_jax.data.templates import RequestError

@@ -16,9 +16,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.apps import examples
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import results
+from sparse_lavida_jax.page import examples
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data/witnesses"

@@ -16,7 +16,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config, pipeline
 
-ADAPTER = "sparse_lavida_jax.evals.lmms"
+ADAPTER = "sparse_lavida_jax.integrations.lmms_eval"
 DOCUMENTS = {
     7: {"shown": [(255, 0, 0)]}, 8: {"shown": [(0, 255, 0), (0, 0, 255)]}, 9: {"shown": []},
 }  # fmt: skip

@@ -12,8 +12,8 @@ import tiny
 
 from benchmarks import suites, work
 from sparse_lavida_jax import SparseLaViDa, config
-from sparse_lavida_jax.apps import figures
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.page import figures
 from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.sequence import Text
 from sparse_lavida_jax.tags import make_tags

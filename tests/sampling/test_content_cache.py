@@ -17,14 +17,14 @@ import tiny
 import traces
 
 from sparse_lavida_jax import sample, sequence
-from sparse_lavida_jax.apps.api.metrics import Metrics
-from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import calls, prompts, state
 from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
 from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.server.openai.metrics import Metrics
+from sparse_lavida_jax.server.serving import Service
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5

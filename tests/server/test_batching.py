@@ -8,12 +8,12 @@ import time
 import pytest
 import staged
 
-from sparse_lavida_jax.apps import batching
-from sparse_lavida_jax.apps.batching import Cancelled
-from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import warmup
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.server import batching
+from sparse_lavida_jax.server.batching import Cancelled
+from sparse_lavida_jax.server.serving import Limits, Service
 
 
 @pytest.fixture

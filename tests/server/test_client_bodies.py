@@ -19,11 +19,11 @@ from fastapi.exceptions import RequestValidationError  # noqa: E402
 from openai.resources.chat.completions import Completions  # noqa: E402
 from openai.resources.images import Images  # noqa: E402
 
-from sparse_lavida_jax.apps.api import bodies, chat  # noqa: E402
-from sparse_lavida_jax.apps.api.bodies import ChatBody, ImageBody  # noqa: E402
-from sparse_lavida_jax.apps.serving import Service  # noqa: E402
 from sparse_lavida_jax.data.image_files import ImageError  # noqa: E402
 from sparse_lavida_jax.data.templates import RequestError  # noqa: E402
+from sparse_lavida_jax.server.openai import bodies, chat  # noqa: E402
+from sparse_lavida_jax.server.openai.bodies import ChatBody, ImageBody  # noqa: E402
+from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
 URI = "data:image/png;base64," + base64.b64encode(b"an image of some kind").decode()
 DRAW = {"prompt": "a red circle", "n": 2, "seed": 7, "steps": 12, "guidance_scale": 2}

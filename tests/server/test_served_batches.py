@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.apps import serving
-from sparse_lavida_jax.apps.serving import Limits, Service
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import kind_of
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.server import serving
+from sparse_lavida_jax.server.serving import Limits, Service
 
 LONG = " and ".join(["a red circle above a blue square"] * 5)
 PROMPTS = ("a red circle", "two squares", "a red circle above a blue square", LONG)

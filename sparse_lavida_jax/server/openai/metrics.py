@@ -10,8 +10,8 @@ import prometheus_client.registry
 from prometheus_client import core
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparse_lavida_jax.apps.batching import Ticket
-from sparse_lavida_jax.apps.serving import Service
+from sparse_lavida_jax.server.batching import Ticket
+from sparse_lavida_jax.server.serving import Service
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.apps.tasks import cell_rows
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batches import SHARING, Bucket, kind_of
+from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.programs import compiling, kept

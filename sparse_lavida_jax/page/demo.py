@@ -4,7 +4,7 @@
 Needs the extra packages `sparse-lavida-jax[demo]`. The page shares the queue of the server that it
 is mounted in: requests are batched where possible, users see how many are ahead of them, and "Stop"
 (or closing the page) frees the device at the end of the phase. Images show which tokens each step
-passed through the network (`apps/passes.py`).
+passed through the network (`page/passes.py`).
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from PIL import Image, ImageDraw
 from starlette.routing import Mount
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.apps import examples, page_guard, passes, standing
-from sparse_lavida_jax.apps.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
-from sparse_lavida_jax.apps.serving import Service, one_large_image
-from sparse_lavida_jax.apps.tasks import TABS
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.page import examples, page_guard, passes, standing
+from sparse_lavida_jax.page.tabs import TABS
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.schema import InputError
+from sparse_lavida_jax.server.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
+from sparse_lavida_jax.server.serving import Service, one_large_image
 
 POLL_SECONDS = 0.2  # between two looks at the progress
 KEEP_SECONDS = 3600  # for which uploads and images stay on disk

@@ -4,9 +4,9 @@
 import html
 import time
 
-from sparse_lavida_jax.apps import passes
-from sparse_lavida_jax.apps.batching import Ticket
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.page import passes
+from sparse_lavida_jax.server.batching import Ticket
 
 MAKING = {"layout": "Laying out", "image": "Drawing", "text": "Writing"}
 MOST_SHARE = 0.97  # of the bar, before it is done

@@ -22,10 +22,10 @@ import fastapi
 import prometheus_client
 from fastapi import HTTPException, responses
 
-from sparse_lavida_jax.apps.api import asking, chat, errors, images
-from sparse_lavida_jax.apps.api.guards import Guard, Rules
-from sparse_lavida_jax.apps.api.metrics import Metrics, Timed
-from sparse_lavida_jax.apps.serving import Limits, Service
+from sparse_lavida_jax.server.openai import asking, chat, errors, images
+from sparse_lavida_jax.server.openai.guards import Guard, Rules
+from sparse_lavida_jax.server.openai.metrics import Metrics, Timed
+from sparse_lavida_jax.server.serving import Limits, Service
 from sparse_lavida_jax.version import __version__
 
 FORM_ROOM = 2**20  # bytes in a request besides its images

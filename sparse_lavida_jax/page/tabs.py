@@ -2,7 +2,6 @@
 """The tasks of a model as they are shown on the page."""
 
 import dataclasses
-import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +70,3 @@ TABS = {
         result="Found",
     ),
 }
-
-
-def cell_rows(cells: int, size: tuple[int, int] | None) -> int:
-    """Returns the number of rows of cells in an image of this height and width; None: square."""
-    height, width = size or (1, 1)
-    return math.isqrt(cells * height // width)

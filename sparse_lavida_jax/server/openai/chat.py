@@ -17,13 +17,13 @@ from typing import Any
 
 import fastapi
 
-from sparse_lavida_jax.apps.api import asking, bodies, errors
-from sparse_lavida_jax.apps.api.bodies import ChatBody
-from sparse_lavida_jax.apps.serving import Service
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.schema import InputError
+from sparse_lavida_jax.server.openai import asking, bodies, errors
+from sparse_lavida_jax.server.openai.bodies import ChatBody
+from sparse_lavida_jax.server.serving import Service
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # What messages and their parts may hold. No answer depends on names, on what may be cached, and on

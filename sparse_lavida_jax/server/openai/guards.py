@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sparse_lavida_jax.apps.api import errors
+from sparse_lavida_jax.server.openai import errors
 
 KEYED = ("/v1/", "/metrics")  # paths that need a key; the page of a demo needs none
 READS = ("GET", "HEAD", "OPTIONS")

@@ -13,11 +13,11 @@ from typing import Any
 import fastapi
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.apps.api import asking, bodies, errors
-from sparse_lavida_jax.apps.api.bodies import ImageBody
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.schema import about
+from sparse_lavida_jax.server.openai import asking, bodies, errors
+from sparse_lavida_jax.server.openai.bodies import ImageBody
 
 FILES = 2  # the most files in a request: an image and a mask
 

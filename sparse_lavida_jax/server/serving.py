@@ -5,8 +5,8 @@
     ticket = service.submit("generate", "a red circle above a blue square", seed=3)
     print(ticket.ahead, ticket.future.result().image)
 
-The page (`apps/demo.py`) and the server (`apps/server.py`) are built on this; it needs no extra
-packages.
+The page (`page/demo.py`) and the endpoints (`server/endpoints.py`) are built on this; it needs no
+extra packages.
 """
 
 import base64
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.apps.batching import Batcher, Cancelled, Limits, Stopped, Ticket
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, regions, warmup
@@ -30,6 +29,7 @@ from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 from sparse_lavida_jax.schema import InputError, about
+from sparse_lavida_jax.server.batching import Batcher, Cancelled, Limits, Stopped, Ticket
 
 log = logging.getLogger(__name__)
 

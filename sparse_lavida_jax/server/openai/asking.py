@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import fastapi
 from fastapi import HTTPException, responses
 
-from sparse_lavida_jax.apps.api import errors
-from sparse_lavida_jax.apps.api.bodies import Body
-from sparse_lavida_jax.apps.api.guards import client_of
-from sparse_lavida_jax.apps.batching import Cancelled, Ticket
-from sparse_lavida_jax.apps.serving import SMALL, Service, one_large_image
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import about
+from sparse_lavida_jax.server.batching import Cancelled, Ticket
+from sparse_lavida_jax.server.openai import errors
+from sparse_lavida_jax.server.openai.bodies import Body
+from sparse_lavida_jax.server.openai.guards import client_of
+from sparse_lavida_jax.server.serving import SMALL, Service, one_large_image
 
 POLL_SECONDS = 0.05  # between looks at the progress, for streams
 P = TypeVar("P")

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.apps.api.bodies import FIELDS
-from sparse_lavida_jax.apps.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.schema import InputError
+from sparse_lavida_jax.server.batching import Cancelled, QueueFull, Stopped
+from sparse_lavida_jax.server.openai.bodies import FIELDS
 
 log = logging.getLogger(__name__)
 

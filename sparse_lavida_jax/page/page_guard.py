@@ -36,8 +36,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparse_lavida_jax.apps.api.guards import client_of
 from sparse_lavida_jax.data.files import parse_json
+from sparse_lavida_jax.server.openai.guards import client_of
 
 log = logging.getLogger(__name__)
 

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""User interfaces: the commands, the web page and the server."""
