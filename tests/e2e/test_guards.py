@@ -125,8 +125,8 @@ def test_an_error_of_the_program_is_one_line_and_repeats_are_counted(log, monkey
             assert hostile.answers(*door, hostile.request("/v1/models/staged")) == [500]
     (line,) = log.messages
     assert re.fullmatch(
-        r"Exception in ASGI application: ZeroDivisionError at sparse_lavida_jax/server/endpoints.py:\d+,"
-        " GET /v1/models/staged",
+        "Exception in ASGI application: ZeroDivisionError at"
+        r" sparse_lavida_jax/server/endpoints.py:\d+, GET /v1/models/staged",
         line,
     )
 
