@@ -206,7 +206,7 @@ def test_any_whole_number_is_a_seed_and_counting_on_wraps(package, shown, first,
     nodes.Generate().generate(server, PROMPT, first, count=2)
     nodes.Edit().edit(server, shown, "remove it", first)
     nodes.Inpaint().inpaint(server, shown, np.ones((96, 96)), PROMPT, first)
-    nodes.Ask().ask(endpoints, "how many?", first, images=shown)
+    nodes.Ask().ask(server, "how many?", first, images=shown)
     nodes.Ground().ground(server, shown[:1], "a", first)
     rows = [int(first) % 2**31, (int(first) + 1) % 2**31]
     assert sorted(seeds) == sorted([*rows * 4, rows[0]])
@@ -225,7 +225,7 @@ def test_the_largest_seed_is_comfyuis(run, pipe):
 def test_an_address_may_be_that_of_openais_clients(run, address, form):
     given = form.format(address, host=address.removeprefix("http://"))
     server, model = run("Connect", address=given)
-    assert (endpoints.address, model) == (address, "tiny")
+    assert (server.address, model) == (address, "tiny")
     assert run("Ask", server=server, question="why?", seed=1)[0]
 
 

@@ -28,7 +28,7 @@ gr = pytest.importorskip(
 from serving_on_loopback import served  # noqa: E402
 
 from sparse_lavida_jax.page import demo, examples, passes, standing  # noqa: E402
-from sparse_lavida_jax.server import endpoints  # noqa: E402
+from sparse_lavida_jax.server import batching, endpoints  # noqa: E402
 from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
 MILLISECONDS = 120_000  # time limit; the first image includes compilation
