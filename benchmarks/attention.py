@@ -62,8 +62,8 @@ def main(_: list[str]) -> None:
         return
     if attention.device_kernel() is None:
         sys.exit(
-            "benchmarks.attention: there is no kernel for this device, so nothing to measure;"
-            " --dry-run checks on small shapes that everything agrees."
+            "benchmarks.attention: this device has no kernel to measure. Use --dry-run to compare"
+            " all methods on small shapes."
         )
     bench, calibration = Bench("attention"), timing.calibrate()
     print(f"this device: {calibration}", flush=True)

@@ -2,7 +2,7 @@
 """The definition of a task of the small world: examples, judge, and where it appears."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,3 +90,19 @@ class Task:
     def is_image(self) -> bool:
         """Whether the response is an image."""
         return self.group in IMAGE_GROUPS
+
+
+def judged_task(table: Mapping[str, Task], name: str, output: Any) -> Task:
+    """Returns the task of a response, which is pixels or text as the task asks for.
+
+    Raises:
+        ValueError: the task has no judge, or the response is of the other type.
+    """
+    task = table.get(name)
+    if task is None or task.judge is None:
+        judged = ", ".join(one for one, known in table.items() if known.judge)
+        raise ValueError(f"there is no task '{name}'. Judged are {judged}.")
+    if task.is_image == isinstance(output, str):
+        wanted = "pixels" if task.is_image else "a string"
+        raise ValueError(f"a response to '{name}' is {wanted}, got a {type(output).__name__}.")
+    return task

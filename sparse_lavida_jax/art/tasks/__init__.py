@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from sparse_lavida_jax.art import dice, judge
 from sparse_lavida_jax.art.sheet import Sheet, load
 from sparse_lavida_jax.scenes.grammar import GrammarError
-from sparse_lavida_jax.scenes.task import Judgement, Sample, Task
+from sparse_lavida_jax.scenes.task import Judgement, Sample, Task, judged_task
 
 SPLITS = ("train", "test", "held_out")
 TABLE: dict[str, Task] = {
@@ -66,14 +66,8 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement
         ValueError: pixels where the task asks for text or the other way round, or a task without
             a judge.
     """
-    task = TABLE.get(sample.task)
-    if task is None or task.judge is None:
-        raise ValueError(f"there is no task '{sample.task}'. Judged are {', '.join(TASKS)}.")
-    if task.is_image == isinstance(output, str):
-        wanted = "pixels" if task.is_image else "a string"
-        raise ValueError(
-            f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
-        )
+    task = judged_task(TABLE, sample.task, output)
+    assert task.judge is not None
     try:
         response = output.strip() if isinstance(output, str) else judge.read(output)
         fault = task.judge(sample, response)

@@ -23,7 +23,7 @@ from jaxtyping import UInt8
 from sparse_lavida_jax.scenes import judges, world
 from sparse_lavida_jax.scenes.dice import HELD_OUT, Dice
 from sparse_lavida_jax.scenes.grammar import GrammarError
-from sparse_lavida_jax.scenes.task import Judgement, Sample, Task
+from sparse_lavida_jax.scenes.task import Judgement, Sample, Task, judged_task
 from sparse_lavida_jax.scenes.world import COLOURS, SHAPES
 
 # The order decides which task a random number picks. These keep their places, so that runs can be
@@ -111,14 +111,8 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement
         ValueError: pixels where the task asks for text or the other way round, or a task without
             a judge.
     """
-    task = TABLE.get(sample.task)
-    if task is None or task.judge is None:
-        raise ValueError(f"there is no task '{sample.task}'. Judged are {', '.join(TASKS)}.")
-    if task.is_image == isinstance(output, str):
-        wanted = "pixels" if task.is_image else "a string"
-        raise ValueError(
-            f"a response to '{sample.task}' is {wanted}, got a {type(output).__name__}."
-        )
+    task = judged_task(TABLE, sample.task, output)
+    assert task.judge is not None
     response = output.strip() if isinstance(output, str) else world.read(output)
     attributes, parts = (0, 0), {}
     if task.judge is judges.drawn and not isinstance(response, str):
