@@ -9,8 +9,9 @@ Besides `get_config`, the settings shared by all ways to train, the file has `ge
 `comparison.Ablation`. Each way and seed is a run in `--runs`, resumed if it exists; ways of
 several files that train alike share it. A row is written as soon as a task is scored, and tasks
 that have a row are not scored again. So several processes may share the work, each with its own
-seeds. `--ways=1,8` selects some of the ways. `--report` writes `ablations.md` and its images from
-the committed rows (needs matplotlib: pip install 'sparse-lavida-jax[plots]').
+seeds. `--ways=1,8` selects some of the ways. `--report` writes the tables of
+`log/2026-11-ablations.md` in that folder, and its plots, from the committed rows (needs matplotlib:
+pip install 'sparse-lavida-jax[plots]').
 """
 
 import pathlib

@@ -16,6 +16,7 @@ from sparse_lavida_jax.evals.scorers import mean_and_spread, spread
 from sparse_lavida_jax.sampling import costs
 
 SPEED_BATCHES = (1, 2, 4)
+PAGE = "log/2026-11-ablations.md"  # in the folder of the plots
 BEGIN, END = "<!-- from here on written by benchmarks.ablation -->", "<!-- up to here -->"
 
 Row = dict[str, Any]
@@ -64,7 +65,7 @@ def _passes(rows: Rows) -> float:
 
 
 def write_report(folder: pathlib.Path) -> pathlib.Path:
-    """Writes `ablations.md`, and an image for each ablation, from the committed rows.
+    """Writes `PAGE`, and a plot for each ablation into the folder, from the committed rows.
 
     In an existing file, everything before and after the two marker comments is kept.
 
@@ -87,7 +88,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             f"`configs/{name}.py`: the share of {rows[0]['total']} prompts per task answered"
             " correctly, mean and standard deviation over seeds, and the number of forward passes.",
             summary(rows),
-            f"![{name}]({name}.png)",
+            f"![{name}](../{name}.png)",
         ]
     if speed := of_bundled_model(record.read_rows("sampling")):
         parts += [
@@ -99,7 +100,8 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             " their full length.",
             table.table("sampling", speed),
         ]
-    path = folder / "ablations.md"
+    path = folder / PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
     page = path.read_text() if path.exists() else f"# Ablations\n\n{BEGIN}{END}\n"
     try:
         path.write_text(markdown.with_part(page, BEGIN, END, "\n\n".join(parts)))

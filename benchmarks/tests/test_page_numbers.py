@@ -35,13 +35,13 @@ def test_ways_to_train_are_compared_as_measured():
 def test_the_tables_of_the_ablations_are_those_of_the_rows(name):
     newest = ablation_report.newest(record.read_rows(ablation_report.SUITE))
     rows = [row for row in newest if row["ablation"] == name]
-    assert ablation_report.summary(rows) in page("docs/ablations.md")
+    assert ablation_report.summary(rows) in page("docs/log/2026-11-ablations.md")
 
 
 def test_the_speed_of_the_bundled_model_is_that_of_the_rows():
     rows = ablation_report.of_bundled_model(record.read_rows("sampling"))
     shown = table.table("sampling", rows)
-    assert shown in page("docs/ablations.md")
+    assert shown in page("docs/log/2026-11-ablations.md")
     (faster,) = re.findall(r"draw, 4, 8 \| sparse \| \d+ \| ([\d.]+)", shown)
     told = f"the bundled model draws {float(faster):.1f} times as fast as sampled densely"
     assert told in on_one_line(page("docs/evaluation.md"))

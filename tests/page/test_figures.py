@@ -20,8 +20,8 @@ from sparse_lavida_jax.tags import make_tags
 
 ROOT = pathlib.Path(__file__).parents[2]
 EIGHT = ["none", "p", "r", "t", "pr", "pt", "rt", "sparse"]
-PAGES = ("README.md", "docs/method.md", "docs/ablations.md", "colabs/how_it_works.ipynb",
-         "colabs/generate_image.ipynb")  # fmt: skip
+PAGES = ("README.md", "docs/method.md", "docs/log/2026-11-ablations.md",
+         "colabs/how_it_works.ipynb", "colabs/generate_image.ipynb")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
