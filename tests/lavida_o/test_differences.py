@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our behaviour where the released code fails or is wrong, if no other test covers it.
 
-The table is docs/differences.md.
+The tables are in docs/api/differences.md.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from sparse_lavida_jax.training import step as training_step
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TESTS = pathlib.Path(__file__).parents[1]
-DOCUMENT = TESTS.parent / "docs" / "differences.md"
+DOCUMENT = TESTS.parent / "docs" / "api" / "differences.md"
 SHAPE = RowShape(24, 20)
 
 
