@@ -7,7 +7,7 @@ r"""The benchmarks of the paper, and exact scores of a small model on the scenes
 
 After the colon: chartqa, docvqa, dpg, geneval, imgedit, mathverse, mathvista, mjhq, mmbench, mme,
 mmmu, refcoco, refcoco_plus, refcocog, scenes. Each file of `sparse_lavida_jax/evals` states the
-settings of its benchmark; docs/evaluation.md lists the sources of official files, and the judges.
+settings of its benchmark; docs/api/benchmarks.md lists the official files and the judges.
 """
 
 import ml_collections

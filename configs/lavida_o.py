@@ -75,7 +75,7 @@ def get_config() -> ml_collections.ConfigDict:
     return c
 
 
-# How training cuts responses into blocks (docs/training.md): `configs/sft_1024.py:paper`. A run
+# How training cuts responses into blocks (docs/api/training.md): `configs/sft_1024.py:paper`. A run
 # must continue with the same assignment; the last two used to be the default.
 ASSIGNMENTS = dict(
     # Ours. An image row contains every step of a sampler's plan, merged until each has 128 cells; a

@@ -5,7 +5,7 @@ r"""LoRA of LaViDa-O on one GPU: a frozen base in bfloat16, with adapters in the
     python -m sparse_lavida_jax.main --config=configs/lavida_o_lora.py
 
 The base is a converted release (`--mode=convert`). Rank, alpha and learning rate are ours.
-`configs/lavida_o_lora.py:paper` assigns blocks as in the paper (docs/training.md).
+`configs/lavida_o_lora.py:paper` assigns blocks as in the paper (docs/api/training.md).
 """
 
 import lavida_o

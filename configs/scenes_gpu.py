@@ -9,7 +9,7 @@ r"""A larger model of the bundled world for one GPU: 28.9 M parameters, heads of
 It ends after 25 minutes of training or 20,000 steps, and scores itself in `report.md`. SIGTERM
 saves it, and the same line goes on: the second line may be typed until the run is finished.
 
-It was never run on a GPU. The learning rate was chosen by short runs of `twin` (docs/training.md);
+It was never run on a GPU. The learning rate was chosen by short runs of `twin` (docs/log);
 the number of steps is a guess. The lessons are those of `configs/scenes_long.py`, as fractions of
 the run; `tiny` has one of them.
 """

@@ -9,7 +9,7 @@ learning rate 2e-5, b1 0.99, b2 0.999, 100k steps on 64 GPUs, 5 days. From the r
 9): no weight decay, warm-up over 3 % of the steps, cosine to a tenth, clipping at 1, the vision
 tower at 2e-6, two rows per device, the source of every second edit dropped. Ours, where neither
 says: float32 masters and moments, and the assignment of blocks. The paper's assignment is
-`configs/sft_1024.py:paper` (docs/training.md).
+`configs/sft_1024.py:paper` (docs/api/training.md).
 
 The mesh is for 64 devices with at least 32 GB (`sparse-lavida fits configs/sft_1024.py --devices=64
 --device-gb=32`). We have not run it, for lack of such a machine. On one GPU,

@@ -536,7 +536,7 @@ class Evaluate(Section):
 
     benchmark: Identifier = "scenes"  # a file in `evals/`
     checkpoint: Place = ""  # the model to evaluate, unless --checkpoint names another
-    data: Place = ""  # folder of the official files; docs/evaluation.md describes its structure
+    data: Place = ""  # folder of the official files; docs/api/benchmarks.md: its structure
     split: str = ""  # of the benchmark, if it has several
     limit: Count = 0  # the number of items, from the first (scenes: per task); 0: all
     batch_size: Positive = 8  # rows decoded together

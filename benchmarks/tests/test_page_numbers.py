@@ -171,7 +171,7 @@ def test_the_whole_request_on_a_cpu_is_that_of_the_rows():
 
 def test_the_time_of_a_conversion_is_that_of_the_rows():
     taken = [of_release(part, 32)["cpu_s"] for part in ("convert", "verify", "export")]
-    told = on_one_line(page("docs/lavida_o.md"))
+    told = on_one_line(page("docs/log/2026-11-full-size.md"))
     assert "| {:.0f}, {:.0f} and {:.0f} s of a CPU core".format(*taken) in told
     assert f"took {taken[0]:.0f} s of CPU time" in on_one_line(page("docs/convert.md"))
 

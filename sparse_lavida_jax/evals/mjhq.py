@@ -30,7 +30,7 @@ class Mjhq(ImageBenchmark):
         f"its {PAIRS} says which image goes with which prompt. Put features into"
         f" {JUDGED}/fid.npz (drawn, real: Inception-v3, one row per image), and the scores of a"
         f" judge (names, scores) into {JUDGED}/hps_v3.npz and so on, next to it;"
-        " docs/evaluation.md shows how."
+        " docs/api/benchmarks.md shows how."
     )
     verdicts = "*.npz"
     configs: ClassVar = {"mjhq": {"num_images": 1}}

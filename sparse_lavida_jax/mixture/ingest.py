@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a row of a table into a record: the fields of each kind, and images ready for training.
 
-The fields are listed in docs/data.md. Images to draw are resized and cropped as in the released
+The fields are listed in docs/api/data.md. Images to draw are resized and cropped as in the released
 training (spec Sec. 3), those of edits and of layouts padded to a square; all randomness depends on
 the seed, the dataset and the number of the row.
 """

@@ -3,7 +3,7 @@
 
 Other code of the process, or a variable such as `JAX_ENABLE_X64`, may have changed them for its own
 computations: ours are the same bits in any case, and find the programs kept by other processes.
-docs/troubleshooting.md lists them.
+docs/api/variables.md lists them.
 """
 
 import contextlib

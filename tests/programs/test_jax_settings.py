@@ -22,7 +22,7 @@ from sparse_lavida_jax import SparseLaViDa
 from sparse_lavida_jax.programs import jax_settings, kept, side_by_side
 from sparse_lavida_jax.sampling import state
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs/troubleshooting.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs/api/variables.md"
 WORDS = "three purple crosses"
 
 
