@@ -2,8 +2,8 @@
 """The mixture file, which names the datasets, with the fields of the released one.
 
 Spec Sec. 9.4. The top level has `datasets`, a list, and by group `weights` (how often) and
-`batch_sizes` (a factor on the rows of a batch). docs/api/data.md lists the fields of a dataset, with an
-example.
+`batch_sizes` (a factor on the rows of a batch). docs/api/data.md lists the
+fields of a dataset, docs/data.md has an example.
 """
 
 import dataclasses
