@@ -4,7 +4,7 @@ r"""A model for `lmms-eval`, to run its tasks on our checkpoints.
     python -m lmms_eval --model sparse_lavida --tasks mme,chartqa \
         --model_args pretrained=models/lavida-o,batch_size=8
 
-lmms-eval finds it by the entry point `lmms_eval.models` of this package; see docs/api/benchmarks.md.
+lmms-eval finds it by the entry point `lmms_eval.models` of this package: docs/api/benchmarks.md.
 """
 
 import dataclasses
