@@ -31,7 +31,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
-from sparse_lavida_jax.cli.errors import DEFAULT_MODEL
+from sparse_lavida_jax.cli.arguments import DEFAULT_MODEL
 from sparse_lavida_jax.cli.hosting import KEY
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs

@@ -149,7 +149,7 @@ def test_the_papers_run_over_its_own_mesh_holds_nothing_large_whole():
 
 def test_a_mesh_that_does_not_make_up_the_chips_is_refused():
     settings = stand_ins.settings(train={"mesh": {"fsdp": 3}})
-    with pytest.raises(config.ConfigError, match=r"Train.mesh: a mesh of fsdp=3 .* the 64 devices"):
+    with pytest.raises(config.ConfigError, match=r"Train.mesh=fsdp=3 .* the 64 devices"):
         aot.training_axes(settings, "v6e:8x8")
 
 

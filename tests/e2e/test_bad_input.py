@@ -215,7 +215,7 @@ def test_a_full_disk_costs_nothing_that_was_saved(
     words = [*finished.words, f"--workdir={tmp_path / 'run'}"]
 
     def stop_at_3(state, *args, **more):
-        if int(state.step) == 2:
+        if int(state.state.step) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(state, *args, **more)
 

@@ -218,9 +218,9 @@ def test_the_large_model_of_a_gpu_is_as_it_says():
     assert (large.model.head_dim, large.model.compute_dtype) == (64, "bfloat16")
     assert large.train.model_dtype == "bfloat16" and 0 < large.train.model_file_mb < 15
     tiny = config.read(CONFIGS["scenes_gpu"].with_name("scenes_gpu.py:tiny"))
-    long, ends = read("scenes_long"), [one.until for one in large.data.lessons.values()]
-    share = large.train.train_steps / long.train.train_steps
-    assert ends == [round(one.until * share) for one in long.data.lessons.values()]
+    short, ends = read("scenes"), [one.until for one in large.data.lessons.values()]
+    fraction = large.train.train_steps / 5_845
+    assert ends == [round(one.until * fraction) for one in short.data.lessons.values()]
     assert (tiny.data.packing, tiny.data.shapes) == (large.data.packing, large.data.shapes)
 
 
