@@ -93,7 +93,8 @@ except Exception as error:
 """
     environment = {name: x for name, x in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
     done = subprocess.run(
-        [sys.executable, "-c", command], env=environment | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"},
+        [sys.executable, "-c", command],
+        env=environment | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"},
         capture_output=True, text=True,
     )  # fmt: skip
     before, _, after = done.stderr.partition("silent from here on")
