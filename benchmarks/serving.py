@@ -9,7 +9,7 @@ r"""A server under load: images per minute, latencies, refusals, batch sizes and
 
 Starts a server, unless it is given the address of one, and puts load on it. With `--rate` requests
 are due at the times of a Poisson process that does not wait for answers. Latency is measured from
-the time a request was due, so the load stays the same if a server falls behind. Without `--rate`
+the time a request was due, so a slow server does not reduce the load. Without `--rate`
 each client sends its next request as soon as the last one is answered, or after the `Retry-After`
 seconds of a refusal. "broken" requests are damaged bodies and uploads, which must be refused; with
 "leave" the client disconnects at a random time. Writes one row per number of clients to

@@ -63,8 +63,8 @@ class SceneBatches(Batches):
             )
         if unknown := sorted(set(settings.train.eval_tasks) - set(self.world.TASKS)):
             raise config.ConfigError(
-                f"Train.eval_tasks has {', '.join(unknown)}, which nothing judges. Judged are"
-                f" {', '.join(self.world.TASKS)}."
+                f"Train.eval_tasks has {', '.join(unknown)}, which have no judge. Tasks with a"
+                f" judge: {', '.join(self.world.TASKS)}."
             )
         groups = {
             group: [task for task in members if task in weights]

@@ -101,7 +101,7 @@ def judged_task(table: Mapping[str, Task], name: str, output: Any) -> Task:
     task = table.get(name)
     if task is None or task.judge is None:
         judged = ", ".join(one for one, known in table.items() if known.judge)
-        raise ValueError(f"there is no task '{name}'. Judged are {judged}.")
+        raise ValueError(f"no judge for the task '{name}'. Tasks with a judge: {judged}.")
     if task.is_image == isinstance(output, str):
         wanted = "pixels" if task.is_image else "a string"
         raise ValueError(f"a response to '{name}' is {wanted}, got a {type(output).__name__}.")

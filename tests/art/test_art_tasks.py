@@ -184,7 +184,7 @@ def test_unknown_tasks_and_wrong_kinds_of_responses_are_refused():
     (sample,) = made("draw", 1)
     with pytest.raises(ValueError, match="is pixels, got a str"):
         tasks.score(sample, "a bear")
-    with pytest.raises(ValueError, match="Judged are"):
+    with pytest.raises(ValueError, match="Tasks with a judge"):
         tasks.score(sample._replace(task="dance"), "a bear")
 
 
