@@ -41,7 +41,7 @@ from sparse_lavida_jax.data.templates import language
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import ImageCodec
+from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.scenes import tasks, world

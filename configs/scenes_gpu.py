@@ -11,8 +11,8 @@ saves it, and the same line goes on: the second line may be typed until the run 
 
 It was never run on a GPU. Learning rate and lessons were chosen by short runs of `twin`, three seeds
 each (docs/training.md); the number of steps is a guess. The lessons are those of `configs/scenes.py`,
-as fractions of the 5,845 steps that it makes in its quarter of an hour; the tasks after them are
-those of `configs/scenes_long.py`. `tiny` has one lesson.
+as fractions of 5,845 steps, as in those runs; the tasks after them are those of
+`configs/scenes_long.py`. `tiny` has one lesson.
 """
 
 import ml_collections
@@ -20,7 +20,7 @@ import scenes
 import scenes_long
 
 STEPS = 20_000
-SHORT_STEPS = 5_845  # of `configs/scenes.py` in its quarter of an hour
+LESSON_STEPS = 5_845  # of which the lessons of `configs/scenes.py` are fractions
 
 
 def get_config(size: str = "large") -> ml_collections.ConfigDict:
@@ -89,5 +89,5 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
         c.train.update(train_steps=200, batch_size=32, seconds=0.0, log_every=10)
         c.optimizer.warmup_steps = 20
     for lesson in c.data.lessons.values():
-        lesson.until = max(1, round(lesson.until * c.train.train_steps / SHORT_STEPS))
+        lesson.until = max(1, round(lesson.until * c.train.train_steps / LESSON_STEPS))
     return c

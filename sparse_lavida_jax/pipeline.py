@@ -48,8 +48,8 @@ from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.kernels.devices import RELEASE_HEAD_DIM
 from sparse_lavida_jax.models import fuse, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.models.stack import admit_kernel_for
-from sparse_lavida_jax.models.vq import ImageCodec
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets

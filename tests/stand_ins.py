@@ -16,8 +16,8 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.batches import Bucket
 from sparse_lavida_jax.inference.engine import Decoded, Engine
 from sparse_lavida_jax.inference.results import Origin, Result
-from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.models.vq import ImageCodec
+from sparse_lavida_jax.models import vq_files
+from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.scenes import batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches
@@ -87,7 +87,7 @@ def model_of_every_task(folder: pathlib.Path) -> pathlib.Path:
         tiny.denoiser(given.model),
         given,
         tokenizer_path=SHIPPED,
-        vq_folder=vq.find("scenes"),
+        vq_folder=vq_files.find("scenes"),
         readme="",
     )
     return folder

@@ -36,7 +36,7 @@ from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, SHARD_BYTES, Te
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.data.vocabulary import WORDS
-from sparse_lavida_jax.models import denoiser, parameters, quantize, vq
+from sparse_lavida_jax.models import denoiser, parameters, quantize, vq_files
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
 from sparse_lavida_jax.schema import shown
@@ -333,7 +333,7 @@ def save_model(
         stores.write_params(new, wanted, kind, most_bytes)
         files.copy(tokenizer_path, new / "tokenizer.json")
         if vq_folder is not None:
-            vq.copy(vq_folder, new / "vq")
+            vq_files.copy(vq_folder, new / "vq")
         if words is not None:
             files.write_text(new / WORDS, "\n".join(sorted(words)) + "\n")
         files.write_text(new / "README.md", readme)

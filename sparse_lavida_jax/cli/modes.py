@@ -153,12 +153,12 @@ def _written(dst: str, done: Any) -> str:
 def _verify(asked: argparse.Namespace, settings: config.Config) -> str:
     from sparse_lavida_jax.data.templates import language
     from sparse_lavida_jax.data.vocabulary import Vocabulary
-    from sparse_lavida_jax.models import vq
+    from sparse_lavida_jax.models import vq_files
 
     folder = model_folder.find_model(asked.src)
     count = model_folder.verify(folder)
     if (folder / "vq").is_dir():
-        vq.load(folder / "vq")
+        vq_files.load(folder / "vq")
     try:
         language(model_folder.read_config(folder).prompts).tokenizer_type(folder / "tokenizer.json")
         Vocabulary.read(folder)
@@ -169,7 +169,7 @@ def _verify(asked: argparse.Namespace, settings: config.Config) -> str:
 
 def _prepare(asked: argparse.Namespace, settings: config.Config) -> str:
     from sparse_lavida_jax.mixture import prepare
-    from sparse_lavida_jax.models import vq
+    from sparse_lavida_jax.models import image_codec
     from sparse_lavida_jax.training import own_images
 
     src, dst = pathlib.Path(asked.src), pathlib.Path(asked.dst)
@@ -192,7 +192,7 @@ def _prepare(asked: argparse.Namespace, settings: config.Config) -> str:
             own_images.place_image_tokenizer(given.recipe, dst, settings, codec, say)
             codec = asked.dst
         with progress(f"{src} -> {dst}") as on_progress:
-            load_encoder = functools.partial(vq.ImageTokenizer, codec)
+            load_encoder = functools.partial(image_codec.ImageTokenizer, codec)
             how = {"found": given.found, "sentences": sentences}
             done = prepare.fill(given.recipe, dst, settings, load_encoder, on_progress, **how)
         if with_tokenizers:

@@ -29,7 +29,7 @@ from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.files import remedy
 from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.models import vq as image_tokenizer
+from sparse_lavida_jax.models import vq_files
 from sparse_lavida_jax.models.denoiser import ImageEmbedding
 from sparse_lavida_jax.programs import jax_settings
 
@@ -164,7 +164,7 @@ def convert(
         stores.write_params(new, laid_out["params"] + registers, kind)
         if image := {tensor.name: tensor.read() for tensor in laid_out["vq"]}:
             try:
-                image_tokenizer.save_arrays(new / "vq", image, settings.vq)
+                vq_files.save_arrays(new / "vq", image, settings.vq)
             except safetensors.SafetensorError as error:
                 raise OSError(str(error)) from error
         if laid_out["unused"]:

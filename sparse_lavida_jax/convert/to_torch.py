@@ -27,7 +27,7 @@ from sparse_lavida_jax.convert.settings import (
     official_vq_config,
 )
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.models import parameters, vq_files
 from sparse_lavida_jax.models import vq as image_tokenizer
 
 VQ_FOLDER = "vqvae"
@@ -117,7 +117,7 @@ def export(
 def _look_through(folder: pathlib.Path, merging: Merging) -> _Model:
     settings, vq = merging.settings, None
     if (folder / "vq").is_dir():
-        vq, vq_settings = image_tokenizer.load(folder / "vq")
+        vq, vq_settings = vq_files.load(folder / "vq")
         settings = dataclasses.replace(settings, vq=vq_settings)
     elif not settings.model.understanding_only:
         raise ConvertError(f"{folder} has no image tokenizer, and a released model needs one.")

@@ -7,37 +7,23 @@ names, so that released weights fit. Images are [b h w 3] in [0, 1]; a code repr
 """
 
 import functools
-import hashlib
 import itertools
-import os
-import pathlib
 from collections.abc import Callable
 
 import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
-from sparse_lavida_jax import config, runtime, schema, sequence
-from sparse_lavida_jax.data import files, tensor_files
-from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.arguments import taken_apart
-from sparse_lavida_jax.programs.kept import Program, kept, shapes_of
+from sparse_lavida_jax.programs.kept import kept, shapes_of
 
-BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
-FORMAT = "sparse-lavida-vq/1"
-FILES = ("config.json", "params.safetensors")
-MOST_SETTINGS = 2**20  # bytes of config.json
 MOST_WORKSPACE = 2**32  # bytes that an algorithm for a convolution may ask for
 SMALLEST_TILE = 8  # pixels per side
-
-
-class VQError(config.ConfigError):
-    """A name or folder without a usable image tokenizer."""
 
 
 class VQModel(nnx.Module):
@@ -450,7 +436,7 @@ def decode_codes(
             f"Codes from {codes.min()} to {codes.max()} cannot be decoded: the codebook has 0 to"
             f" {size - 1}. Mask and register ids must be replaced by codes first."
         )
-    return _in_batches(_decode, model, codes, batch)
+    return _in_batches(decode, model, codes, batch)
 
 
 @kept()
@@ -459,7 +445,7 @@ def _encode(model, pixels):
 
 
 @kept()
-def _decode(model, codes):
+def decode(model, codes):
     return to_uint8(model.decode(codes))
 
 
@@ -476,202 +462,3 @@ def _in_batches(call, model, items, batch):
         results.append(call(model, padded[i : i + size]))
         runtime.check_interrupt()
     return np.concatenate(results)[: len(items)]
-
-
-def save(folder: pathlib.Path, model: VQModel) -> None:
-    """Writes `config.json` and `params.safetensors`; an interrupted write leaves the old files."""
-    arrays = {name: np.asarray(value) for name, value in parameters.by_name(model).items()}
-    save_arrays(folder, arrays, model.settings)
-
-
-def save_arrays(folder: pathlib.Path, arrays: dict[str, np.ndarray], settings: config.VQ) -> None:
-    """Writes the same files as `save`, from parameters named like `decoder/conv_in/kernel`."""
-    with files.replacing(folder) as new:
-        new.mkdir()
-        safetensors.numpy.save_file(arrays, new / "params.safetensors")
-        (new / "params.safetensors").chmod(0o644)  # the library makes the file private
-        written = {"format": FORMAT, **config.to_dict(settings)}
-        files.write_json(new / "config.json", written, indent=2)
-
-
-def copy(folder: pathlib.Path, new: pathlib.Path) -> None:
-    """Copies the files of an image tokenizer, and nothing else, to a new folder.
-
-    Raises:
-        OSError: one of them is missing or not a regular file, or the disk is full.
-    """
-    new.mkdir()
-    for name in FILES:
-        files.copy(folder / name, new / name)
-
-
-def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
-    """Returns the folder of an image tokenizer.
-
-    Args:
-        folder_or_name: that folder, a folder of a model or a run, or the name of a bundled model.
-
-    Raises:
-        VQError: there is none; the message lists the bundled models.
-    """
-    given = pathlib.Path(folder_or_name)
-    places = (BUNDLED / given / "vq", given / "vq", given / "model" / "vq", given)
-    if (given / "params.safetensors").is_file():
-        return given
-    for folder in places:
-        if folder.is_dir():
-            return folder
-    bundled = sorted(path.parent.name for path in BUNDLED.glob("*/vq"))
-    raise VQError(
-        f"No image tokenizer at {str(folder_or_name)!r}. Give a folder with config.json and"
-        f" params.safetensors, the folder of a model, or a bundled model: {', '.join(bundled)}."
-    )
-
-
-@jax_settings.defaults()
-def load(folder_or_name: str | os.PathLike) -> tuple[VQModel, config.VQ]:
-    """Returns a saved image tokenizer; see `find` for where it may lie.
-
-    Raises:
-        VQError: it does not exist, or one of its files is missing, unreadable or inconsistent.
-    """
-    folder = find(folder_or_name)
-    settings = read_settings(folder)
-    path = folder / "params.safetensors"
-    model = shapes(settings)
-    expected = parameters.by_name(model)
-    try:
-        stored = tensor_files.read_header(path)
-        faults = parameters.differences(expected, stored)
-        given = {} if faults else tensor_files.read_floats(path)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    if faults:
-        raise VQError(
-            f"{path} does not fit {folder / 'config.json'}; take both files from the same save:\n"
-            f"{faults}"
-        )
-    if wrong := [name for name, array in given.items() if not np.isfinite(array).all()]:
-        raise VQError(f"{path} holds NaN or infinite numbers in {wrong[0]}. Get it again.")
-    leaves = [jax.device_put(given[name], may_alias=False) for name in expected]
-    return jax.tree.unflatten(jax.tree.structure(model), leaves), settings
-
-
-def read_settings(folder: pathlib.Path) -> config.VQ:
-    """Returns the settings of the image tokenizer in a folder.
-
-    Raises:
-        VQError: its `config.json` is missing, unreadable or for something else.
-    """
-    path = folder / "config.json"
-    try:
-        written = files.read_json(path, MOST_SETTINGS)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    given = written.pop("format", None) if isinstance(written, dict) else None
-    if given != FORMAT:
-        raise VQError(
-            f"{path} has format {schema.shown(given)}; this version reads {FORMAT!r}. Give a folder"
-            " that `--config=configs/scenes_vq_g1.py` or `models.vq.save` wrote."
-        )
-    return config.build(config.VQ, written)
-
-
-def _unreadable(path: pathlib.Path, error: Exception) -> VQError:
-    return VQError(f"{path} cannot be read ({error}).{files.remedy(error, 'Copy it again.')}")
-
-
-# ---------------------------------------------------------------------------------------------
-# The image tokenizer for tasks and preparation.
-
-
-class ImageCodec:
-    """The image tokenizer of a checkpoint: converts pixels to cells of codes and back.
-
-    Args:
-        name_or_folder: see `find`.
-        model: its cells are made of these codes.
-
-    Raises:
-        ConfigError: there is no such VQ, or its codes do not fit the model.
-    """
-
-    def __init__(self, name_or_folder: str | pathlib.Path, model: config.Model):
-        self.side = model.codes_side
-        self.grid_size = model.grid_size
-        self._decoders: dict[str, VQModel] = {}  # by dtype
-        self.vq, settings = load(name_or_folder)
-        self.folder, self.image_size = find(name_or_folder), settings.image_size
-        self.factor = settings.factor  # pixels per side of a code
-        codes, wanted = self.image_size // self.factor, self.grid_size * self.side
-        if (codes, settings.codebook_size) != (wanted, model.codebook_size):
-            raise config.ConfigError(
-                f"the image tokenizer {name_or_folder} makes {codes}x{codes} codes of"
-                f" {settings.codebook_size} kinds, and the model takes {wanted}x{wanted} of"
-                f" {model.codebook_size}: choose another Data.image_codec, or change"
-                " Model.grid_size, codes_per_token or codebook_size."
-            )
-
-    def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
-        """Returns the cells of images in raster order, encoding each image separately."""
-        codes = encode_images(self.vq, pixels, batch=1)
-        return np.asarray(sequence.cells_from_codes(codes, self.side))
-
-    def decode(
-        self, cells: Int[np.ndarray, "b l g"], rows: int | None = None, dtype: str = "float32"
-    ) -> UInt8[np.ndarray, "b h w 3"]:
-        """Returns the images of cells, decoding each separately: no image affects another.
-
-        Args:
-            rows: number of rows of cells; by default as in the largest image.
-            dtype: of the decoder (`for_decoding`).
-        """
-        codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
-        return decode_codes(self._decoder(dtype), np.asarray(codes), batch=1)
-
-    def decoding(self, cells: tuple[int, int], dtype: str = "float32") -> list[Program]:
-        """Starts to make the program that decodes an image of rows and columns of cells."""
-        shape = 1, cells[0] * self.side, cells[1] * self.side
-        codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
-        return [_decode.program(self._decoder(dtype), codes)]
-
-    def _decoder(self, dtype: str) -> VQModel:
-        if dtype not in self._decoders:
-            with jax_settings.defaults():
-                self._decoders[dtype] = taken_apart(for_decoding(self.vq, dtype))
-        return self._decoders[dtype]
-
-
-class ImageTokenizer:
-    """The image tokenizer for `prepare`: converts squares of pixels to codes.
-
-    Its parameters are read when the first image is encoded, in the process that encodes it.
-
-    Args:
-        name_or_folder: see `find`.
-
-    Raises:
-        VQError: there is no such VQ.
-    """
-
-    def __init__(self, name_or_folder: str):
-        self.folder = find(name_or_folder)
-        settings = read_settings(self.folder)
-        self.side, self.factor = settings.image_size, settings.factor
-        self.codebook_size = settings.codebook_size
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the settings and the parameters."""
-        digest = hashlib.sha256(files.read_bytes(self.folder / "config.json"))
-        with files.open_regular(self.folder / "params.safetensors") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
-
-    @functools.cached_property
-    def _model(self) -> VQModel:
-        return load(self.folder)[0]
-
-    def encode(self, pixels: UInt8[np.ndarray, "n side side 3"]) -> Int[np.ndarray, "n y x"]:
-        """Returns the codes of images, encoding them as one batch."""
-        return encode_images(self._model, pixels, batch=len(pixels))

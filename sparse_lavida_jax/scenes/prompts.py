@@ -57,7 +57,7 @@ _FAULT = re.compile(
 
 @runtime_checkable
 class Codec(Protocol):
-    """The part of an image tokenizer that is used here (`models.vq.ImageCodec`)."""
+    """The part of an image tokenizer that is used here (`models.image_codec.ImageCodec`)."""
 
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of images."""

@@ -28,7 +28,7 @@ from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture import batches, folders, ingest, prepare, recipe, words
 from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import image_codec, vq, vq_files
 from sparse_lavida_jax.training import lengths, start, train_vq
 
 PEEKED = 64  # images whose sizes determine that of the image tokenizer
@@ -128,7 +128,7 @@ def place_image_tokenizer(
 
     Args:
         settings: for a new one, and for training it.
-        named: see `vq.find`; "": the one that is there, or a new one.
+        named: see `vq_files.find`; "": the one that is there, or a new one.
         say: is told what was decided.
 
     Raises:
@@ -141,8 +141,8 @@ def place_image_tokenizer(
     if not named and place.is_dir():
         say(f"{place}: the image tokenizer that is there is kept; delete it to train another")
         return
-    source = vq.ImageTokenizer(named).folder if named else place
-    sized = vq.read_settings(source) if named else settings.vq
+    source = image_codec.ImageTokenizer(named).folder if named else place
+    sized = vq_files.read_settings(source) if named else settings.vq
     most = SHOWN if named else MOST_BYTES // (3 * sized.image_size**2)
     to = ingest.Settings(sized.image_size, sized.factor, 1, settings.seed)
     pixels = _squares(mixture, to, most, settings.prepare.max_bad_fraction)
@@ -158,16 +158,16 @@ def place_image_tokenizer(
             f" {len(pixels)} images, {_length(settings)}"
         )
         try:
-            vq.save(place, _trained(settings, pixels))
+            vq_files.save(place, _trained(settings, pixels))
         except KeyboardInterrupt:
             say("the unfinished image tokenizer is discarded; the same command starts over")
             raise
     elif source.resolve() != place.resolve():
         with files.replacing(place) as new:
-            vq.copy(source, new)
+            vq_files.copy(source, new)
     if pixels is None:
         return
-    model, _ = vq.load(place)
+    model, _ = vq_files.load(place)
     shown = pixels[np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).astype(int)]
     again = vq.decode_codes(model, vq.encode_images(model, shown))
     pairs = [np.concatenate(pair, axis=1) for pair in zip(shown, again, strict=True)]
@@ -290,7 +290,7 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
             " images, type `sparse-lavida prepare IMAGES prepared`, then `sparse-lavida train"
             " --data=prepared`; or name the model to start from with --init-from."
         ) from error
-    images, on_cpu = vq.read_settings(prepared / "vq"), jax.default_backend() == "cpu"
+    images, on_cpu = vq_files.read_settings(prepared / "vq"), jax.default_backend() == "cpu"
     ids = [tokenizer.id_of(token) for token in (chat.END_OF_TEXT, chat.MASK)]
     sized = (tokenizer.vocab_size, *ids, images.codebook_size, images.image_size // images.factor)
     return config.Config(

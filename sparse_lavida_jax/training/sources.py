@@ -15,7 +15,7 @@ from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.vq import ImageCodec, ImageTokenizer
+from sparse_lavida_jax.models.image_codec import ImageCodec, ImageTokenizer
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import encoder_of

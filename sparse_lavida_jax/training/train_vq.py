@@ -25,7 +25,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.art import codebook, dice
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.scenes import world
 from sparse_lavida_jax.training import metrics, muon
@@ -71,7 +71,7 @@ def train(
         console,
         is_asked_to_stop,
     )
-    vq.save(workdir / "vq", model)
+    vq_files.save(workdir / "vq", model)
     _report(model, images_of((seed, REPORT), reported), report, workdir, console)
 
 

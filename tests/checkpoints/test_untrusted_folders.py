@@ -20,7 +20,7 @@ from sparse_lavida_jax.convert import adapters, to_torch
 from sparse_lavida_jax.data import files, tensor_files, tokenizer_files
 from sparse_lavida_jax.data.tokenizer import TokenizerError
 from sparse_lavida_jax.data.vocabulary import WORDS, Vocabulary
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import vq_files
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 
 MODEL = tiny.model_settings()
@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("whole") / "model", config.Config(model=MODEL)
     model_folder.save_model(
         folder, tiny.denoiser(MODEL), made,
-        tokenizer_path=SHIPPED, vq_folder=vq.find("scenes"), readme="# test\n",
+        tokenizer_path=SHIPPED, vq_folder=vq_files.find("scenes"), readme="# test\n",
         words=frozenset({"red"}),
     )  # fmt: skip
     model_folder.copy_with_readme(folder, folder, "# test\n")  # with made_of.json
@@ -292,7 +292,7 @@ def test_an_image_tokenizer_of_very_many_layers_is_refused(folder):
     settings |= {"channels": [16] * 16, "layers_per_block": 16, "image_size": 2**15}
     (folder / "vq" / "config.json").write_text(json.dumps(settings))
     with pytest.raises(config.ConfigError, match="at most 24 residual layers"):
-        vq.load(folder / "vq")
+        vq_files.load(folder / "vq")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -343,8 +343,8 @@ def test_every_safetensors_file_is_checked_alike(folder, whole, kind):
         list_anew(folder)
         assert refused(folder, f"{pathlib.Path(name).name} is damaged")
         if name.startswith("vq"):
-            with pytest.raises(vq.VQError, match=r"cannot be read"):
-                vq.load(folder / "vq")
+            with pytest.raises(vq_files.VQError, match=r"cannot be read"):
+                vq_files.load(folder / "vq")
         (folder / name).unlink() if before is None else (folder / name).write_bytes(before)
     alone = folder.with_name("adapters")
     alone.mkdir()
@@ -358,8 +358,8 @@ def test_an_image_tokenizer_is_compared_before_it_is_read(folder):
     header = {"a": {"dtype": "F32", "shape": [2**37], "data_offsets": [0, 2**39]}}
     path.write_bytes(stored(header))
     os.truncate(path, len(stored(header)) + 2**39)  # half a terabyte that takes no room
-    with pytest.raises(vq.VQError, match="does not fit"):
-        vq.load(folder / "vq")
+    with pytest.raises(vq_files.VQError, match="does not fit"):
+        vq_files.load(folder / "vq")
 
 
 def test_a_file_in_order_is_read(tmp_path):

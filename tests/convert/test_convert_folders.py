@@ -21,7 +21,7 @@ from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
 from sparse_lavida_jax.convert import from_torch, names, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.models import parameters, vq
+from sparse_lavida_jax.models import parameters, vq_files
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -188,7 +188,7 @@ def test_a_converted_folder_is_a_whole_model_folder(converted):
     assert loaded.config.model.compute_dtype == "bfloat16"
     assert loaded.config.vq == torch_folder.VQ
     assert ChatTokenizer(loaded.tokenizer_path).vocab_size > 256
-    assert vq.load(loaded.vq_folder)[1] == torch_folder.VQ
+    assert vq_files.load(loaded.vq_folder)[1] == torch_folder.VQ
     readme = (converted / "README.md").read_text()
     assert "non-commercial" in readme
     assert (converted / "official" / "LICENSE").read_text() in "For research only."
@@ -634,7 +634,7 @@ def test_a_flipped_bit_names_the_tensor(tmp_path, kind):
 
 def test_every_tensor_has_a_digest(converted):
     store = stores.open_params(converted)
-    image = parameters.by_name(vq.load(converted / "vq")[0])
+    image = parameters.by_name(vq_files.load(converted / "vq")[0])
     assert set(arrays.read_digests(converted)) == {
         *store.leaves,
         *(f"vq/params.safetensors:{name}" for name in image),

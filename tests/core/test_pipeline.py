@@ -15,7 +15,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import engine
-from sparse_lavida_jax.models import fuse, lora, parameters, vq
+from sparse_lavida_jax.models import fuse, image_codec, lora, parameters
 from sparse_lavida_jax.scenes import prompts, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 
@@ -35,7 +35,7 @@ def _quick():
 def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     """Four codes per cell, in the order of the shipped tokenizer's grid."""
     model = config.Model(codes_per_token=4, codebook_size=256)
-    codec = vq.ImageCodec(stand_ins.FOUR_CODES, model)
+    codec = image_codec.ImageCodec(stand_ins.FOUR_CODES, model)
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
     (cells,) = codec.encode(world.render(scene)[None])
     np.testing.assert_array_equal(cells, prompts.appearance_codes(codec)[np.array(scene.cells)])
@@ -58,7 +58,7 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
 )
 def test_a_codec_that_does_not_fit_the_model_is_reported(name, changes, told):
     with pytest.raises(config.ConfigError, match=told):
-        vq.ImageCodec(name, config.Model(**changes))
+        image_codec.ImageCodec(name, config.Model(**changes))
 
 
 def test_a_model_without_its_image_tokenizer_is_refused(tmp_path):

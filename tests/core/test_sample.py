@@ -14,7 +14,7 @@ import traces
 from flax import nnx
 
 from sparse_lavida_jax import config, orders, pipeline, sample, sequence
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import image_codec, vq
 from sparse_lavida_jax.sampling import calls, draw, options, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
@@ -945,7 +945,7 @@ PROGRAMS = {
         "apart": "slice",
     },
     sample: {"run_phase": "dot_general"},
-    vq: {"_encode": "conv_general_dilated", "_decode": "conv_general_dilated"},
+    vq: {"_encode": "conv_general_dilated", "decode": "conv_general_dilated"},
 }  # fmt: skip
 
 
@@ -987,7 +987,7 @@ def test_a_request_runs_a_prefill_and_a_program_a_phase_and_asks_the_host_nothin
 def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(guidance, ran):
     """With guidance, the dropped and the full row are passed apart; none is passed twice."""
     given = stand_ins.settings(sampling={"num_steps": 8, "guidance": guidance})
-    codec = vq.ImageCodec("scenes", given.model)
+    codec = image_codec.ImageCodec("scenes", given.model)
     codec.encode = stand_ins.Codec().encode  # uses an encoder
     model = tiny.denoiser(given.model)
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), codec)
@@ -996,7 +996,7 @@ def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(gu
         pipe.generate("a red circle", plan=False, callback=phases.append)
         del phases[0]  # before the first step
         begin = ["pass_prompt"] * 2 if guidance else ["prefill", "apart"]
-        own = [*(begin if first else []), "gather", *["run_phase"] * len(phases), "_decode"]
+        own = [*(begin if first else []), "gather", *["run_phase"] * len(phases), "decode"]
         assert ran[before:] == own
         assert len(phases) > 1
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.evals import benchmark, exact
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import image_codec, vq_files
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.scenes import batches, tasks, world
@@ -77,7 +77,7 @@ def test_the_model_knows_the_tokenizer(name):
 def test_the_codes_of_the_images_fit_the_model(name):
     given = read(name)
     place = {"runs/scenes_vq_g4": stand_ins.FOUR_CODES}.get(given.data.image_codec, "scenes")
-    codec = vq.ImageCodec(place, given.model)  # raises if they do not
+    codec = image_codec.ImageCodec(place, given.model)  # raises if they do not
     assert given.model.grid_size == world.GRID
     assert codec.image_size == given.vq.image_size
 
@@ -226,4 +226,4 @@ def test_the_large_model_of_a_gpu_is_as_it_says():
 
 def test_the_image_tokenizers_are_those_of_their_configs():
     for name, place in (("g1", "scenes"), ("g4", stand_ins.FOUR_CODES)):
-        assert vq.read_settings(vq.find(place)) == read(f"scenes_vq_{name}").vq
+        assert vq_files.read_settings(vq_files.find(place)) == read(f"scenes_vq_{name}").vq

@@ -16,7 +16,7 @@ from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.models import parameters, vq
+from sparse_lavida_jax.models import image_codec, parameters
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import own_images, start
 
@@ -106,7 +106,7 @@ def test_a_small_image_is_drawn_in_as_many_steps_as_it_has_cells(tmp_path, monke
     monkeypatch.setattr(own_images, "_count", lambda _: 40)
     for size, steps in ((32, 4), (64, 12)):
         images = config.VQ(image_size=size, channels=(8,) * 5)
-        monkeypatch.setattr(vq, "read_settings", lambda _, images=images: images)
+        monkeypatch.setattr(vq_files, "read_settings", lambda _, images=images: images)
         assert own_images.from_scratch(tmp_path).sampling.num_steps == steps
 
 
@@ -151,11 +151,11 @@ def test_three_commands_lead_to_a_sample(images, tmp_path, capsys):
     assert image_files.read(prepared / "reconstructions.png").shape[1] > 4 * 64
 
     # A second run does no work again.
-    digest = vq.ImageTokenizer(str(prepared)).digest
+    digest = image_codec.ImageTokenizer(str(prepared)).digest
     assert front("prepare", images, prepared, *TOKENIZER) == 0
     printed = capsys.readouterr()
     assert "0 of 1 shard(s) made now" in printed.out and "is kept; delete it" in printed.err
-    assert vq.ImageTokenizer(str(prepared)).digest == digest
+    assert image_codec.ImageTokenizer(str(prepared)).digest == digest
 
     assert front("train", f"--data={prepared}", f"--workdir={run}", *SHORT, *TINY) == 0
     printed = capsys.readouterr()

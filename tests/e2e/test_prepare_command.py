@@ -17,7 +17,7 @@ from sparse_lavida_jax import main
 from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.mixture.records import ShardedRecords
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import image_codec
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 CODEC = "--config.data.image_codec=scenes"
@@ -39,7 +39,7 @@ def test_tables_become_shards_with_the_codes_of_the_tokenizer(tmp_path, capsys):
 
     index = json.loads((tmp_path / "out/mixture.json").read_text())
     (dataset,) = index["datasets"]
-    encoder = vq.ImageTokenizer("scenes")
+    encoder = image_codec.ImageTokenizer("scenes")
     assert index["tokenizer"]["digest"] == encoder.digest
     records = ShardedRecords(
         [(tmp_path / "out" / s["file"], s["records"], s["bytes"]) for s in dataset["shards"]]

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.scenes import world
 from sparse_lavida_jax.training import train_vq
 
@@ -25,7 +25,7 @@ def test_a_short_run_writes_a_tokenizer_and_says_how_good_it_is(tmp_path, capsys
     monkeypatch.setattr(train_vq, "REPORT_IMAGES", 6)
     monkeypatch.setattr(train_vq, "SURVEY_IMAGES", 4)
     train_vq.train(SETTINGS, tmp_path)
-    model, settings = vq.load(tmp_path / "vq")
+    model, settings = vq_files.load(tmp_path / "vq")
     assert settings == SETTINGS.vq
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(model))
     assert Image.open(tmp_path / "reconstructions.png").size == (576, 192)

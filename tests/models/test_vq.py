@@ -15,8 +15,8 @@ import stand_ins
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.models import parameters, vq
-from sparse_lavida_jax.models.vq import ImageCodec
+from sparse_lavida_jax.models import parameters, vq, vq_files
+from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.scenes import tasks, world
 
 SETTINGS = config.VQ(
@@ -278,9 +278,9 @@ def test_codes_outside_the_codebook_are_refused():
 
 def test_loading_gives_the_bits_that_were_saved(tmp_path):
     model = tiny()
-    vq.save(tmp_path / "vq", model)
-    vq.save(tmp_path / "vq", model)  # over the first
-    loaded, settings = vq.load(tmp_path / "vq")
+    vq_files.save(tmp_path / "vq", model)
+    vq_files.save(tmp_path / "vq", model)  # over the first
+    loaded, settings = vq_files.load(tmp_path / "vq")
     assert settings == SETTINGS
     assert jax.tree.structure(loaded) == jax.tree.structure(model)
     for mine, theirs in zip(jax.tree.leaves(model), jax.tree.leaves(loaded), strict=True):
@@ -289,7 +289,7 @@ def test_loading_gives_the_bits_that_were_saved(tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_old_files(tmp_path, monkeypatch):
-    vq.save(tmp_path / "vq", tiny())
+    vq_files.save(tmp_path / "vq", tiny())
     before = (tmp_path / "vq" / "params.safetensors").read_bytes()
 
     def full_disk(*_):
@@ -297,34 +297,34 @@ def test_an_interrupted_save_leaves_the_old_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        vq.save(tmp_path / "vq", tiny(commitment=0.0))
+        vq_files.save(tmp_path / "vq", tiny(commitment=0.0))
     assert (tmp_path / "vq" / "params.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["vq"]
 
 
 def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(vq.VQError, match=r"'nowhere'.*or a bundled model: scenes\."):
-        vq.load("nowhere")
+    with pytest.raises(vq_files.VQError, match=r"'nowhere'.*or a bundled model: scenes\."):
+        vq_files.load("nowhere")
 
 
 @pytest.mark.parametrize("place", ["", "vq", "model/vq"])
 def test_the_tokenizer_of_a_model_or_a_run_is_found(tmp_path, place):
-    vq.save(tmp_path / place, tiny())
-    assert vq.find(tmp_path) == tmp_path / place
+    vq_files.save(tmp_path / place, tiny())
+    assert vq_files.find(tmp_path) == tmp_path / place
     (tmp_path / place / "vq").mkdir()
-    assert vq.find(tmp_path / place) == tmp_path / place
+    assert vq_files.find(tmp_path / place) == tmp_path / place
 
 
 def test_all_misfits_are_reported_at_once(tmp_path):
-    vq.save(tmp_path / "vq", tiny())
+    vq_files.save(tmp_path / "vq", tiny())
     path = tmp_path / "vq" / "params.safetensors"
     tensors = safetensors.numpy.load_file(path)
     del tensors["codebook"]
     tensors["codebooks"] = np.zeros(3, np.float32)
     tensors["quant_conv/bias"] = np.zeros(5, np.float32)
     safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(vq.VQError) as error:
-        vq.load(tmp_path / "vq")
+    with pytest.raises(vq_files.VQError) as error:
+        vq_files.load(tmp_path / "vq")
     for fault in (
         "codebook: missing, the model has (10, ",
         "codebooks (3,): the model has no such parameter",
@@ -336,19 +336,19 @@ def test_all_misfits_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "params.safetensors"])
 @pytest.mark.parametrize("broken", ["missing", "cut"])
 def test_a_broken_file_is_named(tmp_path, name, broken):
-    vq.save(tmp_path / "vq", tiny())
+    vq_files.save(tmp_path / "vq", tiny())
     path = tmp_path / "vq" / name
     if broken == "missing":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(vq.VQError, match=f"{name} cannot be read .*Copy"):
-        vq.load(tmp_path / "vq")
+    with pytest.raises(vq_files.VQError, match=f"{name} cannot be read .*Copy"):
+        vq_files.load(tmp_path / "vq")
 
 
 def test_another_format_is_refused(tmp_path):
-    vq.save(tmp_path / "vq", tiny())
+    vq_files.save(tmp_path / "vq", tiny())
     path = tmp_path / "vq" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": "VQModel"}))
-    with pytest.raises(vq.VQError, match="format 'VQModel'; this version reads"):
-        vq.load(tmp_path / "vq")
+    with pytest.raises(vq_files.VQError, match="format 'VQModel'; this version reads"):
+        vq_files.load(tmp_path / "vq")

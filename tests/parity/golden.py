@@ -24,6 +24,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import arrays, model_folder
 from sparse_lavida_jax.convert import from_torch, names, settings
 from sparse_lavida_jax.models import vq as image_tokenizer
+from sparse_lavida_jax.models import vq_files
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.vision import Tower
 
@@ -103,7 +104,7 @@ class Case:
     @functools.cached_property
     def _vq(self) -> image_tokenizer.VQModel:
         if "d_model" in self.config:
-            return image_tokenizer.load(self.converted / "vq")[0]
+            return vq_files.load(self.converted / "vq")[0]
         made = self.settings.vq
         prefix = self.config["vq_config"]["weights_prefix"]
         found = self._ours(names.vq_names(made), names.VQ_PREFIX, prefix)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import stand_ins
 
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.scenes import world
 
 SCENES = 1000
@@ -42,12 +42,12 @@ def table(name: str) -> np.ndarray:
     """The codes of each appearance, alone in the middle of an image."""
     grids = np.zeros((APPEARANCES, world.GRID, world.GRID), int)
     grids[:, 3, 2] = np.arange(APPEARANCES)
-    return cells_of(vq.encode_images(vq.load(name)[0], render(grids)))[:, 3, 2]
+    return cells_of(vq.encode_images(vq_files.load(name)[0], render(grids)))[:, 3, 2]
 
 
 @functools.cache
 def coded(name: str) -> Coded:
-    model, rng = vq.load(name)[0], np.random.default_rng(7)
+    model, rng = vq_files.load(name)[0], np.random.default_rng(7)
     shape = (SCENES, world.GRID, world.GRID)
     filled = rng.random(shape) < rng.random((SCENES, 1, 1))
     grids = np.where(filled, rng.integers(1, APPEARANCES, shape), world.EMPTY)
@@ -80,7 +80,7 @@ def test_an_image_full_of_one_thing_has_the_codes_of_one(name, codes_a_cell):
     full = np.broadcast_to(
         np.arange(APPEARANCES)[:, None, None], (APPEARANCES, world.GRID, world.GRID)
     )
-    cells = cells_of(vq.encode_images(vq.load(name)[0], render(full)))
+    cells = cells_of(vq.encode_images(vq_files.load(name)[0], render(full)))
     np.testing.assert_array_equal(cells, table(name)[full])
 
 
@@ -100,4 +100,4 @@ def test_a_drawn_image_can_be_edited_as_if_it_were_rendered(name, codes_a_cell):
 
 @each_codec
 def test_the_tokenizer_is_small(name, codes_a_cell):
-    assert (vq.find(name) / "params.safetensors").stat().st_size < 1_000_000
+    assert (vq_files.find(name) / "params.safetensors").stat().st_size < 1_000_000

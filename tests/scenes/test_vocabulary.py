@@ -9,7 +9,7 @@ import pytest
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.vocabulary import words_of
 from sparse_lavida_jax.inference.requests import TASKS, RequestMaker
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.models import image_codec
 from sparse_lavida_jax.scenes import tasks, vocabulary
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ KNOWN = vocabulary.of_source("scenes")
 
 def prompts_of(*trained):
     settings = config.Config(data=config.Data(tasks=dict.fromkeys(trained, 1.0)))
-    codec = vq.ImageCodec("scenes", settings.model)
+    codec = image_codec.ImageCodec("scenes", settings.model)
     return settings, ScenePrompts.of(Tokenizer(), settings, codec)
 
 
