@@ -163,6 +163,7 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
         else:
             _plot_bars(axes, ways, tasks)
         axes.set_ylabel("share correct")
+        axes.set_ylim(0, 1)
         axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
@@ -182,6 +183,10 @@ def _plot_curve(axes, rows: Rows) -> None:
 def _plot_bars(axes, ways: dict[str, list[Row]], tasks: Sequence[str]) -> None:
     """Draws a bar for each way and task, with its spread over seeds, and a point for each seed."""
     width = 0.8 / len(ways)
+    if len(ways) > 10:  # the default colours would recur
+        from matplotlib import colormaps
+
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for number, (name, own) in enumerate(ways.items()):
         at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
         shares = [_shares(own, task) for task in tasks]
@@ -191,4 +196,3 @@ def _plot_bars(axes, ways: dict[str, list[Row]], tasks: Sequence[str]) -> None:
         for place, found in zip(at, shares, strict=True):
             axes.plot([place] * len(found), found, ".", color="0.2", ms=3)
     axes.set_xticks(range(len(tasks)), tasks)
-    axes.set_ylim(0, 1)

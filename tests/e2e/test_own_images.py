@@ -16,7 +16,7 @@ from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.convert import from_torch, stand_in
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.models import image_codec, parameters
+from sparse_lavida_jax.models import image_codec, parameters, vq_files
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import own_images, start
 
