@@ -42,7 +42,7 @@ def tile_of(rows: int, tokens: int, kernel: Any, dtype: Any) -> int:
 
     The plain loss needs 6 bytes of temporary memory per logit. Tiles need about 2 per logit of a
     tile, and a copy of the kernel if its dtype is not that of the products; they also take less
-    time, as they read and write fewer logits. docs/log/2026-11-training-compiled.md has both.
+    time, as they read and write fewer logits. docs/training.md has both.
 
     Args:
         rows: of the batch; under a mesh, a device has its share of them.
