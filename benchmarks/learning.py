@@ -37,13 +37,13 @@ from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import language
 from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
+from sparse_lavida_jax.prompting.protocol import prompt_format
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import ExampleMaker, encoder_of
@@ -280,7 +280,7 @@ def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
         begin = time.process_time()
     row = {"curve": curve, "slots": spent.slots, "loss_tokens": spent.with_loss}
     if here.scored:
-        prompts = language(settings.prompts).of(tokenizer, settings, codec)
+        prompts = prompt_format(settings.prompts).of(tokenizer, settings, codec)
         pipe = SparseLaViDa(jax.tree.map(jax.numpy.asarray, kept), settings, prompts, codec, 32)
         row["scores"] = {
             name: exact.as_json(exact.evaluate(pipe, "draw", here.scored, sampling=sampling))

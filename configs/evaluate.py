@@ -12,8 +12,8 @@ settings of its benchmark; docs/api/benchmarks.md lists the official files and t
 
 import ml_collections
 
-from sparse_lavida_jax.evals import benchmark
+from sparse_lavida_jax.evals import benchmarks
 
 
 def get_config(name: str = "scenes") -> ml_collections.ConfigDict:
-    return ml_collections.ConfigDict(benchmark.preset(name))
+    return ml_collections.ConfigDict(benchmarks.preset(name))

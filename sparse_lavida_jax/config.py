@@ -551,7 +551,7 @@ class Config(Section):
 
     name: str = "unnamed"  # the run directory is runs/<name> unless --workdir says otherwise
     seed: Count = 0
-    # Form of prompts (`data/templates.py`): small world or LaViDa-O; "": inferred from the rest.
+    # Format of prompts (`prompting/protocol.py`): a small world or LaViDa-O; "": from the rest.
     prompts: Literal["", "scenes", "art", "chat"] = ""
     model: Model = dataclasses.field(default_factory=Model)
     vq: VQ = dataclasses.field(default_factory=VQ)

@@ -4,11 +4,11 @@
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.requests import TASKS, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Callback
 
 

@@ -25,7 +25,7 @@ Three block assignments (config `diffusion.blocks`):
   from which t was drawn, makes the loss Eq. 1.
 
 LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blocks: see
-`lavida_o/objective.py`.
+`data/released_objective.py`.
 """
 
 import bisect

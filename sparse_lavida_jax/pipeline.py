@@ -26,7 +26,6 @@ from jaxtyping import Int
 from sparse_lavida_jax import config, old_names, runtime
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import PromptLanguage, RequestError, language
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.checks import Number, Numbers, Words
@@ -51,6 +50,8 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.programs import jax_settings
+from sparse_lavida_jax.prompting.protocol import PromptFormat, prompt_format
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import MOST_GB, ContentCache
@@ -91,7 +92,7 @@ class SparseLaViDa:
         self,
         model: Denoiser,
         settings: config.Config,
-        prompts: PromptLanguage,
+        prompts: PromptFormat,
         codec: ImageCodec | None,
         batch_size: Number = 16,
         source: Origin | None = None,
@@ -187,10 +188,10 @@ class SparseLaViDa:
         textual = settings.model.understanding_only
         place = loaded.vq_folder or folder / "vq"
         codec = None if textual else ImageCodec(place, settings.model)
-        spoken = language(settings.prompts)
+        kind = prompt_format(settings.prompts)
         try:
-            tokenizer = spoken.tokenizer_type(loaded.tokenizer_path)
-            prompts = spoken.of(tokenizer, settings, codec)
+            tokenizer = kind.tokenizer_type(loaded.tokenizer_path)
+            prompts = kind.of(tokenizer, settings, codec)
         except (ValueError, FileNotFoundError) as error:
             raise model_folder.CheckpointError(str(error)) from error
         named = f"{name}@{revision}" if revision else str(name)

@@ -85,7 +85,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedText:
-    """Text that training on whole sequences predicts (`lavida_o.objective`); never dropped."""
+    """Text that training on whole sequences predicts (`data.released_objective`); never dropped."""
 
     ids: Int[np.ndarray, " n"]
 

@@ -11,10 +11,10 @@ import types
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.content_cache import ContentCache

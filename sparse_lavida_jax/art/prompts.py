@@ -22,8 +22,8 @@ from sparse_lavida_jax.art.world import (
     render,
 )
 from sparse_lavida_jax.data.images import resize
-from sparse_lavida_jax.data.templates import Grid, Pixels
-from sparse_lavida_jax.data.vocabulary import Vocabulary
+from sparse_lavida_jax.prompting.protocol import Grid, Pixels
+from sparse_lavida_jax.prompting.vocabulary import Vocabulary
 from sparse_lavida_jax.scenes.prompts import Codec, ExampleMaker, ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 

@@ -30,8 +30,8 @@ from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, load
 from sparse_lavida_jax.art.tasks import ask, caption
 from sparse_lavida_jax.art.world import BACKGROUNDS
 from sparse_lavida_jax.data.files import write_text
-from sparse_lavida_jax.data.tokenizer import train_byte_level
-from sparse_lavida_jax.data.vocabulary import Vocabulary, listed, words_of
+from sparse_lavida_jax.prompting.tokenizer import train_byte_level
+from sparse_lavida_jax.prompting.vocabulary import Vocabulary, listed, words_of
 from sparse_lavida_jax.scenes.grammar import RELATIONS
 from sparse_lavida_jax.scenes.tokenizer import LOCATION_TOKENS, SPECIAL_TOKENS, Tokenizer
 

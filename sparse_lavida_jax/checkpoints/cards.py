@@ -6,7 +6,7 @@ import re
 import tempfile
 
 from sparse_lavida_jax.checkpoints import hub, model_folder
-from sparse_lavida_jax.data.vocabulary import Vocabulary
+from sparse_lavida_jax.prompting.vocabulary import Vocabulary
 from sparse_lavida_jax.scenes import vocabulary
 
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)

@@ -35,10 +35,10 @@ from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, C
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, SHARD_BYTES, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
-from sparse_lavida_jax.data.vocabulary import WORDS
 from sparse_lavida_jax.models import denoiser, parameters, quantize, vq_files
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.parameters import ChooseSharding
+from sparse_lavida_jax.prompting.vocabulary import WORDS
 from sparse_lavida_jax.schema import shown
 
 FORMAT = "sparse-lavida-jax/1"

@@ -21,7 +21,6 @@ from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
 from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, records, requests, warmup
 from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.regions import cell_rows
@@ -31,6 +30,7 @@ from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs import compiling, executables, kept, side_by_side
 from sparse_lavida_jax.programs.folder import keep_programs
+from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
 

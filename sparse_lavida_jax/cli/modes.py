@@ -151,16 +151,18 @@ def _written(dst: str, done: Any) -> str:
 
 
 def _verify(asked: argparse.Namespace, settings: config.Config) -> str:
-    from sparse_lavida_jax.data.templates import language
-    from sparse_lavida_jax.data.vocabulary import Vocabulary
     from sparse_lavida_jax.models import vq_files
+    from sparse_lavida_jax.prompting.protocol import prompt_format
+    from sparse_lavida_jax.prompting.vocabulary import Vocabulary
 
     folder = model_folder.find_model(asked.src)
     count = model_folder.verify(folder)
     if (folder / "vq").is_dir():
         vq_files.load(folder / "vq")
     try:
-        language(model_folder.read_config(folder).prompts).tokenizer_type(folder / "tokenizer.json")
+        prompt_format(model_folder.read_config(folder).prompts).tokenizer_type(
+            folder / "tokenizer.json"
+        )
         Vocabulary.read(folder)
     except (ValueError, FileNotFoundError) as error:
         raise model_folder.CheckpointError(str(error)) from error

@@ -7,14 +7,12 @@ A benchmark is one file of this folder with its class as `BENCHMARK`, found by i
 
 import abc
 import dataclasses
-import importlib
 import itertools
 import pathlib
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from sparse_lavida_jax import config, evals
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, leftovers
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals.files import EvaluationError, Record, image_name
@@ -23,10 +21,6 @@ from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.options import changed
 
-MACHINERY = (
-    "benchmark", "chance", "circumstances", "exact", "files", "held_out", "lmms", "nearest",
-    "report", "run", "scorers",
-)  # fmt: skip
 EXPORT, JUDGED = "export", "judged"  # folders: the input of scorers, and their output
 # One token per step at temperature 0, as in the evaluation of the base model (spec Sec. 6).
 TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
@@ -284,36 +278,3 @@ class QuestionBenchmark(Benchmark):
         if all(one.record.get(self.solution) in (None, "", "?") for one in answers):
             return []
         return super().metrics(answers, folder)
-
-
-def names() -> list[str]:
-    """Returns the names of all benchmarks: the files in this folder except for the shared ones."""
-    return [one.name for one in pkgutil.iter_modules(evals.__path__) if one.name not in MACHINERY]
-
-
-def find(name: str) -> type[Benchmark]:
-    """Returns the class of a benchmark.
-
-    Raises:
-        EvaluationError: there is no such benchmark.
-    """
-    if name not in names():
-        raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(names())}.")
-    return importlib.import_module(f"{evals.__name__}.{name}").BENCHMARK
-
-
-def preset(name: str) -> dict[str, Any]:
-    """Returns the config for running a benchmark, for `configs/evaluate.py`.
-
-    Raises:
-        EvaluationError: no benchmark has a config of this name.
-    """
-    known = {one: benchmark for benchmark in names() for one in find(benchmark).configs}
-    if name not in known:
-        raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(known)}.")
-    bench = find(known[name])
-    return {
-        "name": f"eval_{name}",
-        "evaluate": {"benchmark": known[name], **bench.configs[name]},
-        "sampling": dict(bench.sampled_with),
-    }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact scores on the scenes: programs read pixels or text to judge the output of a model.
 
-`evals/scenes.py` is the benchmark; reports of training runs use the same scores.
+`evals/benchmarks/scenes.py` is the benchmark; reports of training runs use the same scores.
 """
 
 import collections

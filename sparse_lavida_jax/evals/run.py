@@ -20,7 +20,7 @@ from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
-from sparse_lavida_jax.evals import benchmark, scorers
+from sparse_lavida_jax.evals import benchmark, benchmarks, scorers
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
 from sparse_lavida_jax.evals.files import EvaluationError
@@ -65,7 +65,7 @@ def evaluate(
         RunError: the folder belongs to another evaluation, or is in use.
     """
     part, parts = _shard(shard)
-    bench = benchmark.find(settings.evaluate.benchmark)(settings)
+    bench = benchmarks.find(settings.evaluate.benchmark)(settings)
     # The SHA-256 of the manifest of a model, which contains those of all its files.
     weights = adapter_names.parse(adapters)
     source = {"name": name, "sha256": adapter_names.digest(model_folder.find_model(name), weights)}

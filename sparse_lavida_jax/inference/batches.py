@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling.prompts import LaidOut, lengths_of
 
 # How batches are padded:

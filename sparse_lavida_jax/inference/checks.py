@@ -11,7 +11,7 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import arrays
-from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS
 from sparse_lavida_jax.schema import LARGEST_SCALE, shown
 

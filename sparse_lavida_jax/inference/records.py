@@ -15,11 +15,11 @@ import jax
 from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
+from sparse_lavida_jax.prompting.request_errors import RequestError
 
 log = logging.getLogger(__name__)
 

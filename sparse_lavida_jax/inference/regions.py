@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.images import resize
-from sparse_lavida_jax.data.templates import Grid
+from sparse_lavida_jax.prompting.protocol import Grid
 
 log = logging.getLogger(__name__)
 

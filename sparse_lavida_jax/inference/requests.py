@@ -17,19 +17,12 @@ import numpy as np
 from sparse_lavida_jax import config, old_names
 from sparse_lavida_jax.data import arrays, files, image_files
 from sparse_lavida_jax.data.image_files import Pixels
-from sparse_lavida_jax.data.templates import (
-    Grid,
-    PromptLanguage,
-    RequestError,
-    Template,
-    check_characters,
-    check_words,
-    parse_template,
-    words_template,
-)
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.checks import MOST_IMAGES, Number, Numbers, Words, each, texts
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
+from sparse_lavida_jax.prompting.gaps import Template, parse_template, words_template
+from sparse_lavida_jax.prompting.protocol import Grid, PromptFormat
+from sparse_lavida_jax.prompting.request_errors import RequestError, check_characters, check_words
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.options import OPTIONS, changed
 from sparse_lavida_jax.sampling.presets import RowRequest
@@ -237,7 +230,7 @@ class RequestMaker:
     """
 
     settings: config.Config
-    prompts: PromptLanguage
+    prompts: PromptFormat
     side: int
 
     def make(

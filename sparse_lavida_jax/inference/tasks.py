@@ -16,7 +16,6 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import PromptLanguage, RequestError
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs
@@ -30,6 +29,8 @@ from sparse_lavida_jax.inference.requests import (
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
 from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.prompting.protocol import PromptFormat
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import digest
@@ -75,7 +76,7 @@ class TaskRun:
 
     engine: Engine
     settings: config.Config
-    prompts: PromptLanguage
+    prompts: PromptFormat
     codec: Any
     source: Origin
     sampling: config.Sampling

@@ -17,10 +17,10 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Pixels
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.requests import TASKS, Request, grid_of
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.presets import RowRequest
@@ -145,21 +145,21 @@ class _Prompts:
 
     def written(self) -> list[Rehearsal]:
         """Returns those of a text, each with one row."""
-        language, seen = self.pipe.prompts, () if self.image is None else (self.image,)
+        prompts, seen = self.pipe.prompts, () if self.image is None else (self.image,)
 
         def example(words: str) -> Example:
-            return language.ask(words, seen, language.answer_tokens)
+            return prompts.ask(words, seen, prompts.answer_tokens)
 
         return [*self._texts(example)]
 
     def drawn(self) -> list[Rehearsal]:
         """Returns those of an image and of its layout, each with one row."""
-        language, written = self.pipe.prompts, 0
+        prompts, written = self.pipe.prompts, 0
         found: list[Rehearsal] = []
-        if self.sampling.layout and language.lays_out(self.task) and self._writes:
+        if self.sampling.layout and prompts.lays_out(self.task) and self._writes:
 
             def layout(words: str) -> Example:
-                return language.layout(words, self.image)
+                return prompts.layout(words, self.image)
 
             written = len(layout(_words(1)).response) + self._around_layout
             found += [dataclasses.replace(one, layout=True) for one in self._texts(layout)]
@@ -201,13 +201,13 @@ class _Prompts:
         return len(self.pipe.prompts.tokenizer.encode(layout))
 
     def _image_example(self, words: str, layout: str | None = None) -> Example:
-        language, model = self.pipe.prompts, self.pipe.settings.model
+        prompts, model = self.pipe.prompts, self.pipe.settings.model
         cells = grid_of(self.options.get("size"), self.pipe.codec.image_size, model)
         blank = np.zeros((math.prod(cells), model.codes_per_token), np.int32)
         if self.image is None:
-            example = language.draw(words, blank, layout=layout, grid=cells)
+            example = prompts.draw(words, blank, layout=layout, grid=cells)
         else:
-            example = language.change(words, blank, self.image, None, layout)
+            example = prompts.change(words, blank, self.image, None, layout)
         return dataclasses.replace(example, grid=cells)
 
     def _texts(self, example: Callable[[str], Example]) -> Iterator[Rehearsal]:

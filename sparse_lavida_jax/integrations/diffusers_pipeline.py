@@ -19,12 +19,12 @@ import numpy as np
 from PIL import Image
 
 from sparse_lavida_jax.checkpoints import hub
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.checks import SEEDS, Number, Words
 from sparse_lavida_jax.inference.requests import Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.tags import FIRST_BLOCK
 

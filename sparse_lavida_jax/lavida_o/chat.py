@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.tokenizer import TextTokenizer
+from sparse_lavida_jax.prompting.tokenizer import TextTokenizer
 from sparse_lavida_jax.sequence import Part, Response, Source, Text, VisionTokens
 
 Parts = tuple[Part, ...]

@@ -16,17 +16,11 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.data.templates import (
-    Grid,
-    Pixels,
-    PromptLanguage,
-    RequestError,
-    Template,
-    template_ids,
-    too_long,
-)
-from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.prompting.gaps import Template, template_ids
+from sparse_lavida_jax.prompting.protocol import Grid, Pixels, PromptFormat
+from sparse_lavida_jax.prompting.request_errors import RequestError, too_long
+from sparse_lavida_jax.prompting.vocabulary import Vocabulary
 from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
 
 ANSWER_TOKENS = 64
@@ -45,7 +39,7 @@ LAID_OUT = {"generate": "layout", "edit": "edit_layout"}
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatPrompts(PromptLanguage):
+class ChatPrompts(PromptFormat):
     """The prompts of a converted LaViDa-O, or of LLaDA, which only handles text.
 
     Attributes:

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.released_objective import Sequence
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.chat import CELL, IMAGE, SOURCE_CELL, ChatTokenizer
-from sparse_lavida_jax.lavida_o.objective import Sequence
 from sparse_lavida_jax.mixture.recipe import WITH_LAYOUT
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.sequence import (

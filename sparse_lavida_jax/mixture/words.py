@@ -9,10 +9,11 @@ import itertools
 import pathlib
 from collections.abc import Iterable, Iterator
 
-from sparse_lavida_jax.data import byte_pairs, files
-from sparse_lavida_jax.data.vocabulary import words_of
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.mixture.records import Record
+from sparse_lavida_jax.prompting import byte_pairs
+from sparse_lavida_jax.prompting.vocabulary import words_of
 
 LOCATIONS = 65  # LOC coordinates: boxes in 64ths of an image; 1025 in the release
 LARGEST_VOCABULARY = 8192

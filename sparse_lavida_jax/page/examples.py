@@ -4,7 +4,7 @@
 Only models of the small world have these examples; `tests/e2e/test_demo.py` draws the images.
 """
 
-from sparse_lavida_jax.data.templates import Pixels
+from sparse_lavida_jax.prompting.protocol import Pixels
 from sparse_lavida_jax.scenes import world
 
 # By task; tasks that are not named have none.

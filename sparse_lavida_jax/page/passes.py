@@ -261,7 +261,7 @@ def layout_boxes(layout: str, most: int) -> list[tuple[str, Box]]:
 
     Args:
         layout: in words and location tokens: " large red circle<LOC_0><LOC_0><LOC_4><LOC_4>, ...".
-        most: the largest coordinate (`PromptLanguage.frame`).
+        most: the largest coordinate (`PromptFormat.frame`).
     """
     found = []
     for name, tokens in _ENTRY.findall(layout):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax.data.tokenizer import train_byte_level
+from sparse_lavida_jax.prompting.tokenizer import train_byte_level
 
 END = b"end\n"  # no JSON
 
@@ -26,7 +26,7 @@ def train(
     Raises:
         OSError: the other process cannot start, or was ended, perhaps for want of memory.
     """
-    command = [sys.executable, "-m", "sparse_lavida_jax.data.byte_pairs"]
+    command = [sys.executable, "-m", "sparse_lavida_jax.prompting.byte_pairs"]
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

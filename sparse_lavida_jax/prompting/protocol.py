@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by both prompt languages: request errors, texts with gaps, and their interface."""
+"""The protocol of prompt formats, and which there are."""
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,122 +12,23 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Box, Pixels
-from sparse_lavida_jax.data.vocabulary import Reading, Vocabulary
-from sparse_lavida_jax.schema import InputError
+from sparse_lavida_jax.prompting.gaps import Template
+from sparse_lavida_jax.prompting.request_errors import RequestError
+from sparse_lavida_jax.prompting.vocabulary import Reading, Vocabulary
 
 Grid = Bool[np.ndarray, "y x"]
-Template = tuple[str | int, ...]  # pieces of text, and numbers: gaps of so many tokens
 
-_GAP = re.compile(r"_{2,}|\{(\d+)\}")
-MOST_GAP = 512  # tokens
-MOST_GAPS = 8192  # tokens in all gaps of a text
 _LOCATIONS = re.compile(r"\s*(?:<LOC_\w+>)+")
 _EDGE = re.compile(r"<LOC_(\d{1,9})>")
 ROWS, COLUMNS = ("top", "", "bottom"), ("left", "", "right")  # thirds of an image
-WORD_GAP = 3  # tokens before, between and after required words: "a small red" circle
-
-
-class RequestError(InputError):
-    """A request for something that a model cannot do; the message says what it can."""
-
-
-def parse_template(text: str) -> Template:
-    """Reads a text with gaps: `___` is a gap of one token, `{4}` one of four.
-
-    Raises:
-        RequestError: there is no gap, or one that is too long.
-    """
-    check_characters(text, "text")
-    pieces: list[str | int] = []
-    end = 0
-    for match in _GAP.finditer(text):
-        if len(digits := match.group(1) or "1") > 9:
-            raise RequestError(f"a gap of {digits:.9}... tokens is out of range: 1..{MOST_GAP}.")
-        pieces += [text[end : match.start()].rstrip(), int(digits)]
-        end = match.end()
-    pieces.append(text[end:].rstrip())
-    if end == 0:
-        raise RequestError(
-            f"the text {text!r} has no gap to fill: write ___ for one word, {{4}} for four tokens."
-        )
-    if wrong := [n for n in pieces if isinstance(n, int) and not 1 <= n <= MOST_GAP]:
-        raise RequestError(f"a gap of {wrong[0]} tokens is out of range: 1..{MOST_GAP}.")
-    if (total := sum(n for n in pieces if isinstance(n, int))) > MOST_GAPS:
-        raise RequestError(f"the gaps are {total} tokens in all: at most {MOST_GAPS} are filled.")
-    # The filling of a gap brings its own leading space.
-    spaced = (p if isinstance(p, int) or p[:1] in ("", " ") or i else f" {p}"
-              for i, p in enumerate(pieces))  # fmt: skip
-    return tuple(piece for piece in spaced if piece)
-
-
-def words_template(words: Sequence[str], gap: int = WORD_GAP) -> Template:
-    """Returns a template with the words in their order and a gap around each.
-
-    Raises:
-        RequestError: there are no words.
-    """
-    if not words or not all(word.strip() for word in words):
-        raise RequestError("a constrained caption needs a template or at least one word.")
-    check_characters(" ".join(words), "caption")
-    return (gap, *(piece for word in words for piece in (f" {word.strip()}", gap)))
-
-
-def template_ids(
-    template: Template, encode: Callable[[str], list[int]], open_id: int
-) -> tuple[Int[np.ndarray, " l"], Bool[np.ndarray, " l"]]:
-    """Returns the ids of a template, `open_id` in its gaps, and which of them are known."""
-    ids: list[int] = []
-    given: list[bool] = []
-    for piece in template:
-        part = [open_id] * piece if isinstance(piece, int) else encode(piece)
-        ids += part
-        given += [not isinstance(piece, int)] * len(part)
-    return np.array(ids, np.int32), np.array(given, bool)
-
-
-def check_words(text: str) -> str:
-    """Checks a text that a user wrote, and returns it.
-
-    Raises:
-        RequestError: it is empty, or `check_characters` refuses it.
-    """
-    if not text.strip():
-        raise RequestError("the prompt is empty: say in words what you want.", setting="prompt")
-    check_characters(text, "prompt")
-    return text
-
-
-def check_characters(text: str, what: str) -> None:
-    """Checks that a text can be encoded.
-
-    Raises:
-        RequestError: it holds half a character (a surrogate), which JSON and command-line
-            arguments may contain.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"character {error.start + 1} of the {what} is half a character: leave it out.",
-            setting=what,
-        ) from error
-
-
-def too_long(text: str, tokens: int, most: int, what: str = "prompt") -> RequestError:
-    """Returns the error for a prompt that is longer than the model allows."""
-    shown = text if len(text) <= 40 else f"{text[:40]}..."
-    return RequestError(
-        f"the {what} {shown!r} is {tokens} tokens long, images included: at most {most} fit.",
-        setting=what,
-    )
 
 
 @runtime_checkable
-class PromptLanguage(Protocol):
+class PromptFormat(Protocol):
     """The prompts of every task: `ScenePrompts` in `scenes`, or `ChatPrompts` in `lavida_o`.
 
     Attributes:
-        tokenizer_type, tokenizer: of the text (`data.tokenizer.TextTokenizer`).
+        tokenizer_type, tokenizer: of the text (`prompting.tokenizer.TextTokenizer`).
         encoder: makes training examples of the small world; None for other models.
         describe: words that ask for a caption.
         describe_in: words that ask for a caption with given words.
@@ -151,7 +52,7 @@ class PromptLanguage(Protocol):
     locates_in_one_step: ClassVar[bool]
 
     @classmethod
-    def of(cls, tokenizer: Any, settings: config.Config, codec: Any) -> "PromptLanguage":
+    def of(cls, tokenizer: Any, settings: config.Config, codec: Any) -> "PromptFormat":
         """Returns the prompts of a model, given its tokenizers.
 
         Args:
@@ -352,15 +253,15 @@ class PromptLanguage(Protocol):
         ...
 
 
-# By `config.Config.prompts`: the module of a language, loaded when it is first used, and its class.
-LANGUAGES = {
+# By `config.Config.prompts`: the module of a format, loaded when it is first used, and its class.
+FORMATS = {
     "scenes": ("sparse_lavida_jax.scenes.prompts", "ScenePrompts"),
     "art": ("sparse_lavida_jax.art.prompts", "ArtPrompts"),
     "chat": ("sparse_lavida_jax.lavida_o.prompts", "ChatPrompts"),
 }
 
 
-def language(name: str) -> Any:
-    """Returns the class of a model's prompts, a `PromptLanguage`, by its name in `LANGUAGES`."""
-    module, kind = LANGUAGES[name]
+def prompt_format(name: str) -> Any:
+    """Returns the class of a model's prompts, a `PromptFormat`, by its name in `FORMATS`."""
+    module, kind = FORMATS[name]
     return getattr(importlib.import_module(module), kind)

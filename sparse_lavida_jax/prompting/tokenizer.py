@@ -11,7 +11,8 @@ from typing import ClassVar
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from sparse_lavida_jax.data import files, tokenizer_files
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.prompting import tokenizer_files
 from sparse_lavida_jax.schema import ConfigError
 
 

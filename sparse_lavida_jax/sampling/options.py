@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.prompting.request_errors import RequestError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,20 +18,13 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.data import released_objective
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
-from sparse_lavida_jax.data.templates import (
-    Box,
-    Grid,
-    Pixels,
-    PromptLanguage,
-    RequestError,
-    Template,
-    template_ids,
-    too_long,
-)
-from sparse_lavida_jax.data.vocabulary import Reading, Vocabulary
-from sparse_lavida_jax.lavida_o import objective
+from sparse_lavida_jax.prompting.gaps import Template, template_ids
+from sparse_lavida_jax.prompting.protocol import Box, Grid, Pixels, PromptFormat
+from sparse_lavida_jax.prompting.request_errors import RequestError, too_long
+from sparse_lavida_jax.prompting.vocabulary import Reading, Vocabulary
 from sparse_lavida_jax.scenes import rules, sentences, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
     LOCATIONS,
@@ -201,7 +194,7 @@ class ExampleMaker:
             self._text([t.end_of_turn_id], keep=True),
         )
 
-    def sequence(self, example: Example) -> objective.Sequence:
+    def sequence(self, example: Example) -> released_objective.Sequence:
         """Returns an example as LaViDa-O trains on it (spec Sec. 9.1), without padding.
 
         Everything after the assistant token is the answer, including a layout and the end of the
@@ -219,7 +212,7 @@ class ExampleMaker:
                 parts.append(part)
         no_codes = np.zeros((0, self.model.codes_per_token), np.int32)
         codes = example.response if example.kind == "image" else no_codes
-        return objective.Sequence(tuple(parts), codes, views=example.shown)
+        return released_objective.Sequence(tuple(parts), codes, views=example.shown)
 
     def scene_example(
         self,
@@ -265,7 +258,7 @@ def _answer(example: Example) -> list[Part]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScenePrompts(PromptLanguage):
+class ScenePrompts(PromptFormat):
     """The prompts of the small world.
 
     Attributes:
@@ -292,7 +285,7 @@ class ScenePrompts(PromptLanguage):
 
     @property
     def usual_words(self) -> int:
-        return sentences.MOST_TOKENS if self._is_read else PromptLanguage.usual_words
+        return sentences.MOST_TOKENS if self._is_read else PromptFormat.usual_words
 
     @property
     def _is_read(self) -> bool:

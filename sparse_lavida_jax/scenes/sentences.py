@@ -12,7 +12,7 @@ import difflib
 import re
 from collections.abc import Callable
 
-from sparse_lavida_jax.data.vocabulary import Reading, listed
+from sparse_lavida_jax.prompting.vocabulary import Reading, listed
 from sparse_lavida_jax.scenes.dice import TRAINED, Dice
 from sparse_lavida_jax.scenes.grammar import (
     CONVERSE,

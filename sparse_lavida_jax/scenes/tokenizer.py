@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from sparse_lavida_jax.data.files import write_text
-from sparse_lavida_jax.data.tokenizer import TextTokenizer, train_byte_level
+from sparse_lavida_jax.prompting.tokenizer import TextTokenizer, train_byte_level
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.grammar import LOCATIONS
 

@@ -3,7 +3,7 @@
 
 import functools
 
-from sparse_lavida_jax.data.vocabulary import Vocabulary, listed, words_of
+from sparse_lavida_jax.prompting.vocabulary import Vocabulary, listed, words_of
 from sparse_lavida_jax.scenes import sentences
 from sparse_lavida_jax.scenes.grammar import CORNERS, DIRECTIONS, EDITS, NUMBERS, RELATIONS, Phrase
 from sparse_lavida_jax.scenes.world import COLOURS, GRID, SHAPES, SIZES

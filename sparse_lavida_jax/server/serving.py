@@ -22,11 +22,11 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.data import image_files, images
-from sparse_lavida_jax.data.templates import RequestError, check_words
 from sparse_lavida_jax.inference import batches, regions, warmup
 from sparse_lavida_jax.inference.checks import check_ceilings
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 from sparse_lavida_jax.schema import InputError, about
 from sparse_lavida_jax.server.batching import Batcher, Cancelled, Limits, Stopped, Ticket

@@ -10,13 +10,13 @@ from sparse_lavida_jax.art import vocabulary as art_vocabulary
 from sparse_lavida_jax.art.batches import ArtBatches
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
-from sparse_lavida_jax.data.templates import language
-from sparse_lavida_jax.data.vocabulary import Vocabulary
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture.batches import MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.image_codec import ImageCodec, ImageTokenizer
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.protocol import prompt_format
+from sparse_lavida_jax.prompting.vocabulary import Vocabulary
 from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import encoder_of
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
@@ -68,7 +68,7 @@ class TrainingData:
 
     def pipe(self, model: Denoiser) -> SparseLaViDa:
         """Returns the pipeline to sample from a model."""
-        prompts = language(self.settings.prompts).of(self.tokenizer, self.settings, self.codec)
+        prompts = prompt_format(self.settings.prompts).of(self.tokenizer, self.settings, self.codec)
         return SparseLaViDa(model, self.settings, prompts, self.codec)
 
 

@@ -25,9 +25,9 @@ from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.convert import settings as released
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import records
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
+from sparse_lavida_jax.prompting.request_errors import RequestError
 
 fuzzed = settings(
     max_examples=2000 if os.environ.get("SLOW_TESTS") else 50,

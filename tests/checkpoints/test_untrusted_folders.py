@@ -17,10 +17,11 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import contents, manifest, model_folder, stores
 from sparse_lavida_jax.checkpoints.model_folder import CheckpointError
 from sparse_lavida_jax.convert import adapters, to_torch
-from sparse_lavida_jax.data import files, tensor_files, tokenizer_files
-from sparse_lavida_jax.data.tokenizer import TokenizerError
-from sparse_lavida_jax.data.vocabulary import WORDS, Vocabulary
+from sparse_lavida_jax.data import files, tensor_files
 from sparse_lavida_jax.models import vq_files
+from sparse_lavida_jax.prompting import tokenizer_files
+from sparse_lavida_jax.prompting.tokenizer import TokenizerError
+from sparse_lavida_jax.prompting.vocabulary import WORDS, Vocabulary
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 
 MODEL = tiny.model_settings()

@@ -13,8 +13,9 @@ from sparse_lavida_jax import main, runtime
 from sparse_lavida_jax.cli import commands, parser, program
 from sparse_lavida_jax.cli.errors import about_path
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.templates import MOST_GAPS, RequestError, parse_template
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.gaps import MOST_GAPS, parse_template
+from sparse_lavida_jax.prompting.request_errors import RequestError
 
 OPTIONS = [
     (name, option)

@@ -7,7 +7,7 @@ import pytest
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.cli.parser import Parser
-from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import InputError, about
 

@@ -13,9 +13,9 @@ import tiny
 import traces
 
 from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.data import released_objective
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.diffusion import ABSENT
-from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.sequence import Blank, LearnedText, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.training.loss import weighted_cross_entropy
@@ -378,7 +378,7 @@ def a_sequence(settings, seed=0, *, image=True, code_weight=None):
         Blank(2),
     )
     codes = rng.integers(0, model.codebook_size, cells if image else (0, cells[1]))
-    return objective.Sequence(parts, codes, code_weight, (seen,))
+    return released_objective.Sequence(parts, codes, code_weight, (seen,))
 
 
 def by_hand(sequence, drawn, settings, *, inverse=False):
@@ -450,8 +450,8 @@ def test_whole_sequences_are_masked_as_released(codes_per_token, complementary):
     )
     rng = np.random.default_rng(0)
     sequences = [a_sequence(settings, seed, image=seed % 4 > 0) for seed in range(16)]
-    draws = [objective.draw(rng, sequence) for sequence in sequences]
-    batch = objective.batch_sequences(sequences, draws, SHAPE, settings)
+    draws = [released_objective.draw(rng, sequence) for sequence in sequences]
+    batch = released_objective.batch_sequences(sequences, draws, SHAPE, settings)
     assert batch.predicts == "both"
     assert len(batch.text_total) == 16 * (1 + complementary)
     for row in range(len(batch.text_total)):
@@ -469,8 +469,8 @@ def test_whole_sequences_are_masked_as_released(codes_per_token, complementary):
 def test_targets_are_the_clean_text_and_codes():
     settings = released()
     sequence = a_sequence(settings)
-    drawn = objective.draw(np.random.default_rng(3), sequence)
-    batch = objective.batch_sequences([sequence], [drawn], SHAPE, settings)
+    drawn = released_objective.draw(np.random.default_rng(3), sequence)
+    batch = released_objective.batch_sequences([sequence], [drawn], SHAPE, settings)
     masked = batch.text_weight[0] > 0
     answers = np.concatenate([p.ids for p in sequence.parts if isinstance(p, LearnedText)])
     shown = batch.understanding.index[0] == NO_FEATURE
@@ -485,7 +485,7 @@ def test_targets_are_the_clean_text_and_codes():
 def test_the_lowest_number_masks_where_the_time_masks_nothing():
     settings = released()
     sequence = a_sequence(settings)
-    drawn = objective.draw(np.random.default_rng(0), sequence)
+    drawn = released_objective.draw(np.random.default_rng(0), sequence)
     last_answer = sequence.length - 3  # two blanks follow
     noise = np.full(sequence.length, 0.9)
     noise[last_answer] = 0.5
@@ -494,7 +494,7 @@ def test_the_lowest_number_masks_where_the_time_masks_nothing():
     drawn = dataclasses.replace(
         drawn, text_time=0.0, image_time=0.0, text_noise=noise, image_noise=codes
     )
-    batch = objective.batch_sequences([sequence], [drawn], SHAPE, settings)
+    batch = released_objective.batch_sequences([sequence], [drawn], SHAPE, settings)
     assert batch.text_total == 1 and batch.image_total == 0.25
     (slot,) = np.flatnonzero(batch.text_weight[0])
     assert batch.understanding.tags.position[0, slot] == last_answer
@@ -505,7 +505,7 @@ def test_the_lowest_number_masks_where_the_time_masks_nothing():
 def test_the_probability_of_a_mask_is_the_time_squeezed_above_a_thousandth(policy):
     for u in (0.0, 0.2, 0.5, 0.97, 1.0):
         t, _ = diffusion.time_from_uniform(policy, u)
-        p = objective.mask_probability(policy, u)
+        p = released_objective.mask_probability(policy, u)
         assert 1e-3 <= p <= 1
         np.testing.assert_allclose(p, 1e-3 + 0.999 * t, atol=1e-6 if t > 1e-3 else 1e-3)
 
@@ -516,8 +516,8 @@ def test_weights_of_codes_have_a_mean_of_1_over_the_masked_ones_of_each_image():
     rng = np.random.default_rng(0)
     maps = [np.where(rng.random(shape) < 0.3, 5.0, 1.0), np.ones(shape), None]
     sequences = [a_sequence(settings, i, code_weight=w) for i, w in enumerate(maps)]
-    draws = [objective.draw(rng, sequence) for sequence in sequences]
-    batch = objective.batch_sequences(sequences, draws, SHAPE, settings)
+    draws = [released_objective.draw(rng, sequence) for sequence in sequences]
+    batch = released_objective.batch_sequences(sequences, draws, SHAPE, settings)
     image = slice(tiny.IMAGE_LEN, 2 * tiny.IMAGE_LEN)
     for row, weights in enumerate(maps):
         masked = batch.generation.tokens[row, image] == settings.model.image_mask_id
@@ -532,8 +532,8 @@ def test_weights_do_nothing_where_none_is_above_1():
     settings = released()
     weights = np.linspace(0.1, 1.0, tiny.IMAGE_LEN * 4).reshape(-1, 4)
     sequences = [a_sequence(settings, code_weight=w) for w in (weights, None)]
-    drawn = objective.draw(np.random.default_rng(0), sequences[0])
-    batch = objective.batch_sequences(sequences, [drawn] * 2, SHAPE, settings)
+    drawn = released_objective.draw(np.random.default_rng(0), sequences[0])
+    batch = released_objective.batch_sequences(sequences, [drawn] * 2, SHAPE, settings)
     np.testing.assert_array_equal(*batch.image_weight)
 
 
@@ -544,8 +544,8 @@ def test_a_batch_without_images_or_without_a_loss_on_text_predicts_one_stream():
     mute = released(text_loss=False)
 
     def predicts(sequences, settings):
-        draws = [objective.draw(np.random.default_rng(0), s) for s in sequences]
-        return objective.batch_sequences(sequences, draws, SHAPE, settings).predicts
+        draws = [released_objective.draw(np.random.default_rng(0), s) for s in sequences]
+        return released_objective.batch_sequences(sequences, draws, SHAPE, settings).predicts
 
     assert predicts([text_alone, text_alone], settings) == "understanding"
     assert predicts([text_alone, whole], settings) == "both"
@@ -555,9 +555,9 @@ def test_a_batch_without_images_or_without_a_loss_on_text_predicts_one_stream():
 def test_draws_of_another_length_are_refused():
     settings = released()
     long, short = a_sequence(settings), a_sequence(settings, image=False)
-    drawn = objective.draw(np.random.default_rng(0), short)
+    drawn = released_objective.draw(np.random.default_rng(0), short)
     with pytest.raises(ValueError, match="draw one number for each token and one for each code"):
-        objective.batch_sequences([long], [drawn], SHAPE, settings)
+        released_objective.batch_sequences([long], [drawn], SHAPE, settings)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import tiny
 from sparse_lavida_jax import config, pipeline, sequence
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.convert import adapters
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.models import fuse, image_codec, lora, parameters
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import prompts, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 

@@ -13,7 +13,7 @@ import stand_ins
 from flax import nnx
 
 from sparse_lavida_jax import config, diffusion, orders
-from sparse_lavida_jax.evals import benchmark, exact
+from sparse_lavida_jax.evals import benchmarks, exact
 from sparse_lavida_jax.models import image_codec, vq_files
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
@@ -177,8 +177,8 @@ def test_the_dense_baseline_differs_in_its_attention_only():
 
 @each_prepared
 def test_registers_are_trained_as_far_as_evaluations_write(name):
-    benchmarks = [preset for one in benchmark.names() for preset in benchmark.find(one).configs]
-    asked = {one: benchmark.preset(one)["evaluate"].get("max_new_tokens", 0) for one in benchmarks}
+    presets = [preset for one in benchmarks.names() for preset in benchmarks.find(one).configs]
+    asked = {one: benchmarks.preset(one)["evaluate"].get("max_new_tokens", 0) for one in presets}
     assert max(asked.values()) == 1024
     assert read(name).data.sampled_answer_len >= max(asked.values())
 

@@ -17,7 +17,7 @@ from sparse_lavida_jax import config, main
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.convert import from_torch, stand_in
-from sparse_lavida_jax.evals import benchmark
+from sparse_lavida_jax.evals import benchmarks
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.sampling import prompts
 
@@ -172,4 +172,4 @@ def test_a_config_for_no_benchmark_lists_those_that_there_are():
     with pytest.raises(config.ConfigError) as error:
         config.read(EVALUATE.with_name("evaluate.py:genevil"))
     assert f"no benchmark 'genevil'. There are: {', '.join(sorted(known))}." in str(error.value)
-    assert {BENCHMARKS.get(name, name) for name in known} == {*benchmark.names()}
+    assert {BENCHMARKS.get(name, name) for name in known} == {*benchmarks.names()}

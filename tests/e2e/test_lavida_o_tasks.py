@@ -13,9 +13,9 @@ import torch_folder
 from sparse_lavida_jax import config
 from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.convert import from_torch, stand_in
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sequence import Source, Text, VisionTokens
 
 VOCABULARY = stand_in.byte_tokenizer().get_vocab_size()

@@ -11,7 +11,8 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.evals import benchmark, chance, exact, scenes, scorers
+from sparse_lavida_jax.evals import benchmark, chance, exact, scorers
+from sparse_lavida_jax.evals.benchmarks import scenes
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 

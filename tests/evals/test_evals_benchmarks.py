@@ -14,18 +14,9 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.evals import (
-    benchmark,
-    files,
-    imgedit,
-    mathvista,
-    mmbench,
-    mme,
-    mmmu,
-    refcoco,
-    scorers,
-)
+from sparse_lavida_jax.evals import benchmark, benchmarks, files, scorers
 from sparse_lavida_jax.evals.benchmark import JUDGED, Answer
+from sparse_lavida_jax.evals.benchmarks import imgedit, mathvista, mmbench, mme, mmmu, refcoco
 from sparse_lavida_jax.evals.files import EvaluationError
 
 SAMPLES = pathlib.Path(__file__).parents[1] / "data" / "evals"
@@ -35,7 +26,7 @@ SPLITS = {
 }  # fmt: skip
 PARQUET = {"mathvista", "mmmu"}
 SHARES = (0.0, 1e-05, 0.5, 1.0, 1 / 3)  # of correct answers, for DPG-Bench
-NAMES = sorted({*benchmark.names()} - {"scenes"})
+NAMES = sorted({*benchmarks.names()} - {"scenes"})
 
 
 def load(name, data=None, **changes):
@@ -44,7 +35,7 @@ def load(name, data=None, **changes):
     evaluate = {"benchmark": name, "data": str(data or SAMPLES / name)}
     evaluate["split"] = SPLITS.get(name, "")
     settings = config.build(config.Config, {"evaluate": evaluate | changes})
-    return benchmark.find(settings.evaluate.benchmark)(settings)
+    return benchmarks.find(settings.evaluate.benchmark)(settings)
 
 
 def answers(bench, outputs):
@@ -93,7 +84,7 @@ def test_items_are_numbered_and_show_their_images(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_missing_is_named_with_where_to_get_it(name, tmp_path):
-    bench = benchmark.find(name)
+    bench = benchmarks.find(name)
     source = bench.source
     for data, told in (("", "needs --config.evaluate.data"), ("nowhere", "there is no folder")):
         with pytest.raises(EvaluationError) as error:

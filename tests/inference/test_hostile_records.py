@@ -20,9 +20,9 @@ from sparse_lavida_jax import pipeline
 from sparse_lavida_jax.checkpoints.model_folder import CheckpointError
 from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches, engine
 from sparse_lavida_jax.inference.results import SHOWN_KEY
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.schema import InputError
 

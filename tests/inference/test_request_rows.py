@@ -14,10 +14,11 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.templates import RequestError, parse_template, words_template
 from sparse_lavida_jax.inference import checks, regions, requests
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.prompting.gaps import parse_template, words_template
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
 
 IMAGE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)

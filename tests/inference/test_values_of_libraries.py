@@ -19,9 +19,9 @@ from sparse_lavida_jax.checkpoints.model_folder import CheckpointError
 from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.image_files import ImageError
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.results import Origin, Result
+from sparse_lavida_jax.prompting.request_errors import RequestError
 
 PROMPT = "a red circle above a blue square"
 NOISE = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)

@@ -12,10 +12,10 @@ import staged
 
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.cli import commands, errors, parser, program
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches, warmup
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs import executables, kept
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes.grammar import box_text, cell_box
 
 IMAGE = np.full((96, 96, 3), 250, np.uint8)

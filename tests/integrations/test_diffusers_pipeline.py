@@ -13,9 +13,9 @@ import stand_ins
 from PIL import Image
 
 import sparse_lavida_jax
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.integrations.diffusers_pipeline import SparseLaViDaPipeline
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
 
 PROMPT = "a red circle above a blue square"

@@ -21,15 +21,17 @@ from flax import nnx
 from PIL import Image
 
 from sparse_lavida_jax import config, pipeline
+from sparse_lavida_jax.data import released_objective
 from sparse_lavida_jax.data.batch import RowShape
-from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.evals import benchmark, refcoco
+from sparse_lavida_jax.evals import benchmark, benchmarks
+from sparse_lavida_jax.evals.benchmarks import refcoco
 from sparse_lavida_jax.inference import engine
-from sparse_lavida_jax.lavida_o import chat, objective
+from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
 from sparse_lavida_jax.mixture import examples
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import options, presets
 from sparse_lavida_jax.sequence import LearnedText, Response, Source, Text
 from sparse_lavida_jax.training import step as training_step
@@ -51,7 +53,7 @@ def released(**diffusion_settings):
 
 
 def batch_of(sequences, draws, settings):
-    return objective.batch_sequences(list(sequences), list(draws), SHAPE, settings)
+    return released_objective.batch_sequences(list(sequences), list(draws), SHAPE, settings)
 
 
 def an_edit(settings, seed, *, drop_source):
@@ -65,8 +67,8 @@ def an_edit(settings, seed, *, drop_source):
         LearnedText(np.array([12])),
         Response(cells[0]),
     )
-    sequence = objective.Sequence(parts, codes, None, ())
-    drawn = objective.draw(rng, sequence)
+    sequence = released_objective.Sequence(parts, codes, None, ())
+    drawn = released_objective.draw(rng, sequence)
     return sequence, dataclasses.replace(drawn, source=0.0 if drop_source else 1.0)
 
 
@@ -100,11 +102,11 @@ def test_without_a_loss_on_text_rows_of_unequal_images_are_what_each_is_alone(sh
 def test_text_alone_is_learned_without_an_image():
     """The release fails without images, and gives rows without one an empty image."""
     settings = released()
-    sequence = objective.Sequence(
+    sequence = released_objective.Sequence(
         (Text(np.array([2, 10, 11])), LearnedText(np.array([12, 13, 14, 15])), Response(0)),
         np.zeros((0, 4), int), None, (),
     )  # fmt: skip
-    drawn = objective.draw(np.random.default_rng(0), sequence)
+    drawn = released_objective.draw(np.random.default_rng(0), sequence)
     batch = batch_of([sequence] * 2, [drawn] * 2, settings)
     assert batch.pixels is None and batch.predicts == "understanding"
     value, logged = tiny.quick_jit(training_step.loss)(tiny.denoiser(settings.model), batch)
@@ -115,10 +117,10 @@ def test_text_alone_is_learned_without_an_image():
 def test_text_of_which_nothing_is_masked_has_no_loss():
     """The release computes 0 / 0 there, and repairs it only if there are images (behaviour 24)."""
     settings = released()
-    sequence = objective.Sequence(
+    sequence = released_objective.Sequence(
         (Text(np.array([2, 10, 11, 12])), Response(0)), np.zeros((0, 4), int), None, ()
     )
-    drawn = objective.draw(np.random.default_rng(0), sequence)
+    drawn = released_objective.draw(np.random.default_rng(0), sequence)
     batch = batch_of([sequence], [drawn], settings)
     grad = tiny.quick_jit(jax.value_and_grad(training_step.loss, has_aux=True))
     (value, _), gradient = grad(tiny.denoiser(settings.model), batch)
@@ -295,8 +297,8 @@ def test_images_are_seen_and_read_in_float32_whatever_the_parameters_are():
 def test_benchmarks_of_images_are_drawn_as_the_released_demo_draws():
     """The settings file that the released scripts name is not in their repository."""
     for name in ("geneval", "dpg"):
-        assert benchmark.preset(name)["sampling"] == {}
-    assert benchmark.preset("geneval")["evaluate"]["prefix"] == "a realistic image, 4k. "
+        assert benchmarks.preset(name)["sampling"] == {}
+    assert benchmarks.preset("geneval")["evaluate"]["prefix"] == "a realistic image, 4k. "
     assert "SCORE : 7.110" in chat.MICRO_CONDITION
 
 

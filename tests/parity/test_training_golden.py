@@ -20,9 +20,8 @@ import tiny
 from sparse_lavida_jax import config, diffusion
 from sparse_lavida_jax.checkpoints import arrays
 from sparse_lavida_jax.convert import names
-from sparse_lavida_jax.data import images
+from sparse_lavida_jax.data import images, released_objective
 from sparse_lavida_jax.data.batch import RowShape
-from sparse_lavida_jax.lavida_o import objective
 from sparse_lavida_jax.sequence import (
     Blank,
     LearnedText,
@@ -119,11 +118,11 @@ def run_of(name: str) -> Pass:
             parts.append(Response(0))
             image = np.zeros((0, settings.model.codes_per_token), int)
         weight = code_weight(given, variant, number)
-        sequences.append(objective.Sequence(tuple(parts), image, weight, views))
+        sequences.append(released_objective.Sequence(tuple(parts), image, weight, views))
         draws.append(draws_of(given, variant, rand, row, number, image))
     assert next(sources, None) is None and len(imaged) == len(codes), "not every image is used"
     shape = RowShape(length, max(sequence.num_cells for sequence in sequences))
-    batch = objective.batch_sequences(sequences, draws, shape, settings)
+    batch = released_objective.batch_sequences(sequences, draws, shape, settings)
     places = {
         stream: np.where(of.tags.block == PAD_BLOCK, -1, of.tags.position)
         for stream, of in (
@@ -142,14 +141,16 @@ def recorded_draws(given: golden.Case, variant: dict) -> dict[str, np.ndarray]:
     return {one["role"]: given.inputs[one["tensor"]] for one in variant["random"]}
 
 
-def draws_of(given, variant, rand, row: int, number: int | None, image) -> objective.MaskDraws:
+def draws_of(
+    given, variant, rand, row: int, number: int | None, image
+) -> released_objective.MaskDraws:
     """Returns the random numbers of a row; `number` is that of its image."""
     policy = variant["policy"]
     time, noise = 0.5, np.full(image.shape, 0.5)
     if number is not None:
         time = as_uniform(policy, rand["t_image"][number])
         noise = cells_of(given, rand["mask_noise_image"][number].reshape(variant["gen_shape"]))
-    return objective.MaskDraws(
+    return released_objective.MaskDraws(
         text_time=as_uniform(policy, rand["t_text"][row]),
         text_noise=rand["mask_noise_text"][row],
         prompt=float(rand["prompt_drop"][row]),
@@ -290,7 +291,7 @@ def test_the_codes_of_images_are_the_recorded_ones(run):
 def test_the_probability_of_a_mask_is_the_recorded_one(run):
     policy, rand = run.variant["policy"], recorded_draws(run.given, run.variant)
     times = rand["t_image" if run.imaged else "t_text"]
-    ours = [objective.mask_probability(policy, as_uniform(policy, time)) for time in times]
+    ours = [released_objective.mask_probability(policy, as_uniform(policy, time)) for time in times]
     recorded = run.given.outputs["p_mask"][:, 0]
     np.testing.assert_allclose(ours, recorded, rtol=0, atol=PROBABILITIES)
 
@@ -309,12 +310,12 @@ def test_every_time_policy_masks_what_is_recorded(case):
         for row, (time, line) in enumerate(zip(times, noise, strict=True)):
             u = as_uniform(policy, time)
             np.testing.assert_allclose(
-                objective.mask_probability(policy, u),
+                released_objective.mask_probability(policy, u),
                 given.outputs[one["p_mask_tensor"]][row].flat[0],
                 rtol=0,
                 atol=PROBABILITIES,
             )
-            masked = objective.mask_below(policy, u, line)
+            masked = released_objective.mask_below(policy, u, line)
             np.testing.assert_array_equal(masked, given.outputs[one["tensor"]][row])
 
 

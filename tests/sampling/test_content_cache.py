@@ -17,9 +17,9 @@ import tiny
 import traces
 
 from sparse_lavida_jax import sample, sequence
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import calls, prompts, state
 from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
 from sparse_lavida_jax.scenes import tasks, world

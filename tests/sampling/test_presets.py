@@ -10,10 +10,10 @@ import tiny
 
 from benchmarks import suites
 from sparse_lavida_jax import config, pipeline
-from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.evals import scenes
+from sparse_lavida_jax.evals.benchmarks import scenes
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.inference.results import SAMPLER_VERSION
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import options, presets
 
 TASKS = {"draw": 1.0, "layout": 1.0, "answer": 1.0, "check": 1.0}

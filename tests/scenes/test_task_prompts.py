@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import stand_ins
 
-from sparse_lavida_jax.data import templates
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import paired
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 
@@ -33,7 +32,7 @@ def first(task):
 
 @pytest.mark.parametrize("text", ["a ___ b", "___", "{3} a", "a {2} {3}", "__ __ a"])
 def test_gaps_are_read(text):
-    template = templates.parse_template(text)
+    template = gaps.parse_template(text)
     gaps = [piece for piece in template if isinstance(piece, int)]
     assert gaps == {"a ___ b": [1], "___": [1], "{3} a": [3], "a {2} {3}": [2, 3]}.get(text, [1, 1])
     assert all(piece.startswith(" ") for piece in template if isinstance(piece, str))
@@ -41,12 +40,12 @@ def test_gaps_are_read(text):
 
 def test_a_text_without_gaps_is_reported():
     with pytest.raises(RequestError, match="has no gap to fill"):
-        templates.parse_template("a red circle")
+        gaps.parse_template("a red circle")
     with pytest.raises(RequestError, match=r"a gap of 0 tokens is out of range: 1\.\.512"):
-        templates.parse_template("a {0}")
+        gaps.parse_template("a {0}")
     with pytest.raises(RequestError, match="at least one word"):
-        templates.words_template([" "])
-    assert templates.words_template(["red", "cross"], 2) == (2, " red", 2, " cross", 2)
+        gaps.words_template([" "])
+    assert gaps.words_template(["red", "cross"], 2) == (2, " red", 2, " cross", 2)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_holes_are_told_as_in_training(prompts, task):
 
 
 def test_a_template_is_given_where_it_is_known(prompts):
-    template = templates.parse_template("a red ___ above a blue square")
+    template = gaps.parse_template("a red ___ above a blue square")
     example = prompts.complete(prompts.fill_in, template, ())
     assert example.given.tolist() == [True, True, False, True, True, True, True, False]
     filled = example.response.copy()

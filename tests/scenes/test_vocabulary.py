@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.data.vocabulary import words_of
 from sparse_lavida_jax.inference.requests import TASKS, RequestMaker
 from sparse_lavida_jax.models import image_codec
+from sparse_lavida_jax.prompting.vocabulary import words_of
 from sparse_lavida_jax.scenes import tasks, vocabulary
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer

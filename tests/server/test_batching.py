@@ -8,9 +8,9 @@ import time
 import pytest
 import staged
 
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import warmup
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.server import batching
 from sparse_lavida_jax.server.batching import Cancelled
 from sparse_lavida_jax.server.serving import Limits, Service

@@ -20,7 +20,7 @@ from openai.resources.chat.completions import Completions  # noqa: E402
 from openai.resources.images import Images  # noqa: E402
 
 from sparse_lavida_jax.data.image_files import ImageError  # noqa: E402
-from sparse_lavida_jax.data.templates import RequestError  # noqa: E402
+from sparse_lavida_jax.prompting.request_errors import RequestError  # noqa: E402
 from sparse_lavida_jax.server.openai import bodies, chat  # noqa: E402
 from sparse_lavida_jax.server.openai.bodies import ChatBody, ImageBody  # noqa: E402
 from sparse_lavida_jax.server.serving import Service  # noqa: E402

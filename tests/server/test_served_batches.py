@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import batches
 from sparse_lavida_jax.inference.batches import kind_of
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.server import serving

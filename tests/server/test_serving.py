@@ -19,8 +19,8 @@ from PIL import Image
 from sparse_lavida_jax.cli import errors, hosting, parser, program
 from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.server import log_lines, serving
 from sparse_lavida_jax.server.batching import Cancelled, QueueFull, Stopped
 from sparse_lavida_jax.server.serving import Limits, Service

@@ -18,8 +18,8 @@ from typing import Any
 import fastapi
 
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.schema import InputError
 from sparse_lavida_jax.server.openai import asking, bodies, errors
 from sparse_lavida_jax.server.openai.bodies import ChatBody

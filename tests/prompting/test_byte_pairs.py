@@ -12,13 +12,13 @@ import time
 
 import pytest
 
-from sparse_lavida_jax.data import byte_pairs
-from sparse_lavida_jax.data.tokenizer import train_byte_level
+from sparse_lavida_jax.prompting import byte_pairs
+from sparse_lavida_jax.prompting.tokenizer import train_byte_level
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import random, signal, sys
-from sparse_lavida_jax.data import byte_pairs
+from sparse_lavida_jax.prompting import byte_pairs
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
 rng = random.Random(0)
