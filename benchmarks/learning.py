@@ -45,8 +45,8 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.prompting.protocol import prompt_format
 from sparse_lavida_jax.scenes import tasks, world
-from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import ExampleMaker, encoder_of
+from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.tags import FIRST_BLOCK

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from sparse_lavida_jax.kernels import attention, shapes, tables
+from sparse_lavida_jax.kernels import attention, shapes, tile_lists
 from sparse_lavida_jax.visibility import PAD_BLOCK, visible
 
 HEADS, HEAD_DIM = 32, 128
-TILE = tables.TileSizes(128, 128, 128)  # the unit of "tile FLOPs"
+TILE = tile_lists.TileSizes(128, 128, 128)  # the unit of "tile FLOPs"
 BACKWARD_WORK = 2.5  # products in the backward pass (5) over those in the forward pass (2)
 SHORT = 2048  # queries below which a single call is too short to be timed
 CALLS = 8  # of a short shape in one program, each using the result of the one before
@@ -82,8 +82,8 @@ class Case:
     @functools.cached_property
     def flops(self) -> dict[str, float]:
         """FLOPs of visible pairs, of the tiles that contain any, and of all pairs."""
-        made = tables.make_tables(*self.arrays(1), sizes=TILE)
-        tiles = float(tables.active_share(made)) * made.by_query.flags.size
+        made = tile_lists.make_tables(*self.arrays(1), sizes=TILE)
+        tiles = float(tile_lists.active_share(made)) * made.by_query.flags.size
         pairs = {
             "useful": float(self.mask.sum()),
             "tile": tiles * TILE.queries * TILE.keys,
@@ -220,7 +220,7 @@ def ours(
     numbers: Numbers,
     *,
     implementation: str | None = None,
-    sizes: tables.TileSizes | tables.GpuSizes | None = None,
+    sizes: tile_lists.TileSizes | tile_lists.GpuSizes | None = None,
 ) -> Program:
     """Compiles our kernel, or another of ours, with finished tables, as in all but the first layer.
 

@@ -20,7 +20,7 @@ from benchmarks.methods import HEAD_DIM, Case
 from benchmarks.record import commit
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.kernels import attention, devices, shapes
-from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
+from sparse_lavida_jax.kernels.tile_lists import GpuSizes, TileSizes
 
 DRY_CANDIDATES = 2  # per direction: an interpreted kernel takes seconds to compile
 WORTH = 0.02  # as a share of the rule's time: smaller differences may be noise

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import SparseLaViDa
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.sampling import costs
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -144,8 +144,8 @@ def tour() -> None:
             print(printed[-1], end="", flush=True)
             for file in drawn_by(words):
                 drawn = image_files.read(folder / file)
-                tiles.append(report.Tile(enlarged(drawn), command.partition(" --out")[0]))
-        report.sheet(tiles, columns=4).save(HERE / "tour.png")
+                tiles.append(training_report.Tile(enlarged(drawn), command.partition(" --out")[0]))
+        training_report.sheet(tiles, columns=4).save(HERE / "tour.png")
     (HERE / "tour.md").write_text(f"{PAGE}\n```console\n{''.join(printed)}```\n")
 
 

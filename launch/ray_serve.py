@@ -37,7 +37,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.server import endpoints
 from sparse_lavida_jax.server.batching import Ticket
-from sparse_lavida_jax.server.openai import errors
+from sparse_lavida_jax.server.openai import http_errors
 from sparse_lavida_jax.server.openai.guards import Guard, Rules
 from sparse_lavida_jax.server.serving import Limits, Service
 
@@ -162,7 +162,7 @@ class Router:
         app = fastapi.FastAPI(openapi_url=None)
         app.mount("/", self.forward)
         app.add_middleware(Guard, rules=self.rules)
-        errors.handle(app)
+        http_errors.handle(app)
         return app
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,7 +193,7 @@ class Router:
             except (RayActorError, DeploymentUnavailableError):
                 if begun:
                     raise
-        retry = {"Retry-After": str(errors.RETRY_SECONDS)}
+        retry = {"Retry-After": str(http_errors.RETRY_SECONDS)}
         raise fastapi.HTTPException(503, "the machine that did this has stopped: try again.", retry)
 
 

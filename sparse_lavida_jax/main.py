@@ -27,9 +27,9 @@ from collections.abc import Sequence
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.cli import modes, program
-from sparse_lavida_jax.cli.errors import MISTAKE
 from sparse_lavida_jax.cli.parser import MODES, Parser
 from sparse_lavida_jax.cli.terminal import say
+from sparse_lavida_jax.cli.usage_errors import MISTAKE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from sparse_lavida_jax import config, old_names, runtime
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import checks
-from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.inference.checks import Number, Numbers, Words
 from sparse_lavida_jax.inference.engine import Engine, Programs
 from sparse_lavida_jax.inference.requests import (
@@ -536,11 +536,11 @@ class SparseLaViDa:
             RequestError: the record is damaged or from another version or checkpoint, or the
                 image is another one.
         """
-        from sparse_lavida_jax.inference import records
+        from sparse_lavida_jax.inference import provenance
 
         record = old_names.current(record)
-        records.check(record)
-        records.check_names(record, {"checkpoint", "adapters", "" if shown is None else "image"})
+        provenance.check(record)
+        provenance.check_names(record, {"checkpoint", "adapters", "" if shown is None else "image"})
         name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
         if theirs != self.source.sha256:
             raise RequestError(
@@ -558,7 +558,7 @@ class SparseLaViDa:
         made = [dataclasses.replace(one, **words) for one in made]
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
-        model = records.attending(record, self.model)
+        model = provenance.attending(record, self.model)
         pipe = self if model is self.model else self.with_model(model, self.source)
         return pipe.run(made, callback, bucket=bucket)
 

@@ -20,7 +20,7 @@ from sparse_lavida_jax.checkpoints.tensors import SHARD_BYTES
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.diffusion import Corrupted
-from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs import jax_settings, side_by_side
@@ -266,7 +266,7 @@ class _Loop:
         if runtime.is_first():
             path = self._run.folder / f"images/{self.step:06d}.png"
             with _inside(mesh), self._guard("the images of this step"):
-                scores = report.check(self._source.pipe(model), path, self._source.prompts)
+                scores = training_report.check(self._source.pipe(model), path, self._source.prompts)
             self.reporter.write(self.step, scores | {"seconds": self.seconds})
             shown = ", ".join(f"{name.replace('_', ' ')} {x:.2f}" for name, x in scores.items())
             if scores or path.is_file():
@@ -338,7 +338,9 @@ class _Loop:
             tokenizer_path=source.tokenizer_path,
             vq_folder=None if source.codec is None else source.codec.folder,
             words=source.words(),
-            readme=report.model_card(settings, self.step, self.seconds, source.base_readme),
+            readme=training_report.model_card(
+                settings, self.step, self.seconds, source.base_readme
+            ),
             dtype=dtype,
             most_bytes=settings.train.model_file_mb * BYTES_PER_MB or SHARD_BYTES,
         )
@@ -359,7 +361,7 @@ class _Loop:
 
     def _write_report(self, model: Denoiser, is_enough: bool) -> None:
         pipe, how = self._source.pipe(model), {"step": self.step, "seconds": self.seconds}
-        path = report.write(pipe, self._run.folder, **how, data=self._source.prepared)
+        path = training_report.write(pipe, self._run.folder, **how, data=self._source.prepared)
         print(f"{path}: {'what it can do' if is_enough else 'its samples so far'}")
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.mixture import record_examples
 from sparse_lavida_jax.mixture.prepare import prepare
 
 ROWS = 10
@@ -111,7 +111,7 @@ def prepared(source: pathlib.Path, folder: pathlib.Path, load=Averages, **settin
 @functools.cache
 def tokenizer(folder: pathlib.Path) -> chat.ChatTokenizer:
     """Returns a tokenizer whose text tokens are bytes, made in `folder`."""
-    control = (*chat.CONTROL, examples.NO_IMAGE)
+    control = (*chat.CONTROL, record_examples.NO_IMAGE)
     return chat.ChatTokenizer(made_tokenizer(folder, control=control))
 
 

@@ -13,15 +13,15 @@ import tiny
 from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.inference.batches import Bucket
+from sparse_lavida_jax.inference.batch_shapes import Bucket
 from sparse_lavida_jax.inference.engine import Decoded, Engine
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.models import vq_files
 from sparse_lavida_jax.models.image_codec import ImageCodec
-from sparse_lavida_jax.scenes import batches as data_batches
+from sparse_lavida_jax.scenes import scene_batches as data_batches
 from sparse_lavida_jax.scenes import tasks, world
-from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import ExampleMaker, ScenePrompts, encoder_of
+from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import sources
 

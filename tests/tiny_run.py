@@ -22,8 +22,8 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, main, train
-from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.scenes import batches
+from sparse_lavida_jax.evals import training_report
+from sparse_lavida_jax.scenes import scene_batches
 from sparse_lavida_jax.training import metrics, sources
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -155,8 +155,8 @@ def _run(words: list[str], said: str, devices: int, step_seconds: float) -> None
     train.train_step = step
     sources.ImageCodec = stand_ins.Codec
     train.Denoiser = lambda settings, rngs: tiny.denoiser(settings)
-    batches.LENGTH_PROBE = 16
-    report.write = lambda pipe, folder, **_: folder / "report.md"
+    scene_batches.LENGTH_PROBE = 16
+    training_report.write = lambda pipe, folder, **_: folder / "report.md"
     code = main.main(["main", *words])
     sys.stdout.flush()
     sys.stderr.flush()

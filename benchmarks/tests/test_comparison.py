@@ -16,8 +16,8 @@ from benchmarks.comparison import Study
 from sparse_lavida_jax import config, sample, train
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
-from sparse_lavida_jax.scenes import batches as data_batches
-from sparse_lavida_jax.scenes.batches import SceneBatches
+from sparse_lavida_jax.scenes import scene_batches as data_batches
+from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("ablation_*.py"))

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import tune
 from benchmarks.methods import Case
 from sparse_lavida_jax.kernels import devices, shapes
-from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
+from sparse_lavida_jax.kernels.tile_lists import GpuSizes, TileSizes
 
 BEST = TileSizes(256, 512, 256)
 

@@ -4,7 +4,7 @@
 from typing import Any, ClassVar
 
 from sparse_lavida_jax.art import tasks
-from sparse_lavida_jax.scenes.batches import SceneBatches
+from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
 
 

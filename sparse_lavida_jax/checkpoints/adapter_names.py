@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 
 from sparse_lavida_jax.checkpoints import manifest
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError
 from sparse_lavida_jax.data import files
 
 WEIGHTS = "adapter_model.safetensors"

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterable
 
 from sparse_lavida_jax import schema
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
 

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SETTINGS = ("config.json",)  # files that tell what kind of model a repository holds

@@ -6,8 +6,8 @@ import pathlib
 
 import safetensors
 
-from sparse_lavida_jax.checkpoints import arrays, contents, stores
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.checkpoints import contents, named_arrays, stores
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError
 from sparse_lavida_jax.data import files, tensor_files
 
 MANIFEST = "MANIFEST.sha256"
@@ -17,10 +17,10 @@ TENSORS_NAMED = 5  # in the message about a damaged file
 def write(folder: pathlib.Path) -> None:
     """Writes the digests of all files, and of the tensors in safetensors files."""
     # Those of the parameters, if there are any, were computed while they were written.
-    digests = arrays.read_digests(folder) if (folder / arrays.TENSORS).exists() else {}
+    digests = named_arrays.read_digests(folder) if (folder / named_arrays.TENSORS).exists() else {}
     for path in _others(folder):
         digests |= _digests_in(folder, path)
-    arrays.write_digests(folder, digests)
+    named_arrays.write_digests(folder, digests)
     (folder / MANIFEST).unlink(missing_ok=True)  # the manifest lists every file except itself
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{files.sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in paths]
@@ -80,7 +80,7 @@ def verify_tensors(folder: pathlib.Path) -> None:
     Raises:
         CheckpointError: names the arrays that differ from what was written.
     """
-    known, found = arrays.read_digests(folder), {}
+    known, found = named_arrays.read_digests(folder), {}
     for path in _others(folder):
         found |= _digests_in(folder, path)
     if complaint := _complaint({name: known[name] for name in known if ":" in name}, found):
@@ -94,7 +94,7 @@ def read(folder: pathlib.Path) -> dict[str, str]:
         CheckpointError: there is no manifest, or it is damaged.
     """
     try:
-        return arrays.read_list(folder / MANIFEST)
+        return named_arrays.read_list(folder / MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not written to its end. Copy it again."
@@ -123,7 +123,7 @@ def _damaged_tensors(folder: pathlib.Path, path: pathlib.Path) -> str:
             found = stores.open_params(folder).digests()
     else:
         return ""
-    known = arrays.read_digests(folder)
+    known = named_arrays.read_digests(folder)
     return _complaint({key: known[key] for key in known if key.rpartition(":")[0] == inside}, found)
 
 
@@ -149,7 +149,8 @@ def _digests_in(folder: pathlib.Path, path: pathlib.Path) -> dict[str, str]:
         with safetensors.safe_open(path, "numpy") as file:
             names = {key: f"{path.relative_to(folder).as_posix()}:{key}" for key in file.keys()}
             return {
-                name: arrays.digest_of({name: file.get_tensor(key)}) for key, name in names.items()
+                name: named_arrays.digest_of({name: file.get_tensor(key)})
+                for key, name in names.items()
             }
     except (OSError, safetensors.SafetensorError):
         return {}

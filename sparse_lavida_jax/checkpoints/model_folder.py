@@ -30,8 +30,12 @@ import numpy as np
 from flax import nnx
 
 from sparse_lavida_jax import config, old_names, runtime
-from sparse_lavida_jax.checkpoints import arrays, contents, manifest, stores
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
+from sparse_lavida_jax.checkpoints import contents, manifest, named_arrays, stores
+from sparse_lavida_jax.checkpoints.named_arrays import (
+    CheckpointError,
+    ChooseDtype,
+    ChooseParameters,
+)
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, SHARD_BYTES, Tensor, dtype_name
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.leftovers import is_leftover
@@ -105,7 +109,7 @@ def load_model(
         module,
         sharding=sharding,
         dtype=wide_dtypes(module, dtype) if stored else dtype,
-        digests=arrays.read_digests(folder),
+        digests=named_arrays.read_digests(folder),
         check_finite=check_finite,
         wanted=wanted,
     )
@@ -122,9 +126,9 @@ def verify(folder: pathlib.Path) -> int:
         CheckpointError: as `load_model`.
     """
     count = manifest.verify(folder)
-    store, digests = stores.open_params(folder), arrays.read_digests(folder)
+    store, digests = stores.open_params(folder), named_arrays.read_digests(folder)
     module = shapes(read_config(folder), stores.narrow_dtype(folder))
-    store.check({name: leaf.shape for name, leaf in arrays.by_layer(module).items()})
+    store.check({name: leaf.shape for name, leaf in named_arrays.by_layer(module).items()})
     for name in store.leaves:
         store.check_array(name, store.read_one(name), digests)
     manifest.verify_tensors(folder)
@@ -327,7 +331,7 @@ def save_model(
         Tensor(
             name, dtype_name(stored), leaf.shape, functools.partial(np.asarray, leaf, dtype=stored)
         )
-        for name, leaf in arrays.by_layer(lora.merged(model)).items()
+        for name, leaf in named_arrays.by_layer(lora.merged(model)).items()
     ]
     with new_model_folder(folder, settings, sum(one.nbytes for one in wanted)) as new:
         stores.write_params(new, wanted, kind, most_bytes)
@@ -384,7 +388,7 @@ def copy(
     ]
     size = sum(one.nbytes for one in wanted)
     with new_model_folder(folder, settings or read_config(source), size) as new:
-        written = (f"{stores.PARAMS}/*", stores.FILES, INDEX, arrays.TENSORS)
+        written = (f"{stores.PARAMS}/*", stores.FILES, INDEX, named_arrays.TENSORS)
         _copy_listed(source, new, written)
         stores.write_params(new, wanted, kind)
         files.write_json(new / MADE_OF, lineage(source) if change is None else [], indent=2)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder, stores
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError, ChooseDtype
 from sparse_lavida_jax.models import fuse, parameters, sharding
 
 SPARE = 1.2  # times the parameters (ours): a matrix held twice, caches and activations

@@ -20,8 +20,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax.checkpoints import arrays, contents, tensors
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
+from sparse_lavida_jax.checkpoints import contents, named_arrays, tensors
+from sparse_lavida_jax.checkpoints.named_arrays import (
+    CheckpointError,
+    ChooseDtype,
+    ChooseParameters,
+)
 from sparse_lavida_jax.checkpoints.tensors import Tensor
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.parameters import ChooseSharding
@@ -76,8 +80,8 @@ def load_params(
             default device.
         dtype: of the parameters in memory, or a function that chooses it by name (of the stack, as
             for `sharding`); by default that of the module.
-        digests: SHA-256 of each array (`arrays.read_digests`), compared with the arrays that are
-            read whole; None or empty: not compared.
+        digests: SHA-256 of each array (`named_arrays.read_digests`), compared with the arrays
+            that are read whole; None or empty: not compared.
         check_finite: whether to refuse arrays that hold a NaN or an infinite number.
         wanted: whether to read a parameter, by name; the others are None.
 
@@ -86,7 +90,7 @@ def load_params(
             damaged or not finite.
     """
     store = open_params(folder)
-    store.check({name: leaf.shape for name, leaf in arrays.by_layer(module).items()})
+    store.check({name: leaf.shape for name, leaf in named_arrays.by_layer(module).items()})
 
     def read(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         found = store.read(targets) if sharding is None else store.read_into(targets)
@@ -95,7 +99,7 @@ def load_params(
         return found
 
     how: Any = {"sharding": sharding, "dtype": dtype, "batch_bytes": store.batch_bytes}
-    return arrays.filled(module, read, wanted=wanted, **how)
+    return named_arrays.filled(module, read, wanted=wanted, **how)
 
 
 class ParamsReader(abc.ABC):
@@ -132,13 +136,13 @@ class ParamsReader(abc.ABC):
         Raises:
             CheckpointError: it is damaged, or not finite.
         """
-        if digests and arrays.digest_of({name: array}) != digests.get(name):
+        if digests and named_arrays.digest_of({name: array}) != digests.get(name):
             raise CheckpointError(
                 f"the parameter {name} in {self.folder} is not what was written: its SHA-256 is not"
-                f" the one in {arrays.TENSORS}. Copy the model folder again."
+                f" the one in {named_arrays.TENSORS}. Copy the model folder again."
             )
         if check_finite:
-            arrays.refuse_nonfinite(f"the parameter {name} in {self.folder}", array)
+            named_arrays.refuse_nonfinite(f"the parameter {name} in {self.folder}", array)
 
     @abc.abstractmethod
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -161,7 +165,7 @@ class ParamsReader(abc.ABC):
         if name not in self._kept:
             self._kept = {}
             _give_back_memory()
-            together = arrays.batches(self.leaves, self.batch_bytes)
+            together = named_arrays.batches(self.leaves, self.batch_bytes)
             self._kept = self.read(next(batch for batch in together if name in batch))
         return self._kept[name]
 
@@ -170,7 +174,7 @@ class ParamsReader(abc.ABC):
         found = {}
         for name in self.leaves:
             with contextlib.suppress(CheckpointError):
-                found[name] = arrays.digest_of(self.read([name]))
+                found[name] = named_arrays.digest_of(self.read([name]))
         return found
 
 
@@ -193,7 +197,7 @@ def write_params(
     def noted(tensor: Tensor) -> Tensor:
         def read() -> np.ndarray:
             array = np.ascontiguousarray(tensor.read())
-            digests[tensor.name] = arrays.digest_of({tensor.name: array})
+            digests[tensor.name] = named_arrays.digest_of({tensor.name: array})
             return array
 
         return dataclasses.replace(tensor, read=read)
@@ -203,7 +207,7 @@ def write_params(
     else:
         every = [*map(noted, wanted)]
         tensors.write_sharded(folder, every, most_bytes, metadata=METADATA)
-    arrays.write_digests(folder, digests)
+    named_arrays.write_digests(folder, digests)
 
 
 # ---------------------------------------------------------------------------------------------

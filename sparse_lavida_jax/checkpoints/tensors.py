@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError
 from sparse_lavida_jax.data import files, tensor_files
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}

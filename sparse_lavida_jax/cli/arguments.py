@@ -10,7 +10,7 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.cli.completion import SHELLS
-from sparse_lavida_jax.cli.errors import UsageError
+from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.data.files import expanded as _path
 from sparse_lavida_jax.data.image_files import MOST_SCALE, SUFFIXES
 from sparse_lavida_jax.inference.checks import LARGEST_SEED, MOST_IMAGES, SEEDS

@@ -17,11 +17,11 @@ import jax
 from sparse_lavida_jax import schema
 from sparse_lavida_jax.cli import doctor
 from sparse_lavida_jax.cli.arguments import DEFAULT_MODEL
-from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
+from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference import batches, records, requests, warmup
+from sparse_lavida_jax.inference import batch_shapes, provenance, requests, warmup
 from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import TASKS, ShownImage, shown_images
@@ -333,7 +333,7 @@ def _warm_up(asked: argparse.Namespace) -> None:
         draws, options = TASKS[task].draws, {"quantize": asked.quantize}
         if draws:
             options |= {name: getattr(asked, name) for name in DRAWN}
-        rows = batches.sizes(asked.batch_size)
+        rows = batch_shapes.sizes(asked.batch_size)
         for size in asked.size or [None] if task == "generate" else [None]:
             own = options if size is None else options | {"size": size}
             found = warmup.rehearsals(pipe, task, rows, "fit", **own)
@@ -376,11 +376,11 @@ def _lines(readline: Callable[[int], str]) -> Iterator[str]:
 def _replay(asked: argparse.Namespace) -> None:
     record = image_files.read_record(asked.replay)
     _check_out(asked.out)
-    records.check(record)
+    provenance.check(record)
     image = getattr(asked, "image", None)
     given = {"checkpoint": asked.checkpoint, "adapters": asked.adapters, "image": image}
     names = {name for name, value in given.items() if value}
-    records.check_names(record, names, pathlib.Path(asked.replay).parent)
+    provenance.check_names(record, names, pathlib.Path(asked.replay).parent)
     pipe = load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if record.get("software") != here:

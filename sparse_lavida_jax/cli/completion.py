@@ -5,7 +5,7 @@ import argparse
 import pathlib
 from collections.abc import Mapping
 
-from sparse_lavida_jax.cli.errors import UsageError
+from sparse_lavida_jax.cli.usage_errors import UsageError
 
 SHELLS = ("bash", "zsh", "tcsh")
 FILES = ("image", "checkpoint", "folder", "config", "data", "init_from", "workdir", "src", "dst")

@@ -10,8 +10,8 @@ import socket
 from typing import Any
 
 from sparse_lavida_jax.cli.commands import load
-from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.cli.terminal import say, unsaid
+from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.inference import requests
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.server import log_lines

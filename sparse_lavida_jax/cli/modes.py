@@ -18,8 +18,8 @@ from ml_collections import ConfigDict, config_flags
 from sparse_lavida_jax import config, old_names, runtime, schema
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
 from sparse_lavida_jax.cli.arguments import MODEL_NAMES, SAMPLE_TASKS
-from sparse_lavida_jax.cli.errors import LONGEST_MESSAGE, STOPPED, UsageError, need
 from sparse_lavida_jax.cli.terminal import progress, say
+from sparse_lavida_jax.cli.usage_errors import LONGEST_MESSAGE, STOPPED, UsageError, need
 from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.training import runs
@@ -205,17 +205,17 @@ def _prepare(asked: argparse.Namespace, settings: config.Config) -> str:
 
 def _preparation(asked: argparse.Namespace, done: Any, following: str) -> str:
     """Returns what a preparation used and left out, as text or JSON."""
-    from sparse_lavida_jax.mixture import report
+    from sparse_lavida_jax.mixture import preparation_report
 
     if asked.json:
-        values = dataclasses.asdict(done) | {"table": report.as_json(done.table)}
+        values = dataclasses.asdict(done) | {"table": preparation_report.as_json(done.table)}
         return json.dumps({"folder": asked.dst, "dry_run": asked.dry_run} | values)
     made = "" if asked.dry_run else f", {done.made} of {done.shards} shard(s) made now"
     head = (
         f"{asked.dst}: {done.records} records{made}; {done.left_out} rows left out, {done.bad} bad,"
-        f" as {'follows' if asked.dry_run else report.READABLE + ' says'}"
+        f" as {'follows' if asked.dry_run else preparation_report.READABLE + ' says'}"
     )
-    return "\n".join(filter(None, [head, report.as_text(done.table), following]))
+    return "\n".join(filter(None, [head, preparation_report.as_text(done.table), following]))
 
 
 def _fits(asked: argparse.Namespace, settings: config.Config) -> str:

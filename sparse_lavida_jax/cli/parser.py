@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sparse_lavida_jax import old_names
 from sparse_lavida_jax.cli.arguments import ARGUMENTS, DEFAULT_MODEL, MODEL_NAMES, Argument, place
-from sparse_lavida_jax.cli.errors import LONGEST_MESSAGE, UsageError, need
+from sparse_lavida_jax.cli.usage_errors import LONGEST_MESSAGE, UsageError, need
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.scenes import vocabulary
 

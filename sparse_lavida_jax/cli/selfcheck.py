@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from sparse_lavida_jax import pipeline
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder
+from sparse_lavida_jax.checkpoints import manifest, model_folder, named_arrays
 from sparse_lavida_jax.cli.terminal import progress, say, unsaid
 from sparse_lavida_jax.convert import from_torch
 from sparse_lavida_jax.convert.settings import settings_from
@@ -81,7 +81,10 @@ def report(name: str) -> tuple[str, bool]:
         f" {platform.python_version()}, {platform.system()}, {jax.devices()[0].device_kind}",
         f"{sum(leaf.size for leaf in shapes.values()):,} parameters, computed in"
         f" {pipe.settings.model.compute_dtype}; {len(manifest.read(folder))} files as written",
-        *(f"{file} {files.sha256(folder / file)}" for file in (manifest.MANIFEST, arrays.TENSORS)),
+        *(
+            f"{file} {files.sha256(folder / file)}"
+            for file in (manifest.MANIFEST, named_arrays.TENSORS)
+        ),
         "",
         markdown.table(
             (*Check._fields[:3], "passed"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.checkpoints import model_folder, room
-from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.official_files import EvaluationError
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.schema import InputError

@@ -26,9 +26,9 @@ import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, contents, manifest, model_folder, stores
+from sparse_lavida_jax.checkpoints import contents, manifest, model_folder, named_arrays, stores
 from sparse_lavida_jax.checkpoints.adapter_names import WEIGHTS, find, written
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import files, tensor_files
 from sparse_lavida_jax.models import lora, parameters
@@ -103,7 +103,7 @@ def added(
         CheckpointError: there are no adapters, a file is damaged, or the adapters belong to
             another base or to other matrices.
     """
-    shapes = arrays.by_layer(jax.eval_shape(lambda: model))
+    shapes = named_arrays.by_layer(jax.eval_shape(lambda: model))
     found = [read(name, settings.model, base) for name in weights]
     for one in found:
         _check(one, shapes)
@@ -166,7 +166,7 @@ def _stacked(
 
 def _layer_names(path: str, leaf: Any) -> list[str]:
     """Returns the names of a parameter on disk, one per layer."""
-    return [*arrays.layers_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})]
+    return [*named_arrays.layers_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)})]
 
 
 def _with_whole(model: M, found: Sequence[Adapters], weights: Sequence[float]) -> M:
@@ -174,7 +174,7 @@ def _with_whole(model: M, found: Sequence[Adapters], weights: Sequence[float]) -
     for path, leaf in parameters.by_name(model).items():
         if not any(name in one.whole for one in found for name in _layer_names(path, leaf)):
             continue
-        parts = arrays.layers_of({path: leaf})
+        parts = named_arrays.layers_of({path: leaf})
         moved = [_moved(name, part, found, weights) for name, part in parts.items()]
         leaves[path] = moved[0] if path in parts else np.stack(moved)
     return parameters.replaced(model, leaves)
@@ -278,7 +278,7 @@ def save(
     """
     known, leaves, adapted, whole = names.of_denoiser(settings.model), {}, set(), []
     stacks = {name: leaf for name, leaf in parameters.by_name(trained).items() if np.size(leaf)}
-    for ours, leaf in arrays.layers_of(stacks).items():
+    for ours, leaf in named_arrays.layers_of(stacks).items():
         path, _, last = ours.rpartition("/")
         if lora.NAME.search(ours):
             module = known[f"{path}/kernel"].official.removesuffix(".weight")
@@ -345,7 +345,7 @@ def read(name: str, model: config.Model, base: pathlib.Path) -> Adapters:
     if not leaves:
         raise CheckpointError(f"{path} adapts nothing: it holds no tensor. Copy it again.")
     for key, leaf in leaves.items():
-        arrays.refuse_nonfinite(f"{key} in {path}", leaf)
+        named_arrays.refuse_nonfinite(f"{key} in {path}", leaf)
     return _released(folder, leaves, model)
 
 

@@ -21,7 +21,7 @@ import safetensors
 from flax import nnx
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, contents, hub, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints import contents, hub, model_folder, named_arrays, stores, tensors
 from sparse_lavida_jax.checkpoints.tensors import INDEX, SINGLE
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.convert.settings import ConvertError, has_generation_branch, settings_from
@@ -79,7 +79,7 @@ class _Released:
         """Records a problem, and which tensors cannot be read because of it."""
         try:
             yield
-        except arrays.CheckpointError as error:
+        except named_arrays.CheckpointError as error:
             self.problems.append(f"{where}{error}")
             self.unread += unread
 
@@ -208,7 +208,7 @@ def _laid_out(
     def read() -> np.ndarray:
         array = stored.read()
         if check_finite and name.home != "unused":
-            arrays.refuse_nonfinite(f"{name.official} in {stored.file}", array)
+            named_arrays.refuse_nonfinite(f"{name.official} in {stored.file}", array)
         ours = names.to_ours(name, array.astype(kind, copy=False))
         return np.ascontiguousarray(ours)  # so that the released one can be freed
 
@@ -229,7 +229,7 @@ def _first_registers(
     if not model.understanding_only:
         place = "image_embedding/"
         leaves = {one.name: one.read() for one in params if one.name.startswith(place)}
-        embed = arrays.module_of(
+        embed = named_arrays.module_of(
             jax.eval_shape(lambda: ImageEmbedding(model, rngs=nnx.Rngs(0))),
             {name.removeprefix(place): leaf for name, leaf in leaves.items()},
         )

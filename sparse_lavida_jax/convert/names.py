@@ -15,7 +15,7 @@ import einops
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays
+from sparse_lavida_jax.checkpoints import named_arrays
 from sparse_lavida_jax.convert.settings import RELEASED, ConvertError
 from sparse_lavida_jax.models import denoiser, parameters, vq
 
@@ -102,7 +102,7 @@ def of_denoiser(model: config.Model) -> dict[str, Name]:
     """Returns the tensors of a denoiser by our names; those not released keep ours, dotted."""
     plain = dataclasses.replace(model, cell_positions=False)
     known = {name.ours: name for name in _params(plain)}
-    own = arrays.by_layer(denoiser.shapes(model)).items()
+    own = named_arrays.by_layer(denoiser.shapes(model)).items()
     return {
         ours: known.get(ours) or Name(ours.replace("/", "."), ours, "same", leaf.shape, leaf.shape)
         for ours, leaf in own
@@ -135,7 +135,7 @@ def vq_names(settings: config.VQ) -> list[Name]:
 
 
 def _params(model: config.Model) -> Iterator[Name]:
-    for ours, leaf in arrays.by_layer(denoiser.shapes(model)).items():
+    for ours, leaf in named_arrays.by_layer(denoiser.shapes(model)).items():
         yield _name(_official(ours, model), ours, leaf.shape, side=model.codes_side)
 
 

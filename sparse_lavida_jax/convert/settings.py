@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints.arrays import CheckpointError
+from sparse_lavida_jax.checkpoints.named_arrays import CheckpointError
 
 # Facts about the release:
 # "allowed", by section: values that our code implements, null where a key may be null; an absent

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, leftovers
 from sparse_lavida_jax.data.image_files import Pixels
-from sparse_lavida_jax.evals.files import EvaluationError, Record, image_name
+from sparse_lavida_jax.evals.official_files import EvaluationError, Record, image_name
 from sparse_lavida_jax.evals.scorers import Metric
 from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.pipeline import SparseLaViDa

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.mixture.batches import FEWEST, MixtureBatches
+from sparse_lavida_jax.mixture.record_batches import FEWEST, MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import step
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.mixture import tables
+from sparse_lavida_jax.mixture import input_tables
 from sparse_lavida_jax.mixture.records import RecordError
 
 Names = Sequence[str]
@@ -151,8 +151,8 @@ def read_parquet(
     """
     try:
         for path in paths:
-            with tables.Reader(columns=(*fields, *others, *images)) as reader:
-                for number in range(tables.num_rows(path)):
+            with input_tables.Reader(columns=(*fields, *others, *images)) as reader:
+                for number in range(input_tables.num_rows(path)):
                     where = f"{path}, row {number},"
                     row = check_fields(reader.row(path, number), fields, where)
                     shown = {
@@ -161,12 +161,12 @@ def read_parquet(
                         if name in row
                     }
                     yield row, shown
-    except tables.TableError as error:
+    except input_tables.TableError as error:
         raise EvaluationError(str(error)) from error
 
 
 def _image(value: Any, where: str) -> bytes:
     try:
-        return tables.Reader().image(value)
+        return input_tables.Reader().image(value)
     except RecordError as error:
         raise EvaluationError(f"{where} holds no image: {error}. Get the file again.") from error

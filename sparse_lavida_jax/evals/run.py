@@ -23,7 +23,7 @@ from sparse_lavida_jax.data.leftovers import is_leftover
 from sparse_lavida_jax.evals import benchmark, benchmarks, scorers
 from sparse_lavida_jax.evals.benchmark import EXPORT, JUDGED, Answer, Benchmark
 from sparse_lavida_jax.evals.circumstances import circumstances, commit
-from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.official_files import EvaluationError
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.training import runs

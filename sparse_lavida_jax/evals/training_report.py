@@ -19,7 +19,7 @@ from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.data import files, image_files, markdown
 from sparse_lavida_jax.evals import exact, held_out, nearest, scorers
 from sparse_lavida_jax.inference.engine import planned_costs
-from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture.record_batches import MixtureBatches
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.scenes import grammar, tasks, world

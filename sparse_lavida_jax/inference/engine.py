@@ -13,11 +13,11 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference import batches
-from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference import batch_shapes
+from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.programs.arguments import taken_apart
+from sparse_lavida_jax.programs.program_arguments import taken_apart
 from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import costs, plans, presets
 from sparse_lavida_jax.sampling.calls import ModelConstants
@@ -95,7 +95,7 @@ class Engine:
             making: what is made, a key of `state.NOISE`: it has its own noise, and `callback` is
                 told of it; by default the kind.
             bucket: the shapes to pad to; by default as `padding` says.
-            padding: see `batches.Padding`.
+            padding: see `batch_shapes.Padding`.
             callback: called before the first step and after each phase.
             programs: entered while a batch is decoded.
 
@@ -113,7 +113,7 @@ class Engine:
             for example, request in zip(examples, requests, strict=True)
         ]
         decoded = {}
-        for chunk in batches.chunks(laid, self.batch_size, padding, bucket):
+        for chunk in batch_shapes.chunks(laid, self.batch_size, padding, bucket):
             filled = [laid[i] for i in chunk.filled]
             phases = _plan_of(filled, sampling, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)

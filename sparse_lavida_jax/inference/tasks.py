@@ -16,8 +16,8 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference import batches
-from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference import batch_shapes
+from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs
 from sparse_lavida_jax.inference.requests import (
     TASKS,
@@ -111,7 +111,7 @@ class TaskRun:
         if making == "image" and self.bucket is not None:
             for one in examples:
                 own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
-                batches.check(self.bucket, own + self.prompts.longest)
+                batch_shapes.check(self.bucket, own + self.prompts.longest)
         with self.timed(making):
             decoded = self.engine.decode(
                 examples,

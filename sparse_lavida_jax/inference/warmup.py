@@ -17,8 +17,8 @@ import numpy as np
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Pixels
-from sparse_lavida_jax.inference import batches
-from sparse_lavida_jax.inference.batches import Bucket, Padding
+from sparse_lavida_jax.inference import batch_shapes
+from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.inference.requests import TASKS, Request, grid_of
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Progress
@@ -248,7 +248,7 @@ class _Prompts:
         found: dict[tuple[int, int], int] = {}
         for tokens in range(least, most + 1):
             text, image = (-(-n // PROMPT_BUCKET) * PROMPT_BUCKET for n in (tokens, cells))
-            found.setdefault(batches.padded((text, image), self.padding), tokens)
+            found.setdefault(batch_shapes.padded((text, image), self.padding), tokens)
         return found
 
 

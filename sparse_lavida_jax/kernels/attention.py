@@ -29,10 +29,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from sparse_lavida_jax.kernels import devices, sharded
-from sparse_lavida_jax.kernels import tables as tiles
+from sparse_lavida_jax.kernels import tile_lists as tiles
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags
 from sparse_lavida_jax.kernels.sharded import Deal
-from sparse_lavida_jax.kernels.tables import GpuTables, Tables
+from sparse_lavida_jax.kernels.tile_lists import GpuTables, Tables
 from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu", "pallas_triton")

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags, row_sums
-from sparse_lavida_jax.kernels.tables import Tables, TileSizes
+from sparse_lavida_jax.kernels.tile_lists import Tables, TileSizes
 from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
 
 Carry = TypeVar("Carry")

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, TileSizes
+from sparse_lavida_jax.kernels.tile_lists import GPU_ROWS, GpuSizes, TileSizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,13 @@ from jaxtyping import Array, Float
 
 from sparse_lavida_jax.kernels import common
 from sparse_lavida_jax.kernels.common import LOG2_E, LOWEST, NOTHING_SEEN_LSE, Shape
-from sparse_lavida_jax.kernels.tables import GPU_ROWS, GpuSizes, GpuTables, RowLists, padded_tags
+from sparse_lavida_jax.kernels.tile_lists import (
+    GPU_ROWS,
+    GpuSizes,
+    GpuTables,
+    RowLists,
+    padded_tags,
+)
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, visible
 
 START = -5e29  # of the running maximum: exp2(LOWEST - START) is 0, so no row is a special case

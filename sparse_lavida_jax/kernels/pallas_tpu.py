@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_lavida_jax.kernels import common
-from sparse_lavida_jax.kernels import tables as tiles
+from sparse_lavida_jax.kernels import tile_lists as tiles
 from sparse_lavida_jax.kernels.common import LOG2_E, LOWEST, NOTHING_SEEN_LSE, Shape
-from sparse_lavida_jax.kernels.tables import Tables, TileList, TileSizes
+from sparse_lavida_jax.kernels.tile_lists import Tables, TileList, TileSizes
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, is_padding, visible
 
 LANES, SUBLANES = 128, 8

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from sparse_lavida_jax.kernels.common import Tags
-from sparse_lavida_jax.kernels.tables import GpuTables, Tables
+from sparse_lavida_jax.kernels.tile_lists import GpuTables, Tables
 from sparse_lavida_jax.visibility import AnyArray
 
 BATCH_AXES, HEADS_AXIS, TOKENS_AXIS = ("data", "fsdp"), "tensor", "sequence"

@@ -25,10 +25,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sparse_lavida_jax.data import files, image_files, leftovers
-from sparse_lavida_jax.mixture import ingest, tables
+from sparse_lavida_jax.mixture import ingest, input_tables
+from sparse_lavida_jax.mixture.preparation_report import Found, named
 from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError, Recipe
 from sparse_lavida_jax.mixture.records import RecordError
-from sparse_lavida_jax.mixture.report import Found, named
 
 MOST_TEXT = 2**20  # bytes of the captions of one image
 TABLES = (".jsonl", ".csv", ".parquet", ".tar")
@@ -115,7 +115,7 @@ def read(
             + f" Left out: {'; '.join(there)}."
             * bool(there)
         )
-    counts = [sum(map(tables.num_rows, tables.find(one.patterns))) for one in datasets]
+    counts = [sum(map(input_tables.num_rows, input_tables.find(one.patterns))) for one in datasets]
     within = tuple(map(str, contents.roots))
     numbered = [
         dataclasses.replace(one, name=f"{one.kind}-{number}", within=within)
@@ -167,10 +167,10 @@ class _Sorter:
         """
         alike: dict[tuple[Any, ...], list[pathlib.Path]] = {}
         for path in sorted(paths, key=lambda path: (path.parent, _suffix(path), path)):
-            for reason, names in tables.unread(path).items():
+            for reason, names in input_tables.unread(path).items():
                 for name in names:
                     self._leave(reason, f"{path.relative_to(self.folder).as_posix()}/{name}")
-            if tables.num_rows(path):
+            if input_tables.num_rows(path):
                 place = path.parent, _suffix(path), self._kind(path)
                 alike.setdefault(place, []).append(path)
             else:
@@ -191,7 +191,7 @@ class _Sorter:
                 self.named.update(_paths(path.parent, value))
         if not kinds:
             columns = (
-                ", ".join(sorted(seen))[: tables.SHOWN]
+                ", ".join(sorted(seen))[: input_tables.SHOWN]
                 or f"of no row ({[*damaged, 'all are empty'][0]})"
             )
             raise PrepareError(
@@ -213,9 +213,9 @@ class _Sorter:
 
     # Text files next to images.
 
-    def captions(self, paths: list[pathlib.Path]) -> list[tables.Row]:
+    def captions(self, paths: list[pathlib.Path]) -> list[input_tables.Row]:
         """Returns a row for each image with a text file next to it."""
-        rows: list[tables.Row] = []
+        rows: list[input_tables.Row] = []
         texts: dict[tuple[pathlib.Path, str], pathlib.Path] = {}
         users: dict[pathlib.Path, list[str]] = {}
         for path in (path for path in paths if _suffix(path) == ".txt"):
@@ -248,24 +248,24 @@ class _Sorter:
         return rows
 
 
-def _rows(path: pathlib.Path, damaged: list[str]) -> Iterator[tables.Row]:
+def _rows(path: pathlib.Path, damaged: list[str]) -> Iterator[input_tables.Row]:
     """Yields the rows of a table that can be read; of a Parquet file, without its images.
 
     Args:
         damaged: gets the reason why a row cannot be read; `prepare` reports it.
     """
-    with tables.Reader() as reader:
+    with input_tables.Reader() as reader:
         if _suffix(path) == ".parquet":
             yield from reader.texts(path)
             return
-        for number in range(tables.num_rows(path)):
+        for number in range(input_tables.num_rows(path)):
             try:
                 yield reader.row(path, number)
             except RecordError as error:
                 damaged.append(f"row {number + 1}: {error}")
 
 
-def _kinds_of(row: tables.Row) -> Iterator[str]:
+def _kinds_of(row: input_tables.Row) -> Iterator[str]:
     for kind, fields in COLUMNS.items():
         if all(row.keys() & {*names} for names in fields.values()):
             yield kind
@@ -296,7 +296,7 @@ def _lines(path: pathlib.Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _write(path: pathlib.Path, rows: list[tables.Row]) -> None:
+def _write(path: pathlib.Path, rows: list[input_tables.Row]) -> None:
     """Writes a table, unless it is unchanged: a new file time would mean that rows changed."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     contents = text.encode(errors="backslashreplace")  # of half characters, as JSON writes them

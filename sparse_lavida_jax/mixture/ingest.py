@@ -19,9 +19,9 @@ from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax.data import files, image_files, images
 from sparse_lavida_jax.lavida_o import chat
+from sparse_lavida_jax.mixture.input_tables import Reader, Row
 from sparse_lavida_jax.mixture.recipe import Dataset
 from sparse_lavida_jax.mixture.records import Record, RecordError
-from sparse_lavida_jax.mixture.tables import Reader, Row
 from sparse_lavida_jax.prompting.request_errors import check_characters
 
 Square = UInt8[np.ndarray, "s s 3"]

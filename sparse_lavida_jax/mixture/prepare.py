@@ -30,12 +30,20 @@ from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.mixture import folders, ingest, recipe, records, report, shards, workers
+from sparse_lavida_jax.mixture import (
+    folders,
+    ingest,
+    preparation_report,
+    recipe,
+    records,
+    shards,
+    workers,
+)
 from sparse_lavida_jax.mixture.ingest import Draft, LeftOut
+from sparse_lavida_jax.mixture.input_tables import Reader
+from sparse_lavida_jax.mixture.preparation_report import Found, Summary
 from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
-from sparse_lavida_jax.mixture.report import Found, Summary
 from sparse_lavida_jax.mixture.shards import Outcome, Shard
-from sparse_lavida_jax.mixture.tables import Reader
 
 FORMAT = "sparse-lavida-data/1"
 INDEX = "mixture.json"
@@ -43,7 +51,7 @@ LONGEST_REASON = 300  # characters of what is wrong with a row
 MANY_ROWS = 2**16  # of a table, checked at a time
 TOKENIZER, SHEET = "tokenizer.json", "reconstructions.png"  # also written for a plain folder
 LOCK = ".lock"
-LEFT = {INDEX, report.READABLE, TOKENIZER, SHEET, LOCK}  # files that preparations write
+LEFT = {INDEX, preparation_report.READABLE, TOKENIZER, SHEET, LOCK}  # files that preparations write
 
 
 @runtime_checkable
@@ -140,10 +148,10 @@ def fill(
     try:
         left = _make_all(job, encoder, planned, done, wanted, on_progress)
     finally:
-        told = report.as_markdown(planned, done, found, sentences)
-        files.write_text(folder / report.READABLE, told)
+        told = preparation_report.as_markdown(planned, done, found, sentences)
+        files.write_text(folder / preparation_report.READABLE, told)
     files.write_json(folder / INDEX, _index(mixture, encoder, planned, done))
-    return report.summary(planned, left, done, found)
+    return preparation_report.summary(planned, left, done, found)
 
 
 def trial(
@@ -167,7 +175,7 @@ def trial(
         left_out, bad = collections.Counter[str](), list[list[str]]()
         count = sum(1 for _ in _drafts(to, shard, left_out, bad))
         done[shard.stem] = Outcome("", len(shard.rows), count, 0, "", dict(left_out), bad)
-    return report.summary(planned, 0, done, found)
+    return preparation_report.summary(planned, 0, done, found)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -185,7 +193,9 @@ def drafts(mixture: Recipe, to: ingest.Settings, max_bad_fraction: float = 1.0) 
         for shard in shards.plan(dataset, MANY_ROWS, to, digest=""):
             yield from _drafts(to, shard, collections.Counter(), bad)
             rows += len(shard.rows)
-        first = "; ".join(f"{name}: {what.rstrip('.')}" for name, what in bad[: report.NAMED])
+        first = "; ".join(
+            f"{name}: {what.rstrip('.')}" for name, what in bad[: preparation_report.NAMED]
+        )
         _check_bad(dataset.name, len(bad), rows, max_bad_fraction, first)
 
 
@@ -290,7 +300,7 @@ def _make_all(
             done[shard.stem], name = outcome, shard.dataset.name
             on_progress(len(done), len(planned))
             bad[name] += len(outcome.bad)
-            named = f"{job.folder / report.READABLE} names them"
+            named = f"{job.folder / preparation_report.READABLE} names them"
             _check_bad(name, bad[name], rows[name], settings.max_bad_fraction, named)
     return len(left)
 

@@ -26,8 +26,8 @@ from sparse_lavida_jax.data.files import has_text_name, read_json
 from sparse_lavida_jax.data.released_objective import SequenceRow
 from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.mixture import prepare, report, words
-from sparse_lavida_jax.mixture.examples import MOST_CAPTION, Mixer
+from sparse_lavida_jax.mixture import preparation_report, prepare, words
+from sparse_lavida_jax.mixture.record_examples import MOST_CAPTION, Mixer
 from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecords
 
 PROBED = 256  # records of a group whose lengths decide its static shape
@@ -74,7 +74,7 @@ class MixtureBatches(Batches):
         if empty := [group for group, found in self.records.items() if not len(found)]:
             raise RecordError(
                 f"{folder} has no records of {', '.join(empty)}: every row was bad or left out."
-                f" {folder / report.READABLE} says why."
+                f" {folder / preparation_report.READABLE} says why."
             )
         self.held: dict[str, list[int]] = {}
         self.taken: dict[str, grain.MapDataset] = {}

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.mixture import ingest, records, tables
+from sparse_lavida_jax.mixture import ingest, input_tables, records
 from sparse_lavida_jax.mixture.recipe import Dataset, PrepareError
 
 
@@ -50,8 +50,8 @@ class Outcome:
 
 def plan(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> Iterator[Shard]:
     """Reads the tables of a dataset and divides their rows into shards."""
-    paths = tables.find(dataset.patterns)
-    counts = [tables.num_rows(path) for path in paths]
+    paths = input_tables.find(dataset.patterns)
+    counts = [input_tables.num_rows(path) for path in paths]
     chosen = dataset.chosen(sum(counts))
     if not len(chosen):
         raise PrepareError(
@@ -60,7 +60,7 @@ def plan(dataset: Dataset, size: int, to: ingest.Settings, digest: str) -> Itera
         )
     columns: Any = dataset.columns if not dataset.within else ()  # a folder's tables were read
     names = columns.values() if isinstance(columns, dict) else columns
-    tables.check_columns(paths, [[one] if isinstance(one, str) else one for one in names])
+    input_tables.check_columns(paths, [[one] if isinstance(one, str) else one for one in names])
     ends = np.cumsum(counts)
     which = np.searchsorted(ends, chosen, side="right")
     # The strategy may repeat the rows, always in the same order.

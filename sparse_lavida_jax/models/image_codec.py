@@ -13,8 +13,8 @@ from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
-from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.programs.kept import Program
+from sparse_lavida_jax.programs.program_arguments import taken_apart
 
 
 class ImageCodec:

@@ -32,7 +32,7 @@ from sparse_lavida_jax.kernels.attention import (
     takes_tables,
 )
 from sparse_lavida_jax.kernels.sharded import Deal
-from sparse_lavida_jax.kernels.tables import GpuTables, Tables
+from sparse_lavida_jax.kernels.tile_lists import GpuTables, Tables
 from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.layers import Branch, Layer, Rotary, rotary
 from sparse_lavida_jax.tags import TokenTags

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.programs import jax_settings
-from sparse_lavida_jax.programs.arguments import taken_apart
 from sparse_lavida_jax.programs.kept import kept, shapes_of
+from sparse_lavida_jax.programs.program_arguments import taken_apart
 
 MOST_WORKSPACE = 2**32  # bytes that an algorithm for a convolution may ask for
 SMALLEST_TILE = 8  # pixels per side

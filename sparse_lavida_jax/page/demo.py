@@ -29,7 +29,7 @@ from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.inference.requests import TASKS
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.page import examples, page_guard, passes, standing
+from sparse_lavida_jax.page import example_prompts, page_guard, passes, standing
 from sparse_lavida_jax.page.tabs import TABS
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.schema import InputError
@@ -145,7 +145,7 @@ class _Tab:
         with gr.Row():
             with gr.Column():
                 if spec.image:
-                    first = examples.start(task) if small and task != "infill" else None
+                    first = example_prompts.start(task) if small and task != "infill" else None
                     self.shown = _image(service, first, small=task == "inpaint")
                     inputs["given"] = self.shown
                     if task == "inpaint":
@@ -195,7 +195,7 @@ class _Tab:
 
 def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
     """Adds prompts to click; those about an image also bring the image that they are about."""
-    prompts = examples.EXAMPLES.get(task, ())
+    prompts = example_prompts.EXAMPLES.get(task, ())
     if not prompts:
         return
     chips = gr.Dataset(
@@ -206,7 +206,7 @@ def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
     if shown is None:
         chips.click(lambda sample: sample[0], chips, words, **QUIET)
     else:
-        image = examples.start(task)
+        image = example_prompts.start(task)
         chips.click(lambda sample: (image, sample[0]), chips, [shown, words], **QUIET)
 
 
@@ -323,7 +323,7 @@ def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
         height=HEIGHT + 80,
         format="png",
         buttons=BUTTONS,
-        value=shown.value and examples.start(),
+        value=shown.value and example_prompts.start(),
     )
     shown.change(None, shown, editor, js=TO_EDITOR, api_visibility="private")
     whole: Any = editor.preprocess

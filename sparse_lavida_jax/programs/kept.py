@@ -27,7 +27,7 @@ from jax._src import config as jax_config  # no public function returns the sett
 from jax.experimental import serialize_executable
 
 from sparse_lavida_jax.programs import executables, jax_settings, side_by_side
-from sparse_lavida_jax.programs.arguments import Arguments, Types, arguments, type_of
+from sparse_lavida_jax.programs.program_arguments import Arguments, Types, arguments, type_of
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference.batches import SHARING, Bucket, kind_of
+from sparse_lavida_jax.inference.batch_shapes import SHARING, Bucket, kind_of
 from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result

@@ -22,9 +22,9 @@ import fastapi
 import prometheus_client
 from fastapi import HTTPException, responses
 
-from sparse_lavida_jax.server.openai import asking, chat, errors, images
+from sparse_lavida_jax.server.openai import asking, chat_endpoint, http_errors, image_endpoints
 from sparse_lavida_jax.server.openai.guards import Guard, Rules
-from sparse_lavida_jax.server.openai.metrics import Metrics, Timed
+from sparse_lavida_jax.server.openai.metrics_endpoint import Metrics, Timed
 from sparse_lavida_jax.server.serving import Limits, Service
 from sparse_lavida_jax.version import __version__
 
@@ -52,18 +52,20 @@ def make_app(
     app.state.turns = weakref.WeakValueDictionary()  # of addresses, see `asking.Client`
     app.state.model = pathlib.Path(service.pipe.source.name).name or "model"
     app.state.metrics = Metrics(service)
-    for one in (images.router, chat.router, router):
+    for one in (image_endpoints.router, chat_endpoint.router, router):
         app.include_router(one)
     limits = {"body": body_limit(service.limits), **limits}
     app.add_middleware(Guard, rules=Rules(**limits, hosts=hosts, key=key))
     app.add_middleware(Timed, metrics=app.state.metrics)
-    errors.handle(app)
+    http_errors.handle(app)
     return app
 
 
 def body_limit(limits: Limits) -> int:
     """Returns the bytes that the body of a request may have."""
-    return FORM_ROOM + images.FILES * limits.upload * 4 // 3  # base64 turns three bytes into four
+    return (
+        FORM_ROOM + image_endpoints.FILES * limits.upload * 4 // 3
+    )  # base64 turns three bytes into four
 
 
 def _card(request: fastapi.Request) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.data import image_files, images
-from sparse_lavida_jax.inference import batches, regions, warmup
+from sparse_lavida_jax.inference import batch_shapes, regions, warmup
 from sparse_lavida_jax.inference.checks import check_ceilings
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import Result
@@ -196,7 +196,7 @@ class Service:
         self._warm = True
 
     def _rehearsals(self, task: str, **options: Any) -> list[warmup.Rehearsal]:
-        sizes = batches.sizes(self.pipe.batch_size)
+        sizes = batch_shapes.sizes(self.pipe.batch_size)
         with self._logging(task):
             return warmup.rehearsals(self.pipe, task, sizes, "served", **options)
         return []

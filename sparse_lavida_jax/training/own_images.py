@@ -26,7 +26,7 @@ from sparse_lavida_jax.convert import settings as released
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.mixture import batches, folders, ingest, prepare, recipe, words
+from sparse_lavida_jax.mixture import folders, ingest, prepare, recipe, record_batches, words
 from sparse_lavida_jax.mixture.recipe import PrepareError, Recipe
 from sparse_lavida_jax.models import image_codec, vq, vq_files
 from sparse_lavida_jax.training import lengths, start, train_vq
@@ -223,7 +223,7 @@ def place_text_tokenizer(prepared: pathlib.Path, given: str, say: Say) -> None:
     elif place.is_file():
         say(f"{place}: the text tokenizer that is there is kept; delete it to train another")
     else:
-        groups = batches.records_of(prepared, batches.read_index(prepared)).values()
+        groups = record_batches.records_of(prepared, record_batches.read_index(prepared)).values()
         words.train(place, (group[i] for group in groups for i in range(len(group))))
         say(f"{place}: {ChatTokenizer(place).vocab_size} tokens, trained on the texts")
 
@@ -366,12 +366,12 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
 
 
 def _kinds(prepared: pathlib.Path) -> tuple[str, ...]:
-    return tuple(sorted({one["kind"] for one in batches.read_index(prepared)["datasets"]}))
+    return tuple(sorted({one["kind"] for one in record_batches.read_index(prepared)["datasets"]}))
 
 
 def _count(prepared: pathlib.Path) -> int:
     """Returns the number of records in a prepared folder."""
-    found = batches.read_index(prepared)["datasets"]
+    found = record_batches.read_index(prepared)["datasets"]
     return sum(shard["records"] for one in found for shard in one["shards"])
 
 

@@ -7,18 +7,18 @@ import pathlib
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art import prompts as art_prompts
 from sparse_lavida_jax.art import vocabulary as art_vocabulary
-from sparse_lavida_jax.art.batches import ArtBatches
+from sparse_lavida_jax.art.art_batches import ArtBatches
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.batches import Batches
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
-from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture.record_batches import MixtureBatches
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.image_codec import ImageCodec, ImageTokenizer
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.protocol import prompt_format
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary
-from sparse_lavida_jax.scenes.batches import SceneBatches
 from sparse_lavida_jax.scenes.prompts import encoder_of
+from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer
 from sparse_lavida_jax.training import start, states
 

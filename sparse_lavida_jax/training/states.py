@@ -19,7 +19,7 @@ from jaxtyping import Array, UInt32
 from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
+from sparse_lavida_jax.checkpoints import manifest, model_folder, named_arrays, stores
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.programs import jax_settings
@@ -365,7 +365,7 @@ def _known(leaves: Mapping[str, Any]) -> dict[str, str]:
         return _sum_digests(leaves)
     # Hashing releases the interpreter's lock, so each core hashes an array.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        digest = jax_settings.defaults()(lambda name: arrays.digest_of({name: leaves[name]}))
+        digest = jax_settings.defaults()(lambda name: named_arrays.digest_of({name: leaves[name]}))
         digests = pool.map(digest, leaves)
         return dict(zip(leaves, digests, strict=True))
 
@@ -377,14 +377,16 @@ def _check_known(known: dict[str, str] | str | None, leaves: Mapping[str, Any]) 
         ValueError: lists those that differ.
     """
     if not isinstance(known, dict):
-        if known != arrays.digest_of({name: np.asarray(leaf) for name, leaf in leaves.items()}):
+        if known != named_arrays.digest_of(
+            {name: np.asarray(leaf) for name, leaf in leaves.items()}
+        ):
             raise ValueError("the SHA-256 of its arrays is not the one it was saved with")
         return
     if _is_of_several(known):
         found = _sum_digests(leaves)
     else:
         whole = runtime.on_host(dict(leaves))
-        found = {name: arrays.digest_of({name: leaf}) for name, leaf in whole.items()}
+        found = {name: named_arrays.digest_of({name: leaf}) for name, leaf in whole.items()}
     wrong = [name for name in found if known.get(name) != found[name]]
     if wrong:
         named = ", ".join(wrong[: manifest.TENSORS_NAMED])

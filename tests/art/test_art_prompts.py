@@ -12,11 +12,11 @@ from flax import nnx
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art import prompts, sheet, tasks, vocabulary, world
-from sparse_lavida_jax.art.batches import ArtBatches
+from sparse_lavida_jax.art.art_batches import ArtBatches
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.world import ArtScene
 from sparse_lavida_jax.models.vq import VQModel
-from sparse_lavida_jax.scenes import batches as scene_batches
+from sparse_lavida_jax.scenes import scene_batches as scene_batches
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import sources
 

@@ -20,7 +20,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints import manifest, model_folder, named_arrays, stores, tensors
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import layers, parameters
 from sparse_lavida_jax.training.states import (
@@ -146,7 +146,9 @@ def test_a_folder_is_written_anew_in_the_other_store(save, tmp_path, kind):
     assert (copied / "model.safetensors").is_file() == (kind == "safetensors")
     same(load(copied).model, make_model())
     assert (copied / "vq" / "notes.txt").read_text() == "kept"
-    assert (copied / arrays.TENSORS).read_text() == (folder / arrays.TENSORS).read_text()
+    assert (copied / named_arrays.TENSORS).read_text() == (
+        folder / named_arrays.TENSORS
+    ).read_text()
 
 
 def test_large_parameters_lie_in_several_files(save):
@@ -237,7 +239,7 @@ def test_a_missing_file_is_named(save):
 
 def test_a_folder_without_the_digests_of_its_arrays_is_refused(save):
     folder = save()
-    (folder / arrays.TENSORS).unlink()
+    (folder / named_arrays.TENSORS).unlink()
     list_files_anew(folder)
     with pytest.raises(model_folder.CheckpointError, match=r"has no TENSORS\.sha256, the digests"):
         load(folder)
@@ -309,7 +311,7 @@ def list_files_anew(folder):
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xff", b"<html>"])
 def test_an_empty_list_of_tensors_does_not_switch_their_check_off(save, content):
     folder = save()
-    (folder / arrays.TENSORS).write_bytes(content)
+    (folder / named_arrays.TENSORS).write_bytes(content)
     list_files_anew(folder)
     with pytest.raises(model_folder.CheckpointError, match=r"TENSORS\.sha256 is (empty|damaged)"):
         load(folder)
@@ -319,10 +321,10 @@ def test_an_empty_list_of_tensors_does_not_switch_their_check_off(save, content)
 def test_a_list_of_files_made_anew_does_not_hide_other_tensors(save, inside):
     """Changed parameters are detected when read, and so are those of the image tokenizer."""
     folder = save()
-    digests = arrays.read_digests(folder)
+    digests = named_arrays.read_digests(folder)
     name = "vq/params.safetensors:x" if inside else "joint_layers/01/weight"
     assert name in digests
-    arrays.write_digests(folder, digests | {name: "0" * 64})
+    named_arrays.write_digests(folder, digests | {name: "0" * 64})
     list_files_anew(folder)
     with pytest.raises(model_folder.CheckpointError, match=f"{name} .*is not what was written"):
         load(folder)
@@ -517,7 +519,7 @@ def test_a_state_cut_short_falls_back_to_the_state_before(states, left, caplog):
 
 def test_a_wrong_checksum_is_damage(states, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(arrays, "digest_of", lambda leaves: "0" * 64)
+        patch.setattr(named_arrays, "digest_of", lambda leaves: "0" * 64)
         states.save(2, make_state(2))
     states.wait()
     for _ in range(2):  # a second start gives the same message, and does not start over

@@ -25,7 +25,7 @@ from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.convert import settings as released
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference import records
+from sparse_lavida_jax.inference import provenance
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
 from sparse_lavida_jax.prompting.request_errors import RequestError
 
@@ -161,33 +161,33 @@ RECORD = {
 
 
 def test_a_record_that_nothing_happened_to():
-    records.check(json.loads(json.dumps(RECORD)))
+    provenance.check(json.loads(json.dumps(RECORD)))
 
 
 @pytest.mark.parametrize("part", ["bucket", "sampling", "checkpoint"])
 def test_a_record_with_nothing_where_something_is_needed_is_refused(part):
-    records.check(RECORD | {"bucket": None, SHOWN_KEY: {"path": None, "sha256": ""}})
+    provenance.check(RECORD | {"bucket": None, SHOWN_KEY: {"path": None, "sha256": ""}})
     for name in RECORD[part]:
         with pytest.raises(RequestError, match=name):
-            records.check(RECORD | {part: RECORD[part] | {name: None}})
+            provenance.check(RECORD | {part: RECORD[part] | {name: None}})
 
 
 def test_what_a_record_lacks_is_named():
     for name in RECORD["bucket"]:
         with pytest.raises(RequestError, match=f"needs a value for {name}"):
-            records.check(
+            provenance.check(
                 RECORD | {"bucket": {k: v for k, v in RECORD["bucket"].items() if k != name}}
             )
     for name in ("task", "prompt", "seed", "recipe", "sampling", "checkpoint", "software"):
         with pytest.raises(RequestError, match=f"needs a value for {name}"):
-            records.check(RECORD | {name: None})
+            provenance.check(RECORD | {name: None})
 
 
 @fuzzed
 @given(changed(RECORD))
 def test_records(record):
     try:
-        records.check(record)
+        provenance.check(record)
     except RequestError as error:
         assert len(str(error)) < 2000
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, model_folder, stores
+from sparse_lavida_jax.checkpoints import model_folder, named_arrays, stores
 from sparse_lavida_jax.checkpoints.tensors import Tensor
 from sparse_lavida_jax.models import denoiser, fuse, sharding
 
@@ -35,12 +35,12 @@ def settings(width: int) -> config.Config:
 
 def sizes(width: int) -> list[int]:
     """Bytes of the arrays on disk, in bfloat16."""
-    shapes = arrays.by_layer(denoiser.shapes(settings(width).model))
+    shapes = named_arrays.by_layer(denoiser.shapes(settings(width).model))
     return [2 * leaf.size for leaf in shapes.values()]
 
 
 def write(folder: pathlib.Path, width: int) -> None:
-    shapes = arrays.by_layer(denoiser.shapes(settings(width).model))
+    shapes = named_arrays.by_layer(denoiser.shapes(settings(width).model))
     wanted = [
         Tensor(name, "BF16", leaf.shape, lambda leaf=leaf: np.full(leaf.shape, 0.01, jnp.bfloat16))
         for name, leaf in shapes.items()

@@ -18,7 +18,7 @@ from sparse_lavida_jax.checkpoints import adapter_names, manifest, model_folder
 from sparse_lavida_jax.cli import parser, program, terminal
 from sparse_lavida_jax.convert import from_torch, to_torch
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference import records, requests
+from sparse_lavida_jax.inference import provenance, requests
 from sparse_lavida_jax.mixture import recipe
 from sparse_lavida_jax.training import own_images, runs
 
@@ -143,7 +143,7 @@ def test_an_image_whose_name_is_any_bytes_is_recorded_and_found_again(tmp_path, 
     image_files.write(tmp_path / "out.png", IMAGE, record)
     read = image_files.read_record(tmp_path / "out.png")
     assert read == record
-    records.check_names(read, set(), tmp_path)
+    provenance.check_names(read, set(), tmp_path)
     assert requests.recorded_image(read, None).path == source
     files.write_text(tmp_path / "report.md", f"{source}")
     assert os.fsencode(name).isascii() or (tmp_path / "report.md").read_text()

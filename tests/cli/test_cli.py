@@ -22,7 +22,7 @@ import sparse_lavida_jax
 from sparse_lavida_jax import config, main
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.cli import commands, doctor, modes, parser, program, terminal
-from sparse_lavida_jax.cli.errors import UsageError
+from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result

@@ -11,7 +11,7 @@ import raw_data
 
 from sparse_lavida_jax import main, runtime
 from sparse_lavida_jax.cli import commands, parser, program
-from sparse_lavida_jax.cli.errors import about_path
+from sparse_lavida_jax.cli.usage_errors import about_path
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.gaps import MOST_GAPS, parse_template

@@ -40,14 +40,14 @@ def test_the_command_line_names_the_flag(error):
 
 def test_the_server_names_the_field_that_was_sent(error):
     pytest.importorskip("fastapi", reason="needs pip install 'sparse-lavida-jax[serve]'")
-    from sparse_lavida_jax.server.openai import bodies, errors
+    from sparse_lavida_jax.server.openai import bodies, http_errors
 
     sent = bodies.checked({"prompt": "a", "num_inference_steps": 5}, bodies.ImageBody).sent
-    with pytest.raises(errors.Refused) as caught, errors.refusing(sent):
+    with pytest.raises(http_errors.Refused) as caught, http_errors.refusing(sent):
         raise error
     assert caught.value.detail == f"num_inference_steps{RULE}"
     assert caught.value.param == "num_inference_steps"
-    with pytest.raises(errors.Refused) as caught, errors.refusing(sent):
+    with pytest.raises(http_errors.Refused) as caught, http_errors.refusing(sent):
         raise RequestError("{setting}={value} cannot be.", setting="size", value="7x96")
     assert (caught.value.detail, caught.value.param) == ("size=96x7 cannot be.", "size")
 

@@ -17,7 +17,7 @@ import torch_folder
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import record
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints import manifest, model_folder, named_arrays, stores, tensors
 from sparse_lavida_jax.convert import from_torch, names, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
@@ -636,7 +636,7 @@ def test_a_flipped_bit_names_the_tensor(tmp_path, kind):
 def test_every_tensor_has_a_digest(converted):
     store = stores.open_params(converted)
     image = parameters.by_name(vq_files.load(converted / "vq")[0])
-    assert set(arrays.read_digests(converted)) == {
+    assert set(named_arrays.read_digests(converted)) == {
         *store.leaves,
         *(f"vq/params.safetensors:{name}" for name in image),
     }
@@ -660,7 +660,7 @@ def test_a_flipped_bit_of_the_image_tokenizer_names_the_tensor(tmp_path, folder)
     assert told in str(error.value)
 
 
-@pytest.mark.parametrize("name", [manifest.MANIFEST, arrays.TENSORS])
+@pytest.mark.parametrize("name", [manifest.MANIFEST, named_arrays.TENSORS])
 def test_a_flipped_bit_in_a_list_of_digests(tmp_path, folder, name):
     from_torch.convert(folder, tmp_path / "model")
     flip(tmp_path / "model" / name, 5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparse_lavida_jax.checkpoints import arrays, model_folder, stores, tensors
+from sparse_lavida_jax.checkpoints import model_folder, named_arrays, stores, tensors
 from sparse_lavida_jax.models import denoiser, fuse
 
 
@@ -90,12 +90,12 @@ def test_a_module_is_filled_by_names_on_disk(converted):
     loaded = model_folder.load_model(converted)
     store = stores.open_params(converted)
     module = denoiser.shapes(loaded.config.model)
-    filled = arrays.module_of(module, store.read(store.leaves))
+    filled = named_arrays.module_of(module, store.read(store.leaves))
     assert jax.tree.all(jax.tree.map(np.array_equal, filled, loaded.model))
     leaves = store.read(store.leaves)
     del leaves["final_norm/weight"]
     with pytest.raises(model_folder.CheckpointError, match=r"final_norm/weight: missing"):
-        arrays.module_of(module, leaves)
+        named_arrays.module_of(module, leaves)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_only_what_a_task_reads_is_loaded_and_nothing_is_held_twice(
 
     monkeypatch.setattr(tensors, "read", read)
     part = model_folder.load_model(converted, wanted=fuse.reads(task)).model
-    assert unread in {*arrays.by_layer(whole)} - found
+    assert unread in {*named_arrays.by_layer(whole)} - found
     fused = named(fuse.for_inference(part, task=task, consume=True))
     assert not {"joint_layers", "split_layers"} & {*vars(part)}
     assert fused.keys() == expected.keys()

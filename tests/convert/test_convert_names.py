@@ -14,7 +14,7 @@ import torch_folder
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays
+from sparse_lavida_jax.checkpoints import named_arrays
 from sparse_lavida_jax.convert import names, settings
 from sparse_lavida_jax.convert.settings import ConvertError
 from sparse_lavida_jax.models import parameters, vq
@@ -230,7 +230,7 @@ def test_names_and_parameters_are_one_to_one(made):
     table = names.table(made)
     assert len({name.official for name in table}) == len(table)
     ours = {name.ours: name.our_shape for name in table if name.home == "params"}
-    model = arrays.by_layer(denoiser_shapes(made.model))
+    model = named_arrays.by_layer(denoiser_shapes(made.model))
     assert ours == {name: leaf.shape for name, leaf in model.items()}
     image = {name.ours: name.our_shape for name in table if name.home == "vq"}
     if not made.model.understanding_only:

@@ -8,8 +8,8 @@ import pytest
 
 from sparse_lavida_jax import config, old_names
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.cli.errors import UsageError
 from sparse_lavida_jax.cli.parser import Parser
+from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.scenes import tasks
 
 OLD = {

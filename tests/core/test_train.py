@@ -27,7 +27,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.checkpoints.tensors import list_tensors
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.batch import RowShape
-from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.programs import side_by_side
@@ -503,8 +503,8 @@ def loop(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "train_step", step)
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
     monkeypatch.setattr(model_folder, "save_model", save)
-    monkeypatch.setattr(report, "check", check)
-    monkeypatch.setattr(report, "write", write)
+    monkeypatch.setattr(training_report, "check", check)
+    monkeypatch.setattr(training_report, "write", write)
 
     def run(profile=range(0), **changes):
         given = stand_ins.settings(train=changes)
@@ -800,7 +800,7 @@ def test_a_run_on_own_images_says_once_that_it_will_be_too_short(loop, monkeypat
     now = [0.0]
     own = types.SimpleNamespace(words=lambda: None)
     monkeypatch.setattr(train.sources.TrainingData, "prepared", own)
-    monkeypatch.setattr(report, "write", lambda *_, **__: loop.folder / "report.md")
+    monkeypatch.setattr(training_report, "write", lambda *_, **__: loop.folder / "report.md")
     monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
 
     def wait(step):
@@ -826,8 +826,8 @@ def test_what_a_run_shows_comes_after_the_model_and_cannot_lose_it(loop, monkeyp
         found.append((loop.folder / "model" / "config.json").is_file())
         raise MemoryError("a caption of 9101 tokens.")
 
-    monkeypatch.setattr(report, "check", fail)
-    monkeypatch.setattr(report, "write", fail)
+    monkeypatch.setattr(training_report, "check", fail)
+    monkeypatch.setattr(training_report, "write", fail)
     loop.run(train_steps=4, eval_every=2)
     assert found == [False, True, True]
     printed = capsys.readouterr()

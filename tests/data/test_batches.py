@@ -20,7 +20,7 @@ from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.batch import given_of
 from sparse_lavida_jax.data.feed import Feed
-from sparse_lavida_jax.scenes import batches as scene_batches
+from sparse_lavida_jax.scenes import scene_batches as scene_batches
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.tags import GIVEN_BLOCK, PROMPT_BLOCK

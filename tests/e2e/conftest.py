@@ -9,15 +9,15 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax import config, main, pipeline, train
-from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.scenes import batches
+from sparse_lavida_jax.evals import training_report
+from sparse_lavida_jax.scenes import scene_batches
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _quick():
     with pytest.MonkeyPatch.context() as patch, stand_ins.quick_compilation():
-        patch.setattr(batches, "LENGTH_PROBE", 16)
-        patch.setattr(report, "SPEED_RUNS", 1)
+        patch.setattr(scene_batches, "LENGTH_PROBE", 16)
+        patch.setattr(training_report, "SPEED_RUNS", 1)
         first_model = train._first_model
         made = functools.cache(
             lambda model, seed: first_model(config.Config(model=model, seed=seed))
@@ -45,7 +45,7 @@ class Finished:
 def finished(_quick, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     words = stand_ins.command_line(folder, stand_ins.settings(train={"train_steps": 6}))
-    kept, write = [], report.write
+    kept, write = [], training_report.write
 
     def write_and_keep(pipe, *args, **more):
         """Times two rows, as many as were drawn, so that nothing more has to be compiled."""
@@ -55,6 +55,6 @@ def finished(_quick, tmp_path_factory):
             return write(pipe, *args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write", write_and_keep)
+        patch.setattr(training_report, "write", write_and_keep)
         assert main.main(["main", *words, f"--workdir={folder / 'run'}"]) == 0
     return Finished(folder / "run", words, *kept)

@@ -17,9 +17,9 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config, main, train
-from sparse_lavida_jax.checkpoints import arrays, manifest, model_folder, stores
-from sparse_lavida_jax.cli import errors
-from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.checkpoints import manifest, model_folder, named_arrays, stores
+from sparse_lavida_jax.cli import usage_errors
+from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.training import metrics
 
 CHECKOUT = pathlib.Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_a_folder_that_only_its_lists_approve_of_is_not_verified(
         loaded = safetensors.numpy.load_file(path)
         last = max(loaded)
         safetensors.numpy.save_file(loaded | {last: np.full_like(loaded[last], content)}, path)
-    arrays.write_digests(folder, stores.open_params(folder).digests())
+    named_arrays.write_digests(folder, stores.open_params(folder).digests())
     manifest.write(folder)
     assert main.main(["main", "--mode=verify", f"--src={folder}"]) == 2
     printed = capsys.readouterr()
@@ -209,7 +209,7 @@ Usage = collections.namedtuple("Usage", "total used free")
 @pytest.mark.slow
 def test_a_full_disk_costs_nothing_that_was_saved(finished, tmp_path, monkeypatch, capsys):
     real, usage = train.train_step, shutil.disk_usage
-    monkeypatch.setattr(report, "write", lambda pipe, folder, **_: folder / "report.md")
+    monkeypatch.setattr(training_report, "write", lambda pipe, folder, **_: folder / "report.md")
     words = [*finished.words, f"--workdir={tmp_path / 'run'}"]
 
     def stop_at_3(state, *args, **more):
@@ -254,7 +254,7 @@ def test_a_mistake_ends_the_process_with_code_2(tmp_path):
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)},
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ended.returncode == errors.MISTAKE == 2
+    assert ended.returncode == usage_errors.MISTAKE == 2
     assert ended.stdout == ""
     assert ended.stderr.startswith("sparse_lavida_jax: there is no config file nowhere.py.")
     assert len(ended.stderr.splitlines()) == 1
@@ -262,5 +262,5 @@ def test_a_mistake_ends_the_process_with_code_2(tmp_path):
 
 
 def test_every_error_of_ours_is_a_mistake_and_not_a_crash():
-    assert issubclass(train.DivergedError, errors.MISTAKES)
-    assert issubclass(config.ConfigError, errors.MISTAKES)
+    assert issubclass(train.DivergedError, usage_errors.MISTAKES)
+    assert issubclass(config.ConfigError, usage_errors.MISTAKES)

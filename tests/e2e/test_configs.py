@@ -17,7 +17,7 @@ from sparse_lavida_jax.evals import benchmarks, exact
 from sparse_lavida_jax.models import image_codec, vq_files
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import plans, presets
-from sparse_lavida_jax.scenes import batches, tasks, world
+from sparse_lavida_jax.scenes import scene_batches, tasks, world
 from sparse_lavida_jax.scenes.prompts import ANSWER_TOKENS
 from sparse_lavida_jax.training import optimizer, runs
 
@@ -85,7 +85,7 @@ def test_the_codes_of_the_images_fit_the_model(name):
 @each_denoiser
 def test_tasks_are_known_and_of_the_source(name):
     data = read(name).data
-    known = {task for group in batches.GROUPS.values() for task in group}
+    known = {task for group in scene_batches.GROUPS.values() for task in group}
     assert data.tasks.keys() <= known
 
 
@@ -146,7 +146,7 @@ def test_batches_come_out(name, monkeypatch):
     few = dataclasses.replace(given.train, batch_size=min(given.train.batch_size, 32))
     given = dataclasses.replace(given, train=few)
     table = np.zeros((world.NUM_APPEARANCES + 1, given.model.codes_per_token), int)
-    made = batches.SceneBatches(
+    made = scene_batches.SceneBatches(
         given,
         dataclasses.replace(stand_ins.encoder(given), appearance_codes=table),
     )

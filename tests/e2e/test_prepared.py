@@ -15,8 +15,8 @@ import tiny
 
 from sparse_lavida_jax import config, main
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.evals import report
-from sparse_lavida_jax.mixture import batches
+from sparse_lavida_jax.evals import training_report
+from sparse_lavida_jax.mixture import record_batches
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import metrics
 
@@ -64,7 +64,7 @@ def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(np.isfinite(line["image_nll"]) for line in lines)
     text = (run / "report.md").read_text()
-    assert f"{report.NLL}\n\n| up to step | loss | image_nll |" in text
+    assert f"{training_report.NLL}\n\n| up to step | loss | image_nll |" in text
     assert "Exact scores" not in text and "Speed" not in text
     loaded = model_folder.load_model(run)
     assert loaded.tokenizer_path.read_bytes() == tokenizer.path.read_bytes()
@@ -117,7 +117,7 @@ def test_a_tokenizer_of_another_model_is_reported(given, tmp_path, capsys):
 
 def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
     """There is no judge: the result is a sheet without a score."""
-    asked = batches.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
+    asked = record_batches.MixtureBatches(given.data.folder, given, tokenizer).prompts(4)
     assert len(asked) == 4 and all(prompt.startswith("image ") for prompt in asked)
 
     class Pipe(SparseLaViDa):
@@ -128,8 +128,8 @@ def test_what_the_data_asks_for_is_drawn(given, tokenizer, tmp_path):
             drawn = [np.full((32, 32, 3), 10 * i, np.uint8) for i, _ in enumerate(prompts)]
             return types.SimpleNamespace(pixels=drawn)
 
-    assert report.check(Pipe(), tmp_path / "images/000001.png", asked) == {}
+    assert training_report.check(Pipe(), tmp_path / "images/000001.png", asked) == {}
     assert (tmp_path / "images/000001.png").is_file()
-    assert "images/000001.png" in report._newest_sheet(tmp_path)[0]
-    assert report.check(Pipe(), tmp_path / "none.png") == {}
+    assert "images/000001.png" in training_report._newest_sheet(tmp_path)[0]
+    assert training_report.check(Pipe(), tmp_path / "none.png") == {}
     assert not (tmp_path / "none.png").exists()

@@ -12,7 +12,7 @@ import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import sample
-from sparse_lavida_jax.cli import errors, program
+from sparse_lavida_jax.cli import program, usage_errors
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import grammar, tasks, world
@@ -335,5 +335,5 @@ def test_an_error_of_ours_has_no_traceback_unless_asked_for(complaint, monkeypat
 def test_the_modes_of_main_are_commands(finished, capsys):
     assert program.main(["sparse-lavida", "verify", str(finished.folder)]) == 0
     assert capsys.readouterr().out.endswith("files, all as they were written\n")
-    assert program.main(["sparse-lavida", "train", "nowhere.py"]) == errors.MISTAKE
+    assert program.main(["sparse-lavida", "train", "nowhere.py"]) == usage_errors.MISTAKE
     assert "there is no config file nowhere.py" in capsys.readouterr().err

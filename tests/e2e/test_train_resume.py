@@ -13,7 +13,7 @@ import stand_ins
 
 from sparse_lavida_jax import main, train
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.evals import report
+from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.training import metrics
 
 
@@ -59,7 +59,7 @@ def interfere(monkeypatch):
         monkeypatch.setattr(train, "train_step", wrapped)
         return lambda: monkeypatch.setattr(train, "train_step", real)
 
-    monkeypatch.setattr(report, "write", lambda pipe, folder, **_: folder / "report.md")
+    monkeypatch.setattr(training_report, "write", lambda pipe, folder, **_: folder / "report.md")
     return before
 
 

@@ -19,7 +19,7 @@ import pytest
 import stand_ins
 from PIL import Image
 
-from sparse_lavida_jax.inference import batches
+from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs import executables
 from sparse_lavida_jax.server.serving import Service
@@ -206,7 +206,7 @@ def compiles_after_warming_up(pipe, numbers, folder):
 
 def test_a_server_that_is_ready_compiles_nothing(tmp_path, monkeypatch):
     """One length of prompts, to compile little here; the next test has all."""
-    monkeypatch.setattr(batches, "LENGTHS", (128,))
+    monkeypatch.setattr(batch_shapes, "LENGTHS", (128,))
     folder = stand_ins.model_of_every_task(tmp_path / "tiny")
     pipe = SparseLaViDa.from_pretrained(folder, batch_size=2)
     assert compiles_after_warming_up(pipe, (1, 3), tmp_path / "programs") == []

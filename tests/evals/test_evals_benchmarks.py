@@ -14,10 +14,10 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.evals import benchmark, benchmarks, files, scorers
+from sparse_lavida_jax.evals import benchmark, benchmarks, official_files, scorers
 from sparse_lavida_jax.evals.benchmark import JUDGED, Answer
 from sparse_lavida_jax.evals.benchmarks import imgedit, mathvista, mmbench, mme, mmmu, refcoco
-from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.official_files import EvaluationError
 
 SAMPLES = pathlib.Path(__file__).parents[1] / "data" / "evals"
 SPLITS = {
@@ -162,15 +162,15 @@ def test_a_mistake_in_json_lines_is_reported_with_its_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": "one\u2028line"}\n\n{"a": 2\n', encoding="utf-8")
     with pytest.raises(EvaluationError, match=r"Expecting ',' delimiter in line 3, column 8\. Get"):
-        files.read(path)
+        official_files.read(path)
     path.write_text('{"a": "one\u2028line"}\n', encoding="utf-8")
-    assert files.read(path) == [{"a": "one\u2028line"}]
+    assert official_files.read(path) == [{"a": "one\u2028line"}]
 
 
 def test_large_cells_are_allowed_while_a_table_is_read_alone(tmp_path):
     path, limit = tmp_path / "a.tsv", csv.field_size_limit()
     path.write_text(f"a\tb\n1\t{(limit + 1) * 'x'}\n")
-    assert len(files.read(path)[0]["b"]) == limit + 1
+    assert len(official_files.read(path)[0]["b"]) == limit + 1
     assert csv.field_size_limit() == limit
 
 

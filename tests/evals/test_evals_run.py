@@ -14,7 +14,7 @@ import pytest
 
 from sparse_lavida_jax import config, pipeline
 from sparse_lavida_jax.evals import run
-from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.official_files import EvaluationError
 from sparse_lavida_jax.training import runs
 
 SAMPLE = pathlib.Path(__file__).parents[1] / "data" / "evals" / "chartqa"

@@ -12,7 +12,7 @@ from benchmarks import card as bench_card
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import manifest, model_folder
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.evals import exact, report
+from sparse_lavida_jax.evals import exact, training_report
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.scenes import tasks, world
@@ -33,17 +33,17 @@ def pixels_of(path):
 def test_a_sheet_shows_every_image_and_writes_in_the_colour_of_the_judgement():
     images = [world.render(sample.target) for sample in asked(4, "draw")]
     tiles = [
-        report.Tile(pixels, "a very long caption that needs more than one line", ok)
+        training_report.Tile(pixels, "a very long caption that needs more than one line", ok)
         for pixels, ok in zip(images, (None, True, False, None), strict=True)
     ]
-    page = np.asarray(report.sheet(tiles, columns=3))
+    page = np.asarray(training_report.sheet(tiles, columns=3))
     side = world.IMAGE_SIZE
-    height = side + report.CAPTION_HEIGHT + 8
+    height = side + training_report.CAPTION_HEIGHT + 8
     assert page.shape == (2 * height, 3 * (side + 8), 3)
     for i, pixels in enumerate(images):
         y, x = i // 3 * height + 4, i % 3 * (side + 8) + 4
         np.testing.assert_array_equal(page[y : y + side, x : x + side], pixels)
-        below = page[y + side : y + side + report.CAPTION_HEIGHT, x : x + side].astype(int)
+        below = page[y + side : y + side + training_report.CAPTION_HEIGHT, x : x + side].astype(int)
         darkest = below[np.unravel_index(below.sum(axis=2).argmin(), below.shape[:2])]
         expected = {None: (0, 0, 0), True: (0, 100, 0), False: (178, 34, 34)}[tiles[i].ok]
         assert abs(darkest - expected).max() < 60
@@ -59,7 +59,11 @@ def test_a_sheet_shows_every_image_and_writes_in_the_colour_of_the_judgement():
 @pytest.mark.parametrize("side", [8, 32, 64, 256])
 def test_a_caption_stays_below_its_image_however_small_that_is(side, caption):
     blank = np.full((side, side, 3), 255, np.uint8)
-    page = np.asarray(report.sheet([report.Tile(blank, caption), report.Tile(blank, "")], 2))
+    page = np.asarray(
+        training_report.sheet(
+            [training_report.Tile(blank, caption), training_report.Tile(blank, "")], 2
+        )
+    )
     y, x = np.nonzero((page < 128).any(axis=2))
     assert page.shape[1] >= 2 * world.IMAGE_SIZE
     assert bool(caption) == bool(len(x))
@@ -69,24 +73,24 @@ def test_a_caption_stays_below_its_image_however_small_that_is(side, caption):
 def test_a_caption_with_room_is_shown_to_its_end():
     font = ImageFont.load_default(9)
     for caption in ("nearest: a middling green square", "a small red circle left of a blue square"):
-        assert " ".join(report._wrap(caption, font, world.IMAGE_SIZE)) == caption
-    assert report._wrap("word " * 99, font, world.IMAGE_SIZE)[-1].endswith("...")
+        assert " ".join(training_report._wrap(caption, font, world.IMAGE_SIZE)) == caption
+    assert training_report._wrap("word " * 99, font, world.IMAGE_SIZE)[-1].endswith("...")
 
 
 def test_a_check_scores_prompts_and_saves_a_sheet(tmp_path):
-    pipe = stand_ins.Knowing(stand_ins.settings(), asked(report.CHECK_PROMPTS, "draw"))
-    scores = report.check(pipe, tmp_path / "images" / "000007.png")
+    pipe = stand_ins.Knowing(stand_ins.settings(), asked(training_report.CHECK_PROMPTS, "draw"))
+    scores = training_report.check(pipe, tmp_path / "images" / "000007.png")
     assert scores == {"draw": 1.0, "single": 1.0, "attribute_precision": 1.0}
-    rows = 4 * (world.IMAGE_SIZE + report.CAPTION_HEIGHT + 8)
+    rows = 4 * (world.IMAGE_SIZE + training_report.CAPTION_HEIGHT + 8)
     assert pixels_of(tmp_path / "images" / "000007.png").shape[0] == rows
     ignorant = stand_ins.Knowing(stand_ins.settings(), [], ignorant=True)
-    assert report.check(ignorant, tmp_path / "empty.png") == {
+    assert training_report.check(ignorant, tmp_path / "empty.png") == {
         "draw": 0.0, "single": 0.0, "attribute_precision": 0.0,
     }  # fmt: skip
     more = stand_ins.settings(train={"eval_tasks": ("answer", "point")})
-    known = asked(report.CHECK_PROMPTS, "draw", "answer", "point")
+    known = asked(training_report.CHECK_PROMPTS, "draw", "answer", "point")
     pipe = stand_ins.Knowing(more, known)
-    scores = report.check(pipe, tmp_path / "more.png")
+    scores = training_report.check(pipe, tmp_path / "more.png")
     assert (scores["draw"], scores["answer"], scores["point"]) == (1.0, 1.0, 1.0)
 
 
@@ -104,7 +108,7 @@ def written(tmp_path_factory):
             )
     given = stand_ins.settings(data={"tasks": TRAINED}, train={"eval_prompts": 14})
     pipe = stand_ins.Knowing(given, asked(14, *TRAINED.keys() - {"fill_layout"}))
-    path = report.write(pipe, folder, step=90, seconds=330.0)
+    path = training_report.write(pipe, folder, step=90, seconds=330.0)
     assert path == folder / "report.md"
     return path.read_text(), folder
 
@@ -147,23 +151,28 @@ def test_the_report_says_how_fast_sparse_is(written):
 
 def test_without_checks_the_report_says_so(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "loss": 3.0}\n')
-    assert "No image was scored" in report._curve(tmp_path / "metrics.jsonl")
+    assert "No image was scored" in training_report._curve(tmp_path / "metrics.jsonl")
 
 
 def test_the_report_of_own_images_explains_its_losses_and_shows_the_newest_samples(tmp_path):
     (tmp_path / "images").mkdir()
     for name in ("000007.png", "000012.png", "nearest.png"):
         (tmp_path / "images" / name).touch()
-    assert report._newest_sheet(tmp_path) == ["## Samples\n\n![samples](images/000012.png)"]
-    assert "negative log-likelihood" in report.NLL and "lower is better" in report.NLL
+    assert training_report._newest_sheet(tmp_path) == [
+        "## Samples\n\n![samples](images/000012.png)"
+    ]
+    assert (
+        "negative log-likelihood" in training_report.NLL
+        and "lower is better" in training_report.NLL
+    )
 
 
 def test_a_box_is_drawn_around_what_was_pointed_at():
     empty = stand_ins.EMPTY
-    marked = report._with_box(empty, " <LOC_4><LOC_8><LOC_8><LOC_16>")
+    marked = training_report._with_box(empty, " <LOC_4><LOC_8><LOC_8><LOC_16>")
     changed = np.argwhere((marked != empty).any(axis=2))
     assert (changed.min(axis=0).tolist(), changed.max(axis=0).tolist()) == ([32, 16], [64, 32])
-    np.testing.assert_array_equal(report._with_box(empty, "somewhere"), empty)
+    np.testing.assert_array_equal(training_report._with_box(empty, "somewhere"), empty)
 
 
 @pytest.fixture
@@ -229,13 +238,13 @@ def test_the_scores_go_into_the_readme_of_the_model(tmp_path):
     model_folder.copy("scenes", tmp_path / "model")
     digest = manifest.digest(tmp_path / "model")
     for table in ("| first |", "| second |"):
-        report._show_scores(tmp_path / "model", table)
+        training_report._show_scores(tmp_path / "model", table)
     readme = (tmp_path / "model" / "README.md").read_text()
     assert "\n## Scores\n\n| second |\n" in readme
     assert "first" not in readme
     assert digest in model_folder.lineage(tmp_path / "model")
     manifest.verify(tmp_path / "model")
-    report._show_scores(tmp_path / "none", "| third |")
+    training_report._show_scores(tmp_path / "none", "| third |")
     assert not (tmp_path / "none").exists()
 
 
@@ -255,6 +264,6 @@ def test_the_card_of_the_bundled_model_is_made_of_its_rows(tmp_path):
 
 
 def test_the_model_card_says_how_it_was_made():
-    card = report.model_card(config.Config(name="scenes", seed=3), 1234, 600.0)
+    card = training_report.model_card(config.Config(name="scenes", seed=3), 1234, 600.0)
     assert "--config=configs/scenes.py` (seed 3, 1234 steps, 10 minutes)" in card
     assert "Apache-2.0" in card

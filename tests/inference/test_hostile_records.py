@@ -20,7 +20,7 @@ from sparse_lavida_jax import pipeline
 from sparse_lavida_jax.checkpoints.model_folder import CheckpointError
 from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference import batches, engine
+from sparse_lavida_jax.inference import batch_shapes, engine
 from sparse_lavida_jax.inference.results import SHOWN_KEY
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
@@ -149,7 +149,7 @@ def test_shapes_of_real_batches_are_taken(drawn, still):
     pipe, records = drawn
     record, *_ = records["generate"]
     long = "a red circle and " * 20
-    for lengths in ((16, 0), batches._few((1, 0)), batches._few((len(long.split()), 0))):
+    for lengths in ((16, 0), batch_shapes._few((1, 0)), batch_shapes._few((len(long.split()), 0))):
         for rows in (1, 16, 1024):
             bucket = {"rows": rows, "prompt_len": list(lengths)}
             pipe.replay(changed(record, ("bucket",), bucket))

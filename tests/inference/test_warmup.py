@@ -11,8 +11,8 @@ import pytest
 import staged
 
 from sparse_lavida_jax import sample
-from sparse_lavida_jax.cli import commands, errors, parser, program
-from sparse_lavida_jax.inference import batches, warmup
+from sparse_lavida_jax.cli import commands, parser, program, usage_errors
+from sparse_lavida_jax.inference import batch_shapes, warmup
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs import executables, kept
 from sparse_lavida_jax.prompting.request_errors import RequestError
@@ -75,7 +75,7 @@ def run(pipe, requests, watch=None, **how):
 def rehearsed(pipe, writes):
     found = set()
     for task in warmup.tasks_of(pipe):
-        for one in warmup.rehearsals(pipe, task, batches.sizes(MOST_ROWS), "served"):
+        for one in warmup.rehearsals(pipe, task, batch_shapes.sizes(MOST_ROWS), "served"):
             how = {"bucket": one.bucket, "padding": "served"}
             found |= run(pipe, one.requests(pipe), one.watch, **how)
     return found
@@ -108,13 +108,17 @@ def test_short_prompts_of_one_row_are_rehearsed_first(pipe):
     found = warmup.rehearsals(pipe, "generate", [1, 2], "served")
     assert [one.rows for one in found] == sorted(one.rows for one in found)
     lengths = [one.length for one in found if one.rows == 1]
-    assert lengths == sorted(lengths) and lengths[0] == batches.LENGTHS[0]
+    assert lengths == sorted(lengths) and lengths[0] == batch_shapes.LENGTHS[0]
     with pytest.raises(RequestError, match="size=7x96 cannot be drawn"):
         warmup.rehearsals(pipe, "generate", [1], "served", size=(7, 96))
 
 
 def test_numbers_of_rows_are_powers_of_two_and_the_largest():
-    assert [batches.sizes(most) for most in (1, 6, 16)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
+    assert [batch_shapes.sizes(most) for most in (1, 6, 16)] == [
+        [1],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8, 16],
+    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -141,7 +145,7 @@ def test_the_command_says_what_each_kind_of_request_took(pipe, writes, monkeypat
 )
 def test_what_cannot_be_warmed_up_is_refused(pipe, monkeypatch, capsys, words, told):
     monkeypatch.setattr(commands, "load", lambda asked: pipe)
-    assert program.main(["sparse-lavida", "warmup", *words]) == errors.MISTAKE
+    assert program.main(["sparse-lavida", "warmup", *words]) == usage_errors.MISTAKE
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
 

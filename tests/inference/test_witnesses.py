@@ -18,7 +18,7 @@ import pytest
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import results
-from sparse_lavida_jax.page import examples
+from sparse_lavida_jax.page import example_prompts
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data/witnesses"
@@ -59,7 +59,7 @@ def result_of(pipe, name):
     if "sampling" in options:
         sampling = dataclasses.replace(pipe.settings.sampling, **options["sampling"])
         options = options | {"sampling": sampling}
-    shown = examples.start(task) if is_shown else None
+    shown = example_prompts.start(task) if is_shown else None
     return pipe.run(pipe.requests(task, words, shown, **options))
 
 

@@ -15,7 +15,7 @@ from jax._src import distributed, xla_bridge
 
 from sparse_lavida_jax import runtime, visibility
 from sparse_lavida_jax.cli import doctor, program
-from sparse_lavida_jax.inference import records
+from sparse_lavida_jax.inference import provenance
 from sparse_lavida_jax.kernels import admission, attention, devices, trial
 from sparse_lavida_jax.models.stack import implementation_of
 from sparse_lavida_jax.programs import side_by_side
@@ -259,7 +259,7 @@ def test_a_shipped_verdict_is_found_by_the_code_and_not_by_the_version(monkeypat
         (copy / "kernels" / "verdicts" / "a.json").write_text("{}")
         seen = [admission.memory(HERE)]
         assert seen == [released]
-        for changed in ("visibility.py", "kernels/tables.py"):
+        for changed in ("visibility.py", "kernels/tile_lists.py"):
             (copy / changed).write_text("other code")
             assert admission.memory(HERE) not in seen
             seen.append(admission.memory(HERE))
@@ -366,13 +366,15 @@ def test_the_first_process_decides_for_all(number, monkeypatch):
 def test_a_record_asks_for_the_attention_that_drew_it(caplog):
     """One that does not run here is replaced, and a warning says so."""
     model = tiny.denoiser(tiny.model_settings())
-    assert records.attending({}, model) is records.attending({"attention": "reference"}, model)
-    again = records.attending({"attention": "blockwise"}, model)
+    assert provenance.attending({}, model) is provenance.attending(
+        {"attention": "reference"}, model
+    )
+    again = provenance.attending({"attention": "blockwise"}, model)
     assert (
         again.settings.attention_implementation == "blockwise" != implementation_of(model.settings)
     )
     assert not caplog.messages
-    assert records.attending({"attention": "pallas_tpu"}, model) is model
+    assert provenance.attending({"attention": "pallas_tpu"}, model) is model
     (said,) = caplog.messages
     assert "attention by pallas_tpu, which does not run here: single bits may differ" in said
 
@@ -380,8 +382,8 @@ def test_a_record_asks_for_the_attention_that_drew_it(caplog):
 def test_a_record_asks_for_the_kernels_of_its_steps(caplog):
     """Older records name none: they were drawn without."""
     model = tiny.denoiser(tiny.model_settings())
-    assert records.attending({"step": "plain"}, model) is model and not caplog.messages
-    assert records.attending({"step": "pallas_gpu"}, model) is model
+    assert provenance.attending({"step": "plain"}, model) is model and not caplog.messages
+    assert provenance.attending({"step": "pallas_gpu"}, model) is model
     (said,) = caplog.messages
     assert "between the products of a step by pallas_gpu, which does not run here" in said
 

@@ -16,7 +16,7 @@ import tiny
 from sparse_lavida_jax.kernels import admission, attention
 from sparse_lavida_jax.kernels.attention import make_tables, step_causal_attention
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE
-from sparse_lavida_jax.kernels.tables import GpuTables, Tables
+from sparse_lavida_jax.kernels.tile_lists import GpuTables, Tables
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
 TOLERANCE = 2e-6

@@ -29,7 +29,7 @@ from kernel_cases import (
     reference_and_gradients,
 )  # fmt: skip
 
-from sparse_lavida_jax.kernels import attention, devices, tables
+from sparse_lavida_jax.kernels import attention, devices, tile_lists
 from sparse_lavida_jax.kernels.attention import run_kernel, step_causal_attention
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape
 
@@ -48,8 +48,8 @@ class Backend:
     """
 
     name: str
-    sizes: tables.TileSizes | tables.GpuSizes
-    other_sizes: tables.TileSizes | tables.GpuSizes
+    sizes: tile_lists.TileSizes | tile_lists.GpuSizes
+    other_sizes: tile_lists.TileSizes | tile_lists.GpuSizes
     heads: tuple[int, int, int] = (4, 2, 8)
     dtype: str = "float32"
     times: int = 1
@@ -77,15 +77,15 @@ class Backend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("blockwise", tables.TileSizes(16, 32, 32), tables.TileSizes(16, 16, 16)),
-        Backend("pallas_tpu", tables.TileSizes(16, 32, 16), tables.TileSizes(16, 32, 32)),
+        Backend("blockwise", tile_lists.TileSizes(16, 32, 32), tile_lists.TileSizes(16, 16, 16)),
+        Backend("pallas_tpu", tile_lists.TileSizes(16, 32, 16), tile_lists.TileSizes(16, 32, 32)),
         Backend(
             "pallas_triton", devices.gpu_rule("pallas_triton"),
-            tables.GpuSizes(128, 2, 128, 2, 128, 2), times=4,
+            tile_lists.GpuSizes(128, 2, 128, 2, 128, 2), times=4,
         ),
         Backend(
-            "pallas_gpu", tables.GpuSizes(), tables.GpuSizes(64, 3, 128, 2, 128, 2), (1, 1, 64),
-            "bfloat16", times=4, rows=1,
+            "pallas_gpu", tile_lists.GpuSizes(), tile_lists.GpuSizes(64, 3, 128, 2, 128, 2),
+            (1, 1, 64), "bfloat16", times=4, rows=1,
         ),
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ import traces
 
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.kernels import attention
-from sparse_lavida_jax.kernels.tables import TileSizes
+from sparse_lavida_jax.kernels.tile_lists import TileSizes
 from sparse_lavida_jax.sampling import draw
 from sparse_lavida_jax.sampling import state as state_of
 

@@ -18,7 +18,7 @@ from kernel_cases import (
     sorted_tags,
 )  # fmt: skip
 
-from sparse_lavida_jax.kernels import blockwise, devices, tables
+from sparse_lavida_jax.kernels import blockwise, devices, tile_lists
 from sparse_lavida_jax.kernels.attention import make_tables, run_kernel, step_causal_attention
 from sparse_lavida_jax.kernels.common import Shape
 
@@ -28,7 +28,7 @@ def test_tiles_that_nobody_sees_are_not_computed():
     rng = np.random.default_rng(0)
     tags = as_arrays(cache_tags(rng))  # slots from 45 on are empty, whole tiles from 64 on
     q, k, v, pulled = draw(rng, 1, 1, 8)
-    shape = Shape(1, 1, 8, 8**-0.5, tables.TileSizes(16, 16, 16))
+    shape = Shape(1, 1, 8, 8**-0.5, tile_lists.TileSizes(16, 16, 16))
     k, v = (x.at[:, 64:].set(jnp.nan) for x in (k, v))
 
     @tiny.quick_jit
@@ -61,8 +61,8 @@ def test_tables_of_another_kind_are_refused():
     rng = np.random.default_rng(0)
     tags = as_arrays(sorted_tags(rng))
     *qkv, _ = draw(rng, 1, 1, 8)
-    make = tiny.quick_jit(tables.make_tables, static_argnames="sizes")
-    other = make(*tags, sizes=tables.GpuSizes())
+    make = tiny.quick_jit(tile_lists.make_tables, static_argnames="sizes")
+    other = make(*tags, sizes=tile_lists.GpuSizes())
     with pytest.raises(ValueError, match="of the queries"):
         step_causal_attention(
             *qkv, *tags[:3], num_heads=1, tables=other, implementation="blockwise"

@@ -19,7 +19,7 @@ from kernel_cases import (
     sorted_tags,
 )  # fmt: skip
 
-from sparse_lavida_jax.kernels import devices, tables
+from sparse_lavida_jax.kernels import devices, tile_lists
 from sparse_lavida_jax.kernels.attention import run_kernel, step_causal_attention
 from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -32,12 +32,12 @@ needs_kernel = pytest.mark.skipif(
 )
 TOLERANCE = 2e-2  # of bfloat16
 HEAD_DIM = 64
-OTHER_SIZES = tables.GpuSizes(64, 3, 128, 2, 128, 2)
+OTHER_SIZES = tile_lists.GpuSizes(64, 3, 128, 2, 128, 2)
 
 
 def shape_of(heads, kv_heads, head_dim=HEAD_DIM, **interpreted):
     interpret = pallas_gpu.interpreted(**interpreted)
-    sizes = tables.GpuSizes()
+    sizes = tile_lists.GpuSizes()
     return Shape(heads, kv_heads, head_dim, head_dim**-0.5, sizes, interpret)
 
 
@@ -182,12 +182,12 @@ def test_without_the_kernel_the_entry_says_what_it_needs():
 @pytest.mark.parametrize("name", TAGS)
 def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
     tags = as_arrays(longer(TAGS[name](np.random.default_rng(0))))
-    made = tables.make_tables(*tags, sizes=tables.GpuSizes())
-    short = tables.make_tables(*tags, sizes=tables.GpuSizes(), gradients=False)
+    made = tile_lists.make_tables(*tags, sizes=tile_lists.GpuSizes())
+    short = tile_lists.make_tables(*tags, sizes=tile_lists.GpuSizes(), gradients=False)
     assert short.for_dq is None is short.for_dkv
     np.testing.assert_array_equal(short.forward.cols, made.forward.cols)
     whole = [
-        jnp.asarray(tables.padded_tags(tag, 128, fill)) if tag is not None else None
+        jnp.asarray(tile_lists.padded_tags(tag, 128, fill)) if tag is not None else None
         for tag, fill in zip(tags, (2**30, -1, 2**30, 0, 0), strict=True)
     ]
     for lists, sizes, turned in (
@@ -196,14 +196,14 @@ def test_rows_list_the_tiles_without_a_mask_first_and_none_twice(name):
         (made.for_dkv, made.sizes.dkv, True),
     ):
         how = {"sizes": sizes, "mask_padding": lists is not made.forward}
-        classes = np.asarray(tables.part_classes(*whole, **how))[..., 0]
+        classes = np.asarray(tile_lists.part_classes(*whole, **how))[..., 0]
         classes = classes.swapaxes(1, 2) if turned else classes
         listed = np.take_along_axis(classes, np.asarray(lists.cols), axis=-1)
         at = np.arange(classes.shape[-1])
         full, active = (np.asarray(n)[..., None] for n in (lists.num_full, lists.num_active))
-        assert (listed[at < full] == tables.FULL).all()
-        assert (listed[(at >= full) & (at < active)] == tables.PARTIAL).all()
-        assert (listed[at >= active] == tables.SKIP).all()
+        assert (listed[at < full] == tile_lists.FULL).all()
+        assert (listed[(at >= full) & (at < active)] == tile_lists.PARTIAL).all()
+        assert (listed[at >= active] == tile_lists.SKIP).all()
         np.testing.assert_array_equal(
             np.sort(lists.cols, axis=-1), np.broadcast_to(at, classes.shape)
         )
@@ -223,7 +223,7 @@ def test_few_queries_leave_the_tiles_of_a_cache_without_a_mask():
     block[:, :400] = 1
     block[:, 300:376] = 2
     queries = np.full((1, 76), 2)
-    made = tables.make_tables(queries, queries, block, sizes=tables.GpuSizes())
+    made = tile_lists.make_tables(queries, queries, block, sizes=tile_lists.GpuSizes())
     assert made.forward.num_full.tolist() == [[3]] and made.forward.num_active.tolist() == [[4]]
     assert made.for_dq.num_full.tolist() == [[0]]
 
@@ -237,7 +237,7 @@ def traced_anew():
 
 
 @needs_kernel
-@pytest.mark.parametrize("sizes", [tables.GpuSizes(), OTHER_SIZES])
+@pytest.mark.parametrize("sizes", [tile_lists.GpuSizes(), OTHER_SIZES])
 def test_nothing_is_overwritten_while_it_is_read(sizes, monkeypatch):
     """The interpreter simulates every barrier, but not wgmma."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -261,7 +261,7 @@ def test_programs_that_share_keys_overwrite_nothing_that_is_read(monkeypatch):
 
 
 @needs_kernel
-@pytest.mark.parametrize("sizes", [tables.GpuSizes(), OTHER_SIZES])
+@pytest.mark.parametrize("sizes", [tile_lists.GpuSizes(), OTHER_SIZES])
 def test_a_tile_that_is_given_back_too_early_is_found_in_every_kernel(
     sizes, monkeypatch, traced_anew
 ):

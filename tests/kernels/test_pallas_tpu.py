@@ -23,12 +23,12 @@ from kernel_cases import (
     sorted_tags,
 )  # fmt: skip
 
-from sparse_lavida_jax.kernels import pallas_tpu, tables
+from sparse_lavida_jax.kernels import pallas_tpu, tile_lists
 from sparse_lavida_jax.kernels.attention import run_kernel, step_causal_attention
 from sparse_lavida_jax.kernels.common import Shape
 from sparse_lavida_jax.visibility import is_padding, visible
 
-SIZES = tables.TileSizes(queries=16, keys=32, part=16)
+SIZES = tile_lists.TileSizes(queries=16, keys=32, part=16)
 
 
 def shape_of(heads, kv_heads, head_dim, sizes=SIZES, interpret=True):
@@ -44,7 +44,7 @@ def kernel_and_gradients(q, k, v, pulled, pulled_lse, tags, shape):
     return found, pull_back((pulled, pulled_lse))
 
 
-part_classes = tiny.quick_jit(functools.partial(tables.part_classes, sizes=SIZES))
+part_classes = tiny.quick_jit(functools.partial(tile_lists.part_classes, sizes=SIZES))
 
 
 @pytest.mark.parametrize("name", TAGS)
@@ -61,22 +61,22 @@ def test_tiles_are_classed_by_what_is_visible_in_them(name):
     sees = np.pad(sees & real, ((0, 0), (0, -S % 16), (0, -T % 32)))
     parts = einops.rearrange(sees, "b (i q) (j k) -> b i j q k", q=16, k=16)
     classes = np.asarray(part_classes(*tags)).reshape(parts.shape[:3])
-    assert (classes[parts.any(axis=(-2, -1))] != tables.SKIP).all()
-    assert parts[classes == tables.FULL].all()
+    assert (classes[parts.any(axis=(-2, -1))] != tile_lists.SKIP).all()
+    assert parts[classes == tile_lists.FULL].all()
     if name in ("sorted_tags", "one_block", "cache_tags"):  # and no tile is computed needlessly
-        assert parts.any(axis=(-2, -1))[classes != tables.SKIP].all()
-        assert (classes[parts.all(axis=(-2, -1))] == tables.FULL).all()
+        assert parts.any(axis=(-2, -1))[classes != tile_lists.SKIP].all()
+        assert (classes[parts.all(axis=(-2, -1))] == tile_lists.FULL).all()
 
 
 def test_every_row_of_tiles_is_opened_and_closed_once():
-    make = tiny.quick_jit(functools.partial(tables.make_tables, sizes=SIZES))
+    make = tiny.quick_jit(functools.partial(tile_lists.make_tables, sizes=SIZES))
     made = make(*as_arrays(padded_tags(np.random.default_rng(0))))
     for tile_list, rows in ((made.by_query, 2 * 3), (made.by_key, 2 * 3)):
         used = slice(int(tile_list.count))
         place = np.stack([tile_list.batch, tile_list.row])[:, used]
         flags = np.asarray(tile_list.flags)[used]
         assert len(np.unique(place, axis=1).T) == rows
-        for flag in (tables.FIRST, tables.LAST):
+        for flag in (tile_lists.FIRST, tile_lists.LAST):
             opened = place[:, flags & flag != 0]
             assert opened.shape[1] == rows == len(np.unique(opened, axis=1).T)
 
@@ -112,7 +112,7 @@ def test_the_compiler_is_told_of_every_product(monkeypatch):
 @pytest.mark.parametrize("sizes", [(16, 24, 16), (0, 16, 16), (16, 15 * 16, 16)])
 def test_tiles_that_do_not_fit_together_are_refused(sizes):
     with pytest.raises(ValueError, match="parts"):
-        tables.TileSizes(*sizes)
+        tile_lists.TileSizes(*sizes)
 
 
 def test_nothing_is_overwritten_while_it_is_read(monkeypatch):

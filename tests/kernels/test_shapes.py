@@ -10,8 +10,8 @@ import tiny
 from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.kernels import shapes, tables
-from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.kernels import shapes, tile_lists
+from sparse_lavida_jax.mixture.record_batches import MixtureBatches
 from sparse_lavida_jax.tags import concatenate
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -72,8 +72,10 @@ def test_tags_are_frozen_sorted_and_as_dense_as_they_were(name):
             tags.key_segment,
         )
     )  # fmt: skip
-    sizes = tables.TileSizes(128, 128, 128)
-    share = tiny.quick_jit(lambda *row: tables.active_share(tables.make_tables(*row, sizes=sizes)))
+    sizes = tile_lists.TileSizes(128, 128, 128)
+    share = tiny.quick_jit(
+        lambda *row: tile_lists.active_share(tile_lists.make_tables(*row, sizes=sizes))
+    )
     assert float(share(*row)) == pytest.approx(expected, abs=1e-3)
 
 

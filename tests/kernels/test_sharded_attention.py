@@ -13,7 +13,7 @@ import traces
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 from kernel_cases import as_arrays, horizons
 
-from sparse_lavida_jax.kernels import attention, shapes, sharded, tables
+from sparse_lavida_jax.kernels import attention, shapes, sharded, tile_lists
 from sparse_lavida_jax.kernels.attention import make_tables, query_tile, step_causal_attention
 from sparse_lavida_jax.kernels.sharded import Deal, in_order, joined, parted
 from sparse_lavida_jax.models import sharding, stack
@@ -263,7 +263,7 @@ def shares_of_devices(tags, devices: int, *, in_turn: bool) -> np.ndarray:
             for deal in deals:
                 tags = [None if tag is None else deal.out(tag) for tag in tags]
             made = make_tables(*tags, implementation="pallas_tpu", key_deals=deals)
-            return jax.vmap(tables.active_share)(made)
+            return jax.vmap(tile_lists.active_share)(made)
 
         return np.asarray(shares(tags))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparse_lavida_jax.kernels import attention, devices
-from sparse_lavida_jax.kernels.tables import GpuSizes, TileSizes
+from sparse_lavida_jax.kernels.tile_lists import GpuSizes, TileSizes
 
 MEASURED = {"queries": 256, "keys": 512, "part": 128}
 

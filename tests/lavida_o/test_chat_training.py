@@ -14,7 +14,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import batch as making
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
-from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.mixture import record_examples
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.sequence import LearnedText, Response, Source, Text, VisionTokens, num_tokens
 
@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixer(tokenizer):
-    return examples.Mixer(tokenizer, raw_data.settings(tokenizer))
+    return record_examples.Mixer(tokenizer, raw_data.settings(tokenizer))
 
 
 def record(kind, *asked, **fields):
@@ -244,14 +244,14 @@ def test_conditions_say_what_was_measured():
     said = "ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480; TOP : 0; LEFT : 5"
     known = "; SCORE : 6.500; HPS : 2.500"
     light = "; LUMINANCE : 0.500; CONTRAST : 0.250"
-    assert examples.condition_of(made, 0, Never()) == said + known
-    assert examples.condition_of(made, 0, Measured()) == said + light + known
-    assert examples.condition_of(made, 0, Always()) == ""
+    assert record_examples.condition_of(made, 0, Never()) == said + known
+    assert record_examples.condition_of(made, 0, Measured()) == said + light + known
+    assert record_examples.condition_of(made, 0, Always()) == ""
 
 
 def test_conditions_are_there_as_often_as_released():
     made = record("text_to_image", "x", **DRAWN)
-    said = [examples.condition_of(made, 0, generator(i)) for i in range(1000)]
+    said = [record_examples.condition_of(made, 0, generator(i)) for i in range(1000)]
     there = [words for words in said if words]
     assert abs(len(there) - 700) < 75  # five standard errors of 14.5
     for name in ("LUMINANCE", "CONTRAST"):
@@ -263,14 +263,14 @@ def test_long_captions_are_now_and_then_their_first_sentences():
     caption = " ".join(sentences)
     made = record("text_to_image", caption, **DRAWN)
     wanted = {" ".join(sentences[:k]) for k in (1, 2, 3)}
-    found = collections.Counter(examples.caption_of(made, generator(i)) for i in range(1000))
+    found = collections.Counter(record_examples.caption_of(made, generator(i)) for i in range(1000))
     assert set(found) == wanted
     # A share of 0.2 is shortened, a third of those to all three sentences.
     assert abs(found[caption] / 1000 - (0.8 + 0.2 / 3)) < 0.06
     short = record("text_to_image", caption[:150], **DRAWN)
-    assert examples.caption_of(short, Always()) == caption[:150]
-    assert examples.caption_of(record("layout", caption, **DRAWN), Always()) == caption
-    assert len(examples.caption_of(record("layout", "x" * 900, **DRAWN), Never())) == 800
+    assert record_examples.caption_of(short, Always()) == caption[:150]
+    assert record_examples.caption_of(record("layout", caption, **DRAWN), Always()) == caption
+    assert len(record_examples.caption_of(record("layout", "x" * 900, **DRAWN), Never())) == 800
 
 
 def test_one_of_several_crops_is_drawn(mixer):
@@ -290,9 +290,11 @@ def test_one_of_several_crops_is_drawn(mixer):
 
 def test_codes_in_the_boxes_of_an_edit_may_weigh_more(tokenizer):
     made = record("edit", "x", boxes=np.array([[0, 0, 20, 16]], np.float32), **(DRAWN | SOURCES))
-    plain = examples.Mixer(tokenizer, raw_data.settings(tokenizer))
+    plain = record_examples.Mixer(tokenizer, raw_data.settings(tokenizer))
     assert plain.sequence(made, Never()).code_weight is None
-    heavy = examples.Mixer(tokenizer, raw_data.settings(tokenizer, data={"edit_area_weight": 5.0}))
+    heavy = record_examples.Mixer(
+        tokenizer, raw_data.settings(tokenizer, data={"edit_area_weight": 5.0})
+    )
     # 64 pixels are 4 codes: the box covers one row of codes, and the second column in part.
     np.testing.assert_array_equal(
         heavy.sequence(made, Never()).code_weight,
@@ -309,7 +311,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
             data={"edit_area_weight": heavier, "given": 0.0, "source_drop": 0.0},
             diffusion={"plan_steps": (1,)},  # all four cells are masked
         )
-        example = examples.Mixer(tokenizer, settings).example(made, generator())
+        example = record_examples.Mixer(tokenizer, settings).example(made, generator())
         row = making.make_row(example, settings, generator())
         image = row.tokens.generation
         weights.append(image.weight[4:8])  # between the source and the registers
@@ -323,7 +325,7 @@ def test_codes_in_the_boxes_weigh_more_in_step_causal_training_too(tokenizer):
 def test_rows_of_a_batch_have_weights_by_code_whether_or_not_an_image_has_boxes(tokenizer):
     """Otherwise they could not be stacked."""
     settings = raw_data.settings(tokenizer, data={"edit_area_weight": 5.0})
-    mixer = examples.Mixer(tokenizer, settings)
+    mixer = record_examples.Mixer(tokenizer, settings)
     for name in ("edit", "text to image", "verdict"):
         example = mixer.example(RELEASED[name][0], Never())
         row = making.make_row(example, settings, generator())
@@ -353,7 +355,10 @@ def test_an_image_is_trained_as_it_is_sampled(mixer, tokenizer):
 def test_without_micro_conditions_no_prompt_has_one(tokenizer):
     """Neither in training nor in sampling."""
     settings = raw_data.settings(tokenizer, data={"micro_condition": False})
-    mixer, made = examples.Mixer(tokenizer, settings), record("text_to_image", "a cat", **DRAWN)
+    mixer, made = (
+        record_examples.Mixer(tokenizer, settings),
+        record("text_to_image", "a cat", **DRAWN),
+    )
     cells, model = mixer._cells(CODES[0]), settings.model
     sampled = ChatPrompts(tokenizer, model, settings.data, 8).draw("a cat", cells)
     trained = mixer.example(made, Never())

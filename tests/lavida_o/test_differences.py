@@ -28,7 +28,7 @@ from sparse_lavida_jax.evals.benchmarks import refcoco
 from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.prompts import ChatPrompts
-from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.mixture import record_examples
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.prompting.request_errors import RequestError
@@ -244,7 +244,7 @@ def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked
 
 def test_a_text_is_what_stands_before_its_end_without_special_tokens(converted, tokenizer):
     """The release returns everything, and leaves its image placeholder in a layout."""
-    said = f"a cat{examples.NO_IMAGE} sits{chat.END_OF_TURN} and on"
+    said = f"a cat{record_examples.NO_IMAGE} sits{chat.END_OF_TURN} and on"
     assert converted.prompts.text(np.array(tokenizer.encode(said))[:, None]) == "a cat sits"
 
 

@@ -8,7 +8,7 @@ import tarfile
 
 import pytest
 
-from sparse_lavida_jax.mixture import tables
+from sparse_lavida_jax.mixture import input_tables
 from sparse_lavida_jax.mixture.records import RecordError
 
 ROWS = [
@@ -61,17 +61,17 @@ def tar(path):
 def test_the_rows_are_those_that_were_written(tmp_path, suffix, write):
     path = tmp_path / f"table.{suffix}"
     write(path)
-    assert tables.num_rows(path) == len(ROWS)
-    with tables.Reader() as reader:
+    assert input_tables.num_rows(path) == len(ROWS)
+    with input_tables.Reader() as reader:
         assert [reader.row(path, i) for i in (3, 0, 1, 2)] == [ROWS[i] for i in (3, 0, 1, 2)]
 
 
 def test_the_column_names_of_a_csv_file_are_read_once(tmp_path, monkeypatch):
     path, read = tmp_path / "table.csv", []
     as_csv(path)
-    cells = tables._cells
-    monkeypatch.setattr(tables, "_cells", lambda text: read.append(text) or cells(text))
-    with tables.Reader() as reader:
+    cells = input_tables._cells
+    monkeypatch.setattr(input_tables, "_cells", lambda text: read.append(text) or cells(text))
+    with input_tables.Reader() as reader:
         assert [reader.row(path, i) for i in range(4)] == ROWS
     assert sum(text.startswith("image,caption,score") for text in read) == 1
 
@@ -79,16 +79,16 @@ def test_the_column_names_of_a_csv_file_are_read_once(tmp_path, monkeypatch):
 def test_a_table_that_changed_is_looked_through_again(tmp_path):
     path = tmp_path / "table.jsonl"
     jsonl(path)
-    assert tables.num_rows(path) == 4
+    assert input_tables.num_rows(path) == 4
     path.write_text(json.dumps(ROWS[2]) + "\n")
-    assert tables.num_rows(path) == 1
-    with tables.Reader() as reader:
+    assert input_tables.num_rows(path) == 1
+    with input_tables.Reader() as reader:
         assert reader.row(path, 0) == ROWS[2]
 
 
 def test_the_columns_of_a_parquet_file_may_be_chosen(tmp_path):
     parquet(tmp_path / "a.parquet")
-    with tables.Reader(columns=["caption", "other"]) as reader:
+    with input_tables.Reader(columns=["caption", "other"]) as reader:
         assert reader.row(tmp_path / "a.parquet", 2) == {"caption": "third"}
 
 
@@ -99,10 +99,14 @@ def test_a_column_exists_if_one_of_the_tables_has_it(tmp_path, suffix, write):
     paths = [tmp_path / f"a.{suffix}", tmp_path / "other.json"]
     write(paths[0])
     paths[1].write_text('[{"layout": "x"}]')
-    tables.check_columns(paths, [["image"], ["score"], ["layout"]])  # the second row has the score
-    tables.check_columns(paths, [])
-    with pytest.raises(tables.TableError, match=r"names a, b, and .* are caption, image, .*score"):
-        tables.check_columns(paths, [["image"], ["b"], ["a"]])
+    input_tables.check_columns(
+        paths, [["image"], ["score"], ["layout"]]
+    )  # the second row has the score
+    input_tables.check_columns(paths, [])
+    with pytest.raises(
+        input_tables.TableError, match=r"names a, b, and .* are caption, image, .*score"
+    ):
+        input_tables.check_columns(paths, [["image"], ["b"], ["a"]])
 
 
 def test_a_sample_of_a_tar_file_is_what_shares_a_name(tmp_path):
@@ -113,8 +117,8 @@ def test_a_sample_of_a_tar_file_is_what_shares_a_name(tmp_path):
         add(archive, "./x/1.cls", b"7")
         add(archive, "./y/1.jpg", b"three")
     path = tmp_path / "a.tar"
-    with tables.Reader() as reader:
-        found = [reader.row(path, i) for i in range(tables.num_rows(path))]
+    with input_tables.Reader() as reader:
+        found = [reader.row(path, i) for i in range(input_tables.num_rows(path))]
     assert found == [
         {"image": b"one", "caption": "a robot"}, {"source_images": b"two"}, {"image": b"three"}
     ]  # fmt: skip
@@ -133,7 +137,7 @@ def test_a_sample_of_a_tar_file_is_what_shares_a_name(tmp_path):
 def test_a_damaged_row_is_reported(tmp_path, name, contents, said):
     path = tmp_path / name
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
-    with tables.Reader() as reader, pytest.raises(RecordError, match=said):
+    with input_tables.Reader() as reader, pytest.raises(RecordError, match=said):
         reader.row(path, 0)
 
 
@@ -148,25 +152,27 @@ def test_a_damaged_row_is_reported(tmp_path, name, contents, said):
 def test_a_table_that_is_none_is_reported(tmp_path, name, contents, said):
     path = tmp_path / name
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
-    with pytest.raises(tables.TableError, match=said):
-        tables.num_rows(path)
+    with pytest.raises(input_tables.TableError, match=said):
+        input_tables.num_rows(path)
 
 
 def test_a_parquet_file_that_is_none_is_reported(tmp_path):
     pytest.importorskip("pyarrow", reason="Parquet needs pip install '.[data]'")
     (tmp_path / "a.parquet").write_text("nothing")
-    with pytest.raises(tables.TableError, match=r"a.parquet cannot be read"):
-        tables.num_rows(tmp_path / "a.parquet")
+    with pytest.raises(input_tables.TableError, match=r"a.parquet cannot be read"):
+        input_tables.num_rows(tmp_path / "a.parquet")
 
 
 def test_a_pattern_names_several_tables(tmp_path):
     for name in ("b.json", "a.json", "c.txt"):
         (tmp_path / name).write_text("[]")
-    assert [p.name for p in tables.find([f"{tmp_path}/*.json"])] == ["a.json", "b.json"]
-    with pytest.raises(tables.TableError, match=r"there is no table .*x.json"):
-        tables.find([f"{tmp_path}/x.json"])
-    with pytest.raises(tables.TableError, match=r"c.txt is not a table that is read: .parquet"):
-        tables.find([f"{tmp_path}/c*"])
+    assert [p.name for p in input_tables.find([f"{tmp_path}/*.json"])] == ["a.json", "b.json"]
+    with pytest.raises(input_tables.TableError, match=r"there is no table .*x.json"):
+        input_tables.find([f"{tmp_path}/x.json"])
+    with pytest.raises(
+        input_tables.TableError, match=r"c.txt is not a table that is read: .parquet"
+    ):
+        input_tables.find([f"{tmp_path}/c*"])
 
 
 # --- images ----------------------------------------------------------------------------------
@@ -185,12 +191,12 @@ def root(tmp_path):
 @pytest.mark.parametrize("name", ["pictures", "pictures.tar"])
 @pytest.mark.parametrize("value", ["a.png", "./a.png", {"path": "a.png", "bytes": None}])
 def test_an_image_is_found_by_its_name(root, name, value):
-    with tables.Reader(str(root / name)) as reader:
+    with input_tables.Reader(str(root / name)) as reader:
         assert reader.image(value) == b"a"
 
 
 def test_an_image_may_lie_in_the_table():
-    with tables.Reader() as reader:
+    with input_tables.Reader() as reader:
         assert reader.image(b"a") == b"a"
         assert reader.image({"bytes": b"a", "path": "x"}) == b"a"
 
@@ -207,5 +213,5 @@ def test_an_image_may_lie_in_the_table():
     ],
 )
 def test_an_image_that_is_not_there_is_reported(root, name, value, said):
-    with tables.Reader(str(root / name)) as reader, pytest.raises(RecordError, match=said):
+    with input_tables.Reader(str(root / name)) as reader, pytest.raises(RecordError, match=said):
         reader.image(value)

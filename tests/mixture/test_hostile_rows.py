@@ -14,7 +14,7 @@ import raw_data
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files, leftovers
-from sparse_lavida_jax.mixture import folders, ingest, prepare, report, tables
+from sparse_lavida_jax.mixture import folders, ingest, input_tables, preparation_report, prepare
 
 GOOD = {"file_name": "0.png", "text": "image 0"}
 
@@ -24,7 +24,7 @@ def bad_rows(folder, good=1):
     recipe = folders.read(folder, folder / "prepared").recipe
     wanted = config.Config(prepare=config.Prepare(max_bad_fraction=1.0))
     assert prepare.prepare(recipe, folder / "prepared", wanted, raw_data.Averages).records == good
-    told = (folder / "prepared" / report.READABLE).read_text(encoding="utf-8")
+    told = (folder / "prepared" / preparation_report.READABLE).read_text(encoding="utf-8")
     return [line for line in told.splitlines() if line.startswith("- ")]
 
 
@@ -37,7 +37,7 @@ def spoil(folder):
     (folder / "folder.png").mkdir()
     os.mkfifo(folder / "fifo.png")
     (folder / "large.png").touch()
-    os.truncate(folder / "large.png", tables.MOST_BYTES + 1)
+    os.truncate(folder / "large.png", input_tables.MOST_BYTES + 1)
 
 
 NAMES = [
@@ -183,8 +183,8 @@ def test_a_table_that_is_no_file_is_refused(tmp_path, kind):
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(tables.TableError, match="no regular file has that name"):
-        tables.find([str(path)])
+    with pytest.raises(input_tables.TableError, match="no regular file has that name"):
+        input_tables.find([str(path)])
 
 
 def tar_of(path, *members, form=tarfile.PAX_FORMAT):
@@ -217,9 +217,9 @@ def test_members_of_a_tar_file_that_are_none(tmp_path):
 @pytest.mark.parametrize("size", ["-1", "99999999999999999999999", "100000000000", "1e9", "x"])
 def test_sizes_in_a_tar_file(tmp_path, size):
     tar_of(tmp_path / "a.tar", ("0.png", b"x", {"pax_headers": {"size": size}}))
-    with contextlib.suppress(tables.TableError), tables.Reader() as reader:
-        for number in range(tables.num_rows(tmp_path / "a.tar")):
-            with contextlib.suppress(tables.RecordError):
+    with contextlib.suppress(input_tables.TableError), input_tables.Reader() as reader:
+        for number in range(input_tables.num_rows(tmp_path / "a.tar")):
+            with contextlib.suppress(input_tables.RecordError):
                 reader.row(tmp_path / "a.tar", number)
 
 
@@ -235,23 +235,23 @@ def test_descriptions_in_a_tar_file(tmp_path, headers):
         info = tarfile.TarInfo("a")
         info.type = tarfile.XHDTYPE
         path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) * 5000)
-    with pytest.raises(tables.TableError, match="cannot be read"):
-        tables.num_rows(path)
+    with pytest.raises(input_tables.TableError, match="cannot be read"):
+        input_tables.num_rows(path)
 
 
 def test_a_json_table_larger_than_memory_is_refused(tmp_path):
     path = tmp_path / "a.json"
     path.touch()
     os.truncate(path, 100 * 2**30)
-    with pytest.raises(tables.TableError, match="write it as JSON lines"):
-        tables.num_rows(path)
+    with pytest.raises(input_tables.TableError, match="write it as JSON lines"):
+        input_tables.num_rows(path)
 
 
 def test_a_column_of_another_row_group_is_not_unpacked_as_a_whole(tmp_path, monkeypatch):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(pa.table({"image": [bytes(10**6)]}), tmp_path / "a.parquet")
-    monkeypatch.setattr(tables, "MOST_GROUP", 10**5)
-    with tables.Reader() as reader, pytest.raises(tables.TableError, match="row group"):
+    monkeypatch.setattr(input_tables, "MOST_GROUP", 10**5)
+    with input_tables.Reader() as reader, pytest.raises(input_tables.TableError, match="row group"):
         reader.row(tmp_path / "a.parquet", 0)
 
 
@@ -277,7 +277,7 @@ def test_images_beside_the_tables_of_a_folder(tmp_path):
     table = folder / "tables/metadata.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (dataset,) = folders.read(folder, tmp_path / "prepared").recipe.datasets
-    with tables.Reader(dataset.image_root, (), dataset.within) as reader:
+    with input_tables.Reader(dataset.image_root, (), dataset.within) as reader:
         assert reader.image(reader.row(table, 0)["file_name"])
         with pytest.raises(ingest.RecordError, match=f"lies outside {folder}"):
             reader.image(reader.row(table, 1)["file_name"])

@@ -16,7 +16,7 @@ from PIL import Image
 
 from sparse_lavida_jax import main
 from sparse_lavida_jax.data import files, leftovers
-from sparse_lavida_jax.mixture import folders, ingest, prepare, report, tables
+from sparse_lavida_jax.mixture import folders, ingest, input_tables, preparation_report, prepare
 from sparse_lavida_jax.mixture.recipe import PrepareError
 
 NAMES = ["0.png", "café 1.png", "sub/2.png", "3.JPG"]
@@ -261,8 +261,9 @@ def test_rows_that_lack_a_text_are_named(tmp_path, suffix):
     given = read(tmp_path)
     done = prepare.trial(given.recipe, main.config.Config(), given.found, lambda *_: None)
     assert (done.records, done.bad) == (3, 9)
-    assert report.ReportLine("left out", "text_to_image-1: bad rows", 9, [f"m.{suffix}:{i}" for i in
-                       range(1, 10)]) in done.table  # fmt: skip
+    bad = [f"m.{suffix}:{number}" for number in range(1, 10)]
+    line = preparation_report.ReportLine("left out", "text_to_image-1: bad rows", 9, bad)
+    assert line in done.table
 
 
 def test_rows_of_another_kind_are_named(tmp_path):
@@ -435,7 +436,7 @@ def test_a_trial_writes_nothing_and_says_the_same(tmp_path, capsys):
     assert (
         "left out  1  an image that no table names and no text file describes  (2.png)" in said.out
     )
-    told = (output / report.READABLE).read_text()
+    told = (output / preparation_report.READABLE).read_text()
     for line in tried["table"]:
         assert f"| {line['state']} | {line['count']} | {line['what']} |" in told
     code, said = run(capsys, *words, "--json")
@@ -476,19 +477,20 @@ def test_a_name_of_any_bytes_is_read_and_reported(tmp_path):
     given = read(tmp_path)
     assert sum(captions(given).values()) == 1
     lines = [
-        report.ReportLine("left out", why, 1, names) for why, names in given.found.left_out.items()
+        preparation_report.ReportLine("left out", why, 1, names)
+        for why, names in given.found.left_out.items()
     ]
-    assert r"\udcfe.bmp" in report.as_text(lines)
+    assert r"\udcfe.bmp" in preparation_report.as_text(lines)
     prepare.fill(given.recipe, tmp_path / "p", main.config.Config(), raw_data.Averages,
                  found=given.found)  # fmt: skip
-    assert r"\udcfe.bmp" in (tmp_path / "p" / report.READABLE).read_text()
+    assert r"\udcfe.bmp" in (tmp_path / "p" / preparation_report.READABLE).read_text()
 
 
 def test_late_images_of_benchmarks_tables_are_seen(tmp_path):
     write_rows(tmp_path / "q.jsonl", late("image"))
-    tables.check_columns([tmp_path / "q.jsonl"], [["question"], ["path", "image"]])
-    with pytest.raises(tables.TableError, match="names path or picture, and the columns of"):
-        tables.check_columns([tmp_path / "q.jsonl"], [["path", "picture"]])
+    input_tables.check_columns([tmp_path / "q.jsonl"], [["question"], ["path", "image"]])
+    with pytest.raises(input_tables.TableError, match="names path or picture, and the columns of"):
+        input_tables.check_columns([tmp_path / "q.jsonl"], [["path", "picture"]])
 
 
 def test_walks_do_not_depend_on_the_order_of_links(tmp_path):

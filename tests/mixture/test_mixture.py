@@ -20,8 +20,8 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import RowShape
 from sparse_lavida_jax.data.feed import Feed
 from sparse_lavida_jax.evals import held_out
-from sparse_lavida_jax.mixture import batches as mixture_batches
-from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture import record_batches as mixture_batches
+from sparse_lavida_jax.mixture.record_batches import MixtureBatches
 from sparse_lavida_jax.mixture.records import RecordError
 from sparse_lavida_jax.training import step as training_step
 from sparse_lavida_jax.visibility import PAD_BLOCK

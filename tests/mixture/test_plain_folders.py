@@ -11,7 +11,7 @@ import raw_data
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.mixture import examples, folders, prepare
+from sparse_lavida_jax.mixture import folders, prepare, record_examples
 from sparse_lavida_jax.mixture.recipe import PrepareError
 from sparse_lavida_jax.mixture.records import ShardedRecords
 
@@ -124,7 +124,7 @@ def test_several_captions_are_kept_and_drawn_from(tmp_path):
     assert given.found.left_out == {folders.NO_CAPTION: ["1.png"]}
     (record,) = records(tmp_path)["text_to_image"]
     assert record.asked == ("a cat", "eine Katze", "猫")
-    drawn = {examples.caption_of(record, np.random.default_rng(i)) for i in range(40)}
+    drawn = {record_examples.caption_of(record, np.random.default_rng(i)) for i in range(40)}
     assert drawn == {*record.asked}
 
 

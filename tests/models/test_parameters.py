@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from sparse_lavida_jax.models import parameters
-from sparse_lavida_jax.programs.arguments import taken_apart
+from sparse_lavida_jax.programs.program_arguments import taken_apart
 
 
 @pytest.fixture(scope="module")

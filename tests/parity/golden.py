@@ -21,7 +21,7 @@ import safetensors.numpy
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import arrays, model_folder
+from sparse_lavida_jax.checkpoints import model_folder, named_arrays
 from sparse_lavida_jax.convert import from_torch, names, settings
 from sparse_lavida_jax.models import vq as image_tokenizer
 from sparse_lavida_jax.models import vq_files
@@ -108,7 +108,7 @@ class Case:
         made = self.settings.vq
         prefix = self.config["vq_config"]["weights_prefix"]
         found = self._ours(names.vq_names(made), names.VQ_PREFIX, prefix)
-        return arrays.module_of(image_tokenizer.shapes(made), found)
+        return named_arrays.module_of(image_tokenizer.shapes(made), found)
 
     def vq(self) -> image_tokenizer.VQModel:
         """The image tokenizer in float32."""
@@ -123,7 +123,9 @@ class Case:
         leaves = self._ours(tower, names.TOWER_PREFIX, prefix)
         found = {ours.removeprefix("vision/tower/"): leaf for ours, leaf in leaves.items()}
         side = made.image_size // made.patch_size
-        return arrays.module_of(jax.eval_shape(lambda: Tower(made, side, rngs=nnx.Rngs(0))), found)
+        return named_arrays.module_of(
+            jax.eval_shape(lambda: Tower(made, side, rngs=nnx.Rngs(0))), found
+        )
 
     def _ours(self, wanted: list[names.Name], known: str, given: str) -> dict[str, np.ndarray]:
         """Returns recorded weights by our names; theirs start with `given`, not `known`."""

@@ -12,7 +12,7 @@ import pytest
 import raw_data
 import test_training_golden
 
-from sparse_lavida_jax.mixture import examples
+from sparse_lavida_jax.mixture import record_examples
 from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.sequence import Blank, Response, Text, num_tokens
 
@@ -34,7 +34,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def mixer(tmp_path_factory):
     tokenizer = raw_data.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return examples.Mixer(tokenizer, raw_data.settings(tokenizer))
+    return record_examples.Mixer(tokenizer, raw_data.settings(tokenizer))
 
 
 def outline(parts, blank=()):

@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 from sparse_lavida_jax import config, diffusion
-from sparse_lavida_jax.checkpoints import arrays
+from sparse_lavida_jax.checkpoints import named_arrays
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import images, released_objective
 from sparse_lavida_jax.data.batch import RowShape
@@ -352,7 +352,7 @@ def computed(name: str) -> Computed:
     x, hidden, codes, ((loss, logged), gradient) = tiny.quick_jit(everything)(
         golden.case(name).model(), batch
     )
-    return Computed(x, hidden, codes, float(loss), logged, arrays.by_layer(gradient))
+    return Computed(x, hidden, codes, float(loss), logged, named_arrays.by_layer(gradient))
 
 
 def merged_streams(run: Pass, streams: dict) -> tuple[np.ndarray, np.ndarray]:

@@ -16,8 +16,8 @@ from jax._src import lru_cache
 
 from sparse_lavida_jax.programs import compiling, executables, folder, side_by_side
 from sparse_lavida_jax.programs import kept as kept_module
-from sparse_lavida_jax.programs.arguments import Types
 from sparse_lavida_jax.programs.kept import Call, finish, kept, make
+from sparse_lavida_jax.programs.program_arguments import Types
 
 # ---------------------------------------------------------------------------------------------
 # jax's cache.

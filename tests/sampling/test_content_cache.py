@@ -23,7 +23,7 @@ from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import calls, prompts, state
 from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
 from sparse_lavida_jax.scenes import tasks, world
-from sparse_lavida_jax.server.openai.metrics import Metrics
+from sparse_lavida_jax.server.openai.metrics_endpoint import Metrics
 from sparse_lavida_jax.server.serving import Service
 from sparse_lavida_jax.visibility import PAD_BLOCK
 

@@ -13,7 +13,7 @@ from absl.testing import flagsaver
 
 from benchmarks import steps
 from sparse_lavida_jax import diffusion
-from sparse_lavida_jax.scenes import batches as scene_batches
+from sparse_lavida_jax.scenes import scene_batches as scene_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.dice import WORDS, Dice, PhiloxPool
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED, Tokenizer

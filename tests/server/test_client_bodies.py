@@ -21,7 +21,7 @@ from openai.resources.images import Images  # noqa: E402
 
 from sparse_lavida_jax.data.image_files import ImageError  # noqa: E402
 from sparse_lavida_jax.prompting.request_errors import RequestError  # noqa: E402
-from sparse_lavida_jax.server.openai import bodies, chat  # noqa: E402
+from sparse_lavida_jax.server.openai import bodies, chat_endpoint  # noqa: E402
 from sparse_lavida_jax.server.openai.bodies import ChatBody, ImageBody  # noqa: E402
 from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
@@ -67,7 +67,9 @@ def checked(kind, fields):
     body = bodies.of_json(json.dumps(fields).encode(), kind).model_dump()
     messages, options = body.pop("messages", None), body.pop("stream_options", {})
     body["stream_options"] = {name for name in options if options[name]}
-    return body, messages and chat.talk_of(messages, lambda uri: Service.contents_of_uri(None, uri))
+    return body, messages and chat_endpoint.talk_of(
+        messages, lambda uri: Service.contents_of_uri(None, uri)
+    )
 
 
 def test_every_field_of_the_installed_client_is_decided():
@@ -148,7 +150,7 @@ def test_what_would_change_an_answer_is_refused(fields):
 
 
 def talk(*messages):
-    return chat.talk_of([*messages], lambda uri: Service.contents_of_uri(None, uri))
+    return chat_endpoint.talk_of([*messages], lambda uri: Service.contents_of_uri(None, uri))
 
 
 def test_texts_that_are_empty_or_null_count_as_left_out():

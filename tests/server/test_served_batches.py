@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from sparse_lavida_jax.inference import batches
-from sparse_lavida_jax.inference.batches import kind_of
+from sparse_lavida_jax.inference import batch_shapes
+from sparse_lavida_jax.inference.batch_shapes import kind_of
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sample import Progress
@@ -121,4 +121,4 @@ def test_settings_that_nobody_compiled_are_refused_with_the_list(pipe):
     ("length", "padded"), [(0, 0), (16, 32), (32, 32), (48, 64), (128, 128), (144, 256)]
 )
 def test_lengths_are_padded_to_a_few(length, padded):
-    assert batches._few((length, 0)) == (padded, 0)
+    assert batch_shapes._few((length, 0)) == (padded, 0)

@@ -16,8 +16,8 @@ import pytest
 import staged
 from PIL import Image
 
-from sparse_lavida_jax.cli import errors, hosting, parser, program
-from sparse_lavida_jax.cli.errors import UsageError
+from sparse_lavida_jax.cli import hosting, parser, program, usage_errors
+from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.prompting.request_errors import RequestError
@@ -214,7 +214,7 @@ def test_an_address_that_cannot_be_used_is_reported(host, port, told):
 )
 def test_options_of_the_queue_have_ranges(option, capsys):
     pytest.importorskip("gradio")
-    assert program.main(["sparse-lavida", "demo", option]) == errors.MISTAKE
+    assert program.main(["sparse-lavida", "demo", option]) == usage_errors.MISTAKE
     assert f"{option} is out of range:" in capsys.readouterr().err
 
 
@@ -229,7 +229,7 @@ def test_an_unknown_host_is_reported(monkeypatch):
 
 def test_a_missing_extra_is_reported_with_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(hosting.importlib.util, "find_spec", lambda name: None)
-    assert program.main(["sparse-lavida", "demo"]) == errors.MISTAKE
+    assert program.main(["sparse-lavida", "demo"]) == usage_errors.MISTAKE
     said = capsys.readouterr().err
     assert "pip install 'sparse-lavida-jax[demo]'" in said
     assert "(fastapi, uvicorn, python_multipart, prometheus_client, gradio)" in said
@@ -301,7 +301,7 @@ def test_a_key_that_cannot_match_is_refused_and_not_repeated(monkeypatch, capsys
     if given == hosting.KEY:
         monkeypatch.setattr(os, "environ", {**os.environ, hosting.KEY: key})
     words = [f"--api-key={key}"] if given == "--api-key" else []
-    assert program.main(["sparse-lavida", "serve", "--port=0", *words]) == errors.MISTAKE
+    assert program.main(["sparse-lavida", "serve", "--port=0", *words]) == usage_errors.MISTAKE
     told = capsys.readouterr().err
     known = "the key cannot match what clients send: choose one of at most 1000 printable"
     assert known in told or (key == " " and "--api-key: it is empty" in told)

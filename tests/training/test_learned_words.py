@@ -9,9 +9,9 @@ import raw_data
 from sparse_lavida_jax.inference.requests import TASKS, RequestMaker
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.prompts import LEARNED_FROM, ChatPrompts
-from sparse_lavida_jax.mixture import batches as mixture_batches
 from sparse_lavida_jax.mixture import recipe
-from sparse_lavida_jax.mixture.batches import MixtureBatches
+from sparse_lavida_jax.mixture import record_batches as mixture_batches
+from sparse_lavida_jax.mixture.record_batches import MixtureBatches
 from sparse_lavida_jax.prompting import vocabulary as text
 from sparse_lavida_jax.training import own_images
 

@@ -16,10 +16,10 @@ from benchmarks import objectives
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import TrainingRow, longest_of, make_row
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.mixture.batches import MixtureBatches
-from sparse_lavida_jax.mixture.examples import Mixer
+from sparse_lavida_jax.mixture.record_batches import MixtureBatches
+from sparse_lavida_jax.mixture.record_examples import Mixer
 from sparse_lavida_jax.mixture.records import Record
-from sparse_lavida_jax.scenes import batches, world
+from sparse_lavida_jax.scenes import scene_batches, world
 from sparse_lavida_jax.scenes.task import TEXT_GROUPS
 from sparse_lavida_jax.training import flops
 
@@ -101,7 +101,7 @@ def groups_of(settings: config.Config, tokenizer):
         return
     table = np.zeros((world.NUM_APPEARANCES + 1, settings.model.codes_per_token), int)
     encoder = dataclasses.replace(stand_ins.encoder(settings), appearance_codes=table)
-    made = batches.SceneBatches(settings, encoder)
+    made = scene_batches.SceneBatches(settings, encoder)
     made.probe = 64
     for group in made.groups:
         kind = "text" if group in TEXT_GROUPS else "image"

@@ -6,7 +6,7 @@ import pkgutil
 from typing import Any
 
 from sparse_lavida_jax.evals.benchmark import Benchmark
-from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.official_files import EvaluationError
 
 
 def names() -> list[str]:

@@ -8,7 +8,7 @@ the base model was evaluated.
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import records
+from sparse_lavida_jax.evals.official_files import records
 from sparse_lavida_jax.evals.scorers import grouped, means, relaxed_match
 
 PARTS = ("human", "augmented")

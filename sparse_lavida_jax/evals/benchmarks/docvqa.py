@@ -8,7 +8,7 @@ model was evaluated.
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import records
+from sparse_lavida_jax.evals.official_files import records
 from sparse_lavida_jax.evals.scorers import anls, mean
 
 FIELDS = ("questionId", "question", "image")

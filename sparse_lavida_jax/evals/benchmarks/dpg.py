@@ -12,7 +12,7 @@ import numpy as np
 
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item
-from sparse_lavida_jax.evals.files import EvaluationError, read_text
+from sparse_lavida_jax.evals.official_files import EvaluationError, read_text
 from sparse_lavida_jax.evals.scorers import mean
 
 MOST_IMAGES = 4  # on one sheet

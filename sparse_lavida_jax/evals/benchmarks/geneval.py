@@ -9,7 +9,7 @@ import pathlib
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item
-from sparse_lavida_jax.evals.files import EvaluationError, records
+from sparse_lavida_jax.evals.official_files import EvaluationError, records
 from sparse_lavida_jax.evals.scorers import mean, means
 
 

@@ -9,7 +9,13 @@ from typing import ClassVar
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.images import centre_crop
 from sparse_lavida_jax.evals.benchmark import JUDGED, Benchmark, Item, write_images
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, image_name, read, records
+from sparse_lavida_jax.evals.official_files import (
+    EvaluationError,
+    check_fields,
+    image_name,
+    read,
+    records,
+)
 from sparse_lavida_jax.evals.scorers import mean, means
 
 ORIGINALS = "singleturn"

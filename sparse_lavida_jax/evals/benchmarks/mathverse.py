@@ -9,7 +9,7 @@ compares it; the official script's only rule, equal text, gives a lower bound.
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, image_name, records
+from sparse_lavida_jax.evals.official_files import EvaluationError, image_name, records
 from sparse_lavida_jax.evals.scorers import mean, means
 
 FIELDS = ("sample_index", "problem_version", "question", "image", "answer", "query_cot")

@@ -12,7 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_parquet, records
+from sparse_lavida_jax.evals.official_files import (
+    EvaluationError,
+    check_fields,
+    read_parquet,
+    records,
+)
 from sparse_lavida_jax.evals.scorers import Metric, edit_distance, mean, means
 
 FIELDS = ("pid", "question", "image", "question_type", "answer_type", "query")

@@ -12,7 +12,13 @@ from typing import ClassVar
 import numpy as np
 
 from sparse_lavida_jax.evals.benchmark import JUDGED, ImageBenchmark, Item
-from sparse_lavida_jax.evals.files import EvaluationError, Record, check_fields, image_name, records
+from sparse_lavida_jax.evals.official_files import (
+    EvaluationError,
+    Record,
+    check_fields,
+    image_name,
+    records,
+)
 from sparse_lavida_jax.evals.scorers import Metric, frechet_distance, means
 
 PAIRS = "prompts.jsonl"

@@ -13,7 +13,7 @@ import io
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, records
+from sparse_lavida_jax.evals.official_files import EvaluationError, records
 from sparse_lavida_jax.evals.scorers import mean, means
 
 FIELDS = ("index", "question", "A", "B", "category", "image")

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from sparse_lavida_jax.data import files, leftovers
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, read_text
+from sparse_lavida_jax.evals.official_files import EvaluationError, read_text
 from sparse_lavida_jax.evals.scorers import Metric, grouped
 
 CATEGORIES = {

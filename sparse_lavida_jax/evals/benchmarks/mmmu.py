@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from sparse_lavida_jax.evals.benchmark import Item, QuestionBenchmark
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read_parquet
+from sparse_lavida_jax.evals.official_files import EvaluationError, check_fields, read_parquet
 from sparse_lavida_jax.evals.scorers import means
 
 FIELDS = ("id", "question", "options", "question_type")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.images import overlap
 from sparse_lavida_jax.evals.benchmark import Benchmark, Item
-from sparse_lavida_jax.evals.files import EvaluationError, check_fields, read, records
+from sparse_lavida_jax.evals.official_files import EvaluationError, check_fields, read, records
 from sparse_lavida_jax.evals.scorers import mean
 from sparse_lavida_jax.sampling import presets
 

@@ -9,7 +9,7 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, write_images
 from sparse_lavida_jax.evals.exact import EVAL_SEED
-from sparse_lavida_jax.evals.files import EvaluationError
+from sparse_lavida_jax.evals.official_files import EvaluationError
 from sparse_lavida_jax.scenes import tasks
 
 

@@ -17,7 +17,7 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import about
 from sparse_lavida_jax.server.batching import Cancelled, Ticket
-from sparse_lavida_jax.server.openai import errors
+from sparse_lavida_jax.server.openai import http_errors
 from sparse_lavida_jax.server.openai.bodies import Body
 from sparse_lavida_jax.server.openai.guards import client_of
 from sparse_lavida_jax.server.serving import SMALL, Service, one_large_image
@@ -147,7 +147,7 @@ class Asked:
         Raises:
             HTTPException: the request was refused, failed or was cancelled.
         """
-        with errors.refusing(self.fields.sent):
+        with http_errors.refusing(self.fields.sent):
             await self.goes_on(None)
             return self.result()
 
@@ -181,7 +181,7 @@ async def queued(
     if "num_inference_steps" in given:
         more.pop("steps", None)
     service = client.service
-    with errors.refusing(asked.sent), service.place(client.address):
+    with http_errors.refusing(asked.sent), service.place(client.address):
         shown = None
         if images:
             with service.counting_refusals(task), about("image"):
@@ -218,7 +218,7 @@ async def streamed(
     Raises:
         HTTPException: the request was refused or cancelled.
     """
-    with errors.refusing(asked.fields.sent):
+    with http_errors.refusing(asked.fields.sent):
         while asked.ticket.state is None and await asked.goes_on():
             pass
         if asked.ticket.state is None:
@@ -232,7 +232,7 @@ async def streamed(
             if not name:
                 yield "data: [DONE]\n\n"
         except HTTPException as error:
-            said = errors.body(error.status_code, error.detail)
+            said = http_errors.body(error.status_code, error.detail)
             yield f"event: error\ndata: {json.dumps(said)}\n\n"
         finally:
             asked.ticket.cancel()

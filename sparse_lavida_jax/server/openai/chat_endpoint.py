@@ -21,7 +21,7 @@ from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.schema import InputError
-from sparse_lavida_jax.server.openai import asking, bodies, errors
+from sparse_lavida_jax.server.openai import asking, bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import ChatBody
 from sparse_lavida_jax.server.serving import Service
 
@@ -56,7 +56,7 @@ async def chat(request: fastapi.Request):
     """Answers the last message of a conversation."""
     client = asking.Client(request)
     service = client.service
-    with errors.refusing():
+    with http_errors.refusing():
         asked, talk = await client.body(functools.partial(_read, service=service))
     more: dict[str, Any] = {}
     if asked.top_p < 1:
@@ -101,7 +101,7 @@ async def _chunks(
 
     for row in range(asked.n):
         yield chunk(row, {"role": "assistant", "content": asking.remark(waiting.ticket)})
-    with errors.refusing(asked.sent):
+    with http_errors.refusing(asked.sent):
         while await waiting.goes_on():
             for row in range(asked.n):
                 text = committed(service, waiting.ticket.state, waiting.ticket.start + row, most)
@@ -130,7 +130,7 @@ async def _boxes(
     if not phrases:
         refusal = "messages: nothing is to be found: give at least one phrase, each on a line."
     if not phrases or talk.earlier or talk.system or len(talk.images) != 1:
-        raise errors.Refused(refusal, "messages")
+        raise http_errors.Refused(refusal, "messages")
 
     def decode() -> tuple[Any, dict[str, Any]]:
         image = image_files.read_bytes(talk.images[0], check=client.check)
@@ -143,7 +143,7 @@ async def _boxes(
     if most is not None and (tokens := _usage(service, result, None)["completion_tokens"]) > most:
         name = asked.sent("max_new_tokens")
         sentence = f"{name}={most}: the boxes are {tokens} tokens and come whole: leave it out."
-        raise errors.Refused(sentence, name)
+        raise http_errors.Refused(sentence, name)
     boxes = [
         {"label": label, "bbox_2d": box and [round(x * scale[i % 2], 1) for i, x in enumerate(box)]}
         for label, box in zip(phrases, result.boxes, strict=True)

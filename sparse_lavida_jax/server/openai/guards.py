@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sparse_lavida_jax.server.openai import errors
+from sparse_lavida_jax.server.openai import http_errors
 
 KEYED = ("/v1/", "/metrics")  # paths that need a key; the page of a demo needs none
 READS = ("GET", "HEAD", "OPTIONS")
@@ -126,7 +126,7 @@ class Guard:
         finally:
             del self._bodies[body]
         if body.left:
-            left = errors.reply(errors.CLIENT_LEFT, "the client left.")  # for the metrics
+            left = http_errors.reply(http_errors.CLIENT_LEFT, "the client left.")  # for the metrics
             await left(scope, receive, send)
 
     async def _receive(self, receive: Receive, body: _Body) -> Message:
@@ -168,7 +168,7 @@ class Guard:
     def _check_room(self, body: _Body) -> None:
         if body.ended:
             sentence = "too many bodies are being sent: this one took longest. Send it again."
-            raise HTTPException(503, sentence, {"Retry-After": str(errors.RETRY_SECONDS)})
+            raise HTTPException(503, sentence, {"Retry-After": str(http_errors.RETRY_SECONDS)})
 
     @property
     def _too_large(self) -> str:
@@ -180,14 +180,16 @@ class Guard:
         length = headers.getlist("content-length")
         if len(length) + coded > 1 or (coded and scope["http_version"] < "1.1"):
             closing = {"Connection": "close"}  # what follows may have been meant as its body
-            return errors.reply(400, "the end of the body is given in two ways.", headers=closing)
+            return http_errors.reply(
+                400, "the end of the body is given in two ways.", headers=closing
+            )
         if rules.hosts and (host.rpartition(":")[0] or host) not in rules.hosts:
-            return errors.reply(400, f"this server is not called {host[:100]!r}.")
+            return http_errors.reply(400, f"this server is not called {host[:100]!r}.")
         if rules.key and scope["path"].startswith(KEYED):
             scheme, _, given = headers.get("authorization", "").strip().partition(" ")
             given = given.strip().encode() if scheme.lower() == "bearer" else b""
             if not hmac.compare_digest(given, rules.key.encode(errors="replace")):
-                return errors.reply(
+                return http_errors.reply(
                     401,
                     "the key is missing or wrong: send it as Authorization: Bearer KEY.",
                     headers={"WWW-Authenticate": "Bearer"},
@@ -195,13 +197,13 @@ class Guard:
         origin, own = headers.get("origin"), (f"http://{host}", f"https://{host}")
         if scope["method"] not in READS and origin is not None and origin not in own:
             sentence = f"a page of {origin[:100]!r} may not ask here: it is not of this server."
-            return errors.reply(403, sentence)
+            return http_errors.reply(403, sentence)
         coding = headers.get("content-encoding", "").strip()
         if coding.lower() not in ("", "identity"):
             sentence = f"the body is encoded as {coding[:40]!r}: send it as it is, not compressed."
-            return errors.reply(415, sentence, headers={"Accept-Encoding": "identity"})
+            return http_errors.reply(415, sentence, headers={"Accept-Encoding": "identity"})
         if length and length[0].isdecimal() and int(length[0][:20]) > rules.body:
-            return errors.reply(413, self._too_large)
+            return http_errors.reply(413, self._too_large)
         return None
 
 

@@ -16,7 +16,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.schema import about
-from sparse_lavida_jax.server.openai import asking, bodies, errors
+from sparse_lavida_jax.server.openai import asking, bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import ImageBody
 
 FILES = 2  # the most files in a request: an image and a mask
@@ -28,7 +28,7 @@ router = fastapi.APIRouter()
 async def generate(request: fastapi.Request):
     """Draws images from a prompt."""
     client = asking.Client(request)
-    with errors.refusing():
+    with http_errors.refusing():
         asked = await client.body(functools.partial(bodies.of_json, kind=ImageBody))
     return await _images(client, "generate", asked, size=_size(asked.size))
 
@@ -38,7 +38,7 @@ async def edit(request: fastapi.Request):
     """Edits an image as instructed; with a mask, redraws its transparent part."""
     client, content_type = asking.Client(request), request.headers.get("content-type", "")
     parse = functools.partial(bodies.of_form, content_type=content_type, most_files=FILES)
-    with errors.refusing():
+    with http_errors.refusing():
         form = await client.body(parse, has_images=True)
     # An empty file or field is what forms send for none.
     files = {name: [one for one in sent if one] for name, sent in form.files.items()}
@@ -46,12 +46,12 @@ async def edit(request: fastapi.Request):
     if len(images) != 1 or len(masks) > 1 or form.fields.get("mask") or any(files.values()):
         wrong = "mask" if len(images) == 1 else "image"
         sentence = f"{wrong}: send one file named image, and at most one file named mask."
-        raise errors.Refused(sentence, wrong)
+        raise http_errors.Refused(sentence, wrong)
     asked = bodies.checked(form.fields, ImageBody)
     service, side = client.service, client.service.drawn_side
     if _size(asked.size) not in (None, (side, side)):
         sentence = f"size={asked.size}: an edited image has {side}x{side} pixels: leave size out."
-        raise errors.Refused(sentence, "size")
+        raise http_errors.Refused(sentence, "size")
 
     def decode() -> tuple[Any, dict[str, Any]]:
         image = image_files.read_bytes(images[0], check=client.check)
@@ -120,7 +120,7 @@ async def _events(
             "size": _named(pixels),
         }
 
-    with errors.refusing(asked.sent):
+    with http_errors.refusing(asked.sent):
         goes_on = True
         while goes_on:
             goes_on = await waiting.goes_on()
@@ -158,7 +158,7 @@ def _size(text: str) -> tuple[int, int] | None:
         return None
     if not (found := re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)):
         sentence = f"size={text[:20]!r} must be such as 512x512, width first."
-        raise errors.Refused(sentence, "size")
+        raise http_errors.Refused(sentence, "size")
     return int(found[2]), int(found[1])
 
 

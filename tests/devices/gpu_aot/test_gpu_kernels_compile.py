@@ -120,7 +120,7 @@ MOSAIC = textwrap.dedent("""
     import itertools
 
     from sparse_lavida_jax.kernels import pallas_gpu
-    from sparse_lavida_jax.kernels.tables import GpuSizes
+    from sparse_lavida_jax.kernels.tile_lists import GpuSizes
 
     def choices(direction, kernel):
         # Of one kernel, as fields of `GpuSizes`.
