@@ -534,7 +534,7 @@ class Sampling(Section):
 class Evaluate(Section):
     """One benchmark (`--mode=evaluate`; docs/evaluation.md)."""
 
-    benchmark: Identifier = "scenes"  # a file in `evals/`
+    benchmark: Identifier = "scenes"  # a file in `evals/benchmarks/`
     checkpoint: Place = ""  # the model to evaluate, unless --checkpoint names another
     data: Place = ""  # folder of the official files; docs/api/benchmarks.md: its structure
     split: str = ""  # of the benchmark, if it has several

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all benchmarks share: numbered items, how a model is asked, and what is done with answers.
 
-A benchmark is one file of this folder with its class as `BENCHMARK`, found by its name.
+A benchmark is one file of `evals/benchmarks` with its class as `BENCHMARK`, found by its name.
 `evals/run.py` runs it: it keeps every answer, and computes the metrics when all are there.
 """
 

@@ -81,7 +81,7 @@ def test_a_run_on_art_makes_batches_of_all_tasks(given, tokenizer, monkeypatch):
     monkeypatch.setattr(scene_batches, "LENGTH_PROBE", 4)
     data = sources.open_source(given, tiny.denoiser(given.model))
     assert isinstance(data.batches, ArtBatches)
-    assert prompting.tokenizer.vocab_size == tokenizer.vocab_size
+    assert data.tokenizer.vocab_size == tokenizer.vocab_size
     assert {*data.batches.groups} == {"write", "answer", "tell", "draw", "edit"}
     for group in data.batches.groups:
         row = data.batches.made(group, 0, 0)

@@ -65,7 +65,7 @@ def test_no_foreign_framework_and_no_pickle():
     # Mixture files are YAML, read safely without the loaders that build objects. Annotations of
     # RefCOCO are pickles, read by a class that cannot call anything. Executables are pickles, in a
     # folder of the user alone (`programs.executables`).
-    allowed = {"mixture/recipe": {"yaml"}, "evals/refcoco": {"pickle"}}
+    allowed = {"mixture/recipe": {"yaml"}, "evals/benchmarks/refcoco": {"pickle"}}
     for path in SOURCES:
         name, text = name_of(path), text_of(path)
         if name == "programs/kept":

@@ -6,6 +6,7 @@ import pytest
 import stand_ins
 
 from sparse_lavida_jax.inference.requests import paired
+from sparse_lavida_jax.prompting import gaps
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
@@ -33,8 +34,10 @@ def first(task):
 @pytest.mark.parametrize("text", ["a ___ b", "___", "{3} a", "a {2} {3}", "__ __ a"])
 def test_gaps_are_read(text):
     template = gaps.parse_template(text)
-    gaps = [piece for piece in template if isinstance(piece, int)]
-    assert gaps == {"a ___ b": [1], "___": [1], "{3} a": [3], "a {2} {3}": [2, 3]}.get(text, [1, 1])
+    lengths = [piece for piece in template if isinstance(piece, int)]
+    assert lengths == {"a ___ b": [1], "___": [1], "{3} a": [3], "a {2} {3}": [2, 3]}.get(
+        text, [1, 1]
+    )
     assert all(piece.startswith(" ") for piece in template if isinstance(piece, str))
 
 

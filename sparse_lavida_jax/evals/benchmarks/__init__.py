@@ -31,7 +31,7 @@ def preset(name: str) -> dict[str, Any]:
     Raises:
         EvaluationError: no benchmark has a config of this name.
     """
-    known = {one: name for name in names() for one in find(name).configs}
+    known = {one: benchmark for benchmark in names() for one in find(benchmark).configs}
     if name not in known:
         raise EvaluationError(f"there is no benchmark {name!r}. There are: {', '.join(known)}.")
     bench = find(known[name])
