@@ -158,11 +158,11 @@ class _Prompts:
         found: list[Rehearsal] = []
         if self.sampling.layout and prompts.lays_out(self.task) and self._writes:
 
-            def layout(words: str) -> Example:
+            def layout_example(words: str) -> Example:
                 return prompts.layout(words, self.image)
 
-            written = len(layout(_words(1)).response) + self._around_layout
-            found += [dataclasses.replace(one, layout=True) for one in self._texts(layout)]
+            written = len(layout_example(_words(1)).response) + self._around_layout
+            found += [dataclasses.replace(one, layout=True) for one in self._texts(layout_example)]
         most = self._most_words(self._image_example) - 1
         for layout in (False, *self._layouts(written)):
             example = self._image_example(_words(1), layout or None)
