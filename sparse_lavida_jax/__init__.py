@@ -5,8 +5,6 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from sparse_lavida_jax.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from sparse_lavida_jax.conversation import Conversation as Conversation
     from sparse_lavida_jax.inference.requests import Request as Request
@@ -16,6 +14,11 @@ if TYPE_CHECKING:
     from sparse_lavida_jax.pipeline import SparseLaViDa as SparseLaViDa
 
 OLDEST_JAX = (0, 10, 2)
+
+try:
+    __version__ = importlib.metadata.version("sparse-lavida-jax")
+except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+    __version__ = "0+unknown"
 
 
 def _check_jax() -> None:

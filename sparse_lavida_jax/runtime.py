@@ -26,7 +26,7 @@ import numpy as np
 from jax._src import distributed  # the public part of it touches the devices
 from jax.experimental import multihost_utils
 
-from sparse_lavida_jax.version import __version__
+from sparse_lavida_jax import __version__
 
 T = TypeVar("T")
 

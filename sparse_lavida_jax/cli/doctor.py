@@ -14,12 +14,11 @@ from typing import Any
 
 import jax
 
-from sparse_lavida_jax import runtime
+from sparse_lavida_jax import __version__, runtime
 from sparse_lavida_jax.checkpoints import model_folder, room
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import devices
-from sparse_lavida_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "tokenizers", "pillow", "numpy")
 # Models that people may want to run, with the size of their parameters in bytes (docs/gpus.md).

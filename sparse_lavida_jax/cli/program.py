@@ -16,13 +16,12 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from sparse_lavida_jax import runtime
+from sparse_lavida_jax import __version__, runtime
 from sparse_lavida_jax.cli import completion
 from sparse_lavida_jax.cli.parser import COMMANDS, MODES, Parser, overview
 from sparse_lavida_jax.cli.terminal import output_escaped, quiet, say, warnings_said
 from sparse_lavida_jax.cli.usage_errors import FAILURE, MISTAKE, STOPPED, UsageError, explained
 from sparse_lavida_jax.programs import jax_settings
-from sparse_lavida_jax.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:

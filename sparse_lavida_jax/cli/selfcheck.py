@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sparse_lavida_jax import pipeline
+from sparse_lavida_jax import __version__, pipeline
 from sparse_lavida_jax.checkpoints import manifest, model_folder, named_arrays
 from sparse_lavida_jax.cli.terminal import progress, say, unsaid
 from sparse_lavida_jax.convert import from_torch
@@ -26,7 +26,6 @@ from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.tags import GIVEN_BLOCK, PROMPT_BLOCK, Stream, make_tags
-from sparse_lavida_jax.version import __version__
 
 PROMPT, CHANGE = "a red circle above a blue square", "make the red circle green"
 QUESTION, ANSWERS = "how many squares are there?", {"1", "one"}

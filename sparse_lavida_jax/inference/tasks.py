@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, sequence
+from sparse_lavida_jax import __version__, config, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
@@ -35,7 +35,6 @@ from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import digest
 from sparse_lavida_jax.sampling.presets import RowRequest
-from sparse_lavida_jax.version import __version__
 
 _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
 

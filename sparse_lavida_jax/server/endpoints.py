@@ -22,11 +22,11 @@ import fastapi
 import prometheus_client
 from fastapi import HTTPException, responses
 
+from sparse_lavida_jax import __version__
 from sparse_lavida_jax.server.openai import asking, chat_endpoint, http_errors, image_endpoints
 from sparse_lavida_jax.server.openai.guards import Guard, Rules
 from sparse_lavida_jax.server.openai.metrics_endpoint import Metrics, Timed
 from sparse_lavida_jax.server.serving import Limits, Service
-from sparse_lavida_jax.version import __version__
 
 FORM_ROOM = 2**20  # bytes in a request besides its images
 
