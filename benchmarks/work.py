@@ -19,7 +19,6 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.prompts import Prompt, parted
-from sparse_lavida_jax.sampling.state import num_registers
 from sparse_lavida_jax.training import flops
 
 
@@ -73,20 +72,18 @@ def of_case(case: RequestCase, model: config.Model) -> RequestWork:
         prefills = [_pass(case, model, p.prompt) for p in parts if not (kept and p.keeps)]
     steps, committed = [], 0.0
     for part in plan:
-        registers = num_registers(part, settings)
         uses = (part.clean, part.decode, part.rest)
-        slots = sum(positions.shape[-1] for positions in uses) + registers
         for i in range(part.num_steps):
             used = [float((positions[i] >= 0).sum(axis=-1).mean()) for positions in uses]
             own = {
-                "own": (sum(used) + registers, slots),
+                "own": (sum(used) + part.registers, part.width),
                 "predicted": used[1],
                 "committed": committed,
-                "passes_prompt": not settings.preset.cache_prompt or bool(part.refresh[i]),
+                "passes_prompt": not settings.preset.cache_prompt or part.refreshes,
             }
-            together = _together(prompt, settings, guided=bool(part.guided[i]))
+            together = _together(prompt, settings, guided=part.guided)
             steps.append(_as_one([_pass(case, model, rows, **own) for rows in together]))
-            if part.refresh[i]:
+            if part.refreshes:
                 committed = used[0]
             elif settings.preset.cache_response and not settings.preset.refreshes:
                 committed += used[0]

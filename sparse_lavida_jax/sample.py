@@ -26,7 +26,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import StepTables
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.kept import Call, finish, kept, make
-from sparse_lavida_jax.sampling import draw, plans
+from sparse_lavida_jax.sampling import draw
 from sparse_lavida_jax.sampling.calls import (
     Begun,
     ModelConstants,
@@ -39,12 +39,12 @@ from sparse_lavida_jax.sampling.calls import (
 )
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.draw import Draws
+from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     SamplerState,
-    StepTokens,
     attention,
     response_stream,
     step_hidden,
@@ -58,7 +58,7 @@ OWN_DRAWS = Draws()  # drawn here, not read from a record
 def step(
     model: Denoiser,
     state: SamplerState,
-    now: StepTokens,
+    now: Steps,
     prompt: Prompt,
     *,
     policy: draw.Policy,
@@ -112,7 +112,7 @@ def step(
 
 
 def _open(
-    state: SamplerState, now: StepTokens, mask_id: int
+    state: SamplerState, now: Steps, mask_id: int
 ) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
     """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
     known = take(state.canvas, jnp.maximum(now.decode, 0))
@@ -125,7 +125,7 @@ def _open(
 def step_logits(
     model: Denoiser,
     state: SamplerState,
-    now: StepTokens,
+    now: Steps,
     prompt: Prompt,
     settings: StepSettings,
     tables: StepTables | None = None,
@@ -138,7 +138,7 @@ def step_logits(
     else:
         logits = model.image_logits(candidates)
     logits = logits.reshape(*hidden.shape[:2], *logits.shape[1:])
-    return draw.guided(logits, settings, state.rows, now.guidance), cache
+    return draw.guided(logits, state.rows, now, settings), cache
 
 
 # ---------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Progress:
     blocks: range
     mask_id: int
     rows: tuple[int, ...] = ()
-    plan: Sequence[plans.Phase] = ()
+    plan: Sequence[Steps] = ()
     settings: StepSettings | None = None
     prompted: tuple[tuple[int, ...], ...] = ()
 
@@ -185,7 +185,7 @@ Callback = Callable[[Progress], None]
 def run_phase(
     model: Denoiser,
     state: SamplerState,
-    phase: StepTokens,
+    phase: Steps,
     prompt: Prompt,
     *,
     settings: StepSettings,
@@ -205,16 +205,16 @@ def run_phase(
     ahead = _tables_ahead(model, state, phase, prompt, settings)
 
     def body(i, state):
-        now, drawn, tables = jax.tree.map(lambda x: x[i], (phase, draws, ahead))
+        drawn, tables = jax.tree.map(lambda x: x[i], (draws, ahead))
         how = {"policy": policy, "settings": settings, "draws": drawn, "tables": tables}
-        return step(model, state, now, prompt, **how)
+        return step(model, state, phase[i], prompt, **how)
 
     if not settings.choice.ends_early:
         return jax.lax.fori_loop(0, asked, body, state)
 
     def goes_on(carry):
         i, state = carry
-        now = jax.tree.map(lambda x: x[jnp.minimum(i, num_steps - 1)], phase)
+        now = phase[jnp.minimum(i, num_steps - 1)]
         *_, candidate = _open(state, now, mask_id_of(model.settings, settings.kind))
         return (i < asked) & candidate.any()
 
@@ -224,7 +224,7 @@ def run_phase(
 def _tables_ahead(
     model: Denoiser,
     state: SamplerState,
-    phase: StepTokens,
+    phase: Steps,
     prompt: Prompt,
     settings: StepSettings,
 ) -> StepTables | None:
@@ -235,7 +235,7 @@ def _tables_ahead(
     """
     cache, whole = state.cache, phase.candidates.shape[-1] == 1
     known = settings.kind == "image" and settings.choice.commit == "all" and whole
-    alone = settings.preset.cache_prompt and not settings.refreshing
+    alone = settings.preset.cache_prompt and not phase.refreshes
     possible = settings.tables_ahead and known and alone
     if cache is None or not possible or jax.sharding.get_abstract_mesh().size > 1:
         return None
@@ -245,7 +245,7 @@ def _tables_ahead(
     rows = jnp.arange(at.shape[1])[None, :, None]
     decoded_at = state.decoded_at.at[rows, at].set(phase.block[:, None, None], mode="drop")
 
-    def tags_of(now: StepTokens) -> tuple[AnyArray, ...]:
+    def tags_of(now: Steps) -> tuple[AnyArray, ...]:
         until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
         before = dataclasses.replace(state, decoded_at=until_now)
         tags = response_stream(model.settings, before, now, prompt, settings).tags
@@ -266,7 +266,7 @@ def _tables_ahead(
 def sample(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    phases: list[plans.Phase],
+    phases: list[Steps],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -321,7 +321,7 @@ def sample(
     if state is None:  # everything is given
         return begun.canvas
     start, ended = 0, None
-    for phase in phases:
+    for phase in begun.phases:
         own = slice(start, start + len(phase.block))
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
         state = advance(model, begun, state, phase, draws=recorded)
@@ -385,7 +385,7 @@ def calls_of(
 def begin(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    phases: list[plans.Phase],
+    phases: list[Steps],
     *,
     content_cache: ContentCache | None = None,
     **how: Any,
@@ -399,7 +399,7 @@ def begin(
     with over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
         if alone and side_by_side.are_made_ahead():
-            trips = {trip.program: trip for part in phases for trip in begun.trips(part)}
+            trips = {trip.program: trip for part in begun.phases for trip in begun.trips(part)}
             make(calls_of(batch, [*trips.values()]), 2 * len(batch.parts) + 2 + len(trips))
         state = finish(batch.calls(content_cache if most else None), Call.__call__)
     return dataclasses.replace(begun, state=state)
@@ -409,7 +409,7 @@ def advance(
     model: Denoiser,
     begun: Begun,
     state: SamplerState,
-    phase: plans.Phase,
+    phase: Steps,
     *,
     draws: Draws | None = None,
 ) -> SamplerState:

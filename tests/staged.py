@@ -104,6 +104,7 @@ def after(making, steps, rows=1, total=3):
     decode = np.where(step < CELLS, step, plans.PAD_POSITION)[:, None, None].repeat(rows, axis=1)
     plan = plans.SamplingPlan(decode, blocks[None].repeat(rows, axis=0))
     phases = plans.phases(plan, passes_clean="newest", passes_rest=False)
+    phases = plans.with_steps(phases, registers=np.array([SETTINGS.num_registers]))
     more = {"plan": phases, "settings": SETTINGS, "prompted": ((2,),) * rows}
     return Progress(making, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)
 

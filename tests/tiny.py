@@ -17,7 +17,8 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.sampling import draw, presets, prompts
-from sparse_lavida_jax.sampling.state import StepTokens, take
+from sparse_lavida_jax.sampling.plans import Steps
+from sparse_lavida_jax.sampling.state import take
 
 # A tiny program runs only a few times: compilation dominates its cost.
 _QUICK_TO_COMPILE = {
@@ -248,11 +249,11 @@ def without_tiles(settings, draws):
     return dataclasses.replace(settings, head_tile=0) if recorded else settings
 
 
-def step_at(decode: jax.Array) -> StepTokens:
+def step_at(decode: jax.Array) -> Steps:
     """Returns a step that decodes these tokens and passes no others."""
     batch = decode.shape[0]
     nothing, one = jnp.zeros((batch, 0), jnp.int32), jnp.float32(1)
-    return StepTokens(
+    return Steps(
         jnp.int32(5), nothing, decode, jnp.ones((*decode.shape, 1), bool), nothing,
         jnp.ones(batch, jnp.int32), one, one, one,
     )  # fmt: skip

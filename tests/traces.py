@@ -55,7 +55,7 @@ def plan(
     block_len: int = tiny.TEXT_BLOCK_LEN,
     cell_passes: int = 1,
     **options,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     """Returns the phases of a preset; for images, each row has its own stratified order.
 
     For text, there are `num_steps` steps per text block.
@@ -66,10 +66,12 @@ def plan(
         "passes_rest": not settings.preset.truncate,
     }
     if settings.kind == "text":
-        return plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
+        parts = plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
+        return [dataclasses.replace(part, registers=settings.num_registers) for part in parts]
     cells = np.stack([orders.order("stratified", 3, 3, one.request.seed) for one in requests])
     whole = plans.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
     parts = plans.phases(whole, **passes, **({"max_phases": 1} | options))
+    parts = [dataclasses.replace(part, registers=settings.num_registers) for part in parts]
     stored = settings.preset.cache_response
     return plans.in_passes(parts, cell_passes, side=2, clean_once=stored)
 
@@ -90,7 +92,7 @@ _run_phase = tiny.quick_jit(functools.partial(sample.run_phase), static_argnames
 def finished(
     model,
     requests: list[Example],
-    phases: list[plans.Phase],
+    phases: list[plans.Steps],
     settings: tiny.StepSettings,
     **options,
 ) -> np.ndarray:
@@ -104,7 +106,7 @@ def finished(
 def moments(
     model,
     requests: list[Example],
-    phases: list[plans.Phase],
+    phases: list[plans.Steps],
     settings: presets.StepSettings,
     **options,
 ) -> tuple[list[Moment], np.ndarray]:
@@ -166,13 +168,11 @@ def _step(model, state, now, prompt, settings):
 def assert_room(before, after, now, prompt, settings):
     """Fails if the step wrote past the end of the region it decodes into."""
     own = prompt.understanding if settings.kind == "text" else prompt.generation
-    start = 0 if settings.refreshing else int(before.offset)
-    written = sum(part.shape[-1] for part in (now.clean, now.decode, now.rest))
-    written += settings.num_registers
+    start, written = 0 if now.refreshes else int(before.offset), now.width
     kept = now.clean.shape[-1] if settings.preset.cache_response else 0
-    if (settings.refreshing or not settings.preset.cache_prompt) and own is not None:
+    if (now.refreshes or not settings.preset.cache_prompt) and own is not None:
         written += own.index.shape[1]
-        kept += own.index.shape[1] * settings.refreshing
+        kept += own.index.shape[1] * now.refreshes
     assert start + written <= before.split[0].shape[2]
     assert int(after.offset) == start + kept
 

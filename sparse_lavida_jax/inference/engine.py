@@ -205,7 +205,7 @@ def _plan_of(
     settings: StepSettings,
     model: config.Model,
     text_block_len: int,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     """Returns the plan of a batch of one shape."""
     given = np.stack([one.example.given for one in laid])
     length, grid = given.shape[1], laid[0].example.grid

@@ -215,7 +215,7 @@ def frame(
     return np.array(canvas)
 
 
-def _at(phases: Sequence[plans.Phase], step: int) -> tuple[plans.Phase, int]:
+def _at(phases: Sequence[plans.Steps], step: int) -> tuple[plans.Steps, int]:
     """Returns the phase of a step, and the number of the step in it."""
     for part in phases:
         if step < part.num_steps:

@@ -31,6 +31,7 @@ from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.kept import Call
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.content_cache import ContentCache, digest, num_tokens, row_digests
+from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import (
     LaidOut,
@@ -45,12 +46,10 @@ from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     Features,
     SamplerState,
-    StepTokens,
     apart,
     capacity,
     decodes,
     gather,
-    num_registers,
     own_len,
     pass_prompt,
     prefill,
@@ -110,39 +109,28 @@ class Begun:
         prompt: on the device.
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
-        reach: by the first step of a phase: the slots that it reads, if these are not all.
+        phases: the steps, padded to what the kernels need.
         in_trips: see `sample.sample`.
-        multiple: of the tokens that a step passes.
     """
 
     canvas: Int[np.ndarray, "b l g"]
     prompt: Prompt | None
     program: StepSettings
     state: SamplerState | None
-    reach: dict[int, int] = dataclasses.field(default_factory=dict)
+    phases: Sequence[Steps] = ()
     in_trips: bool = False
-    multiple: int = 1
 
-    def trips(self, phase: plans.Phase) -> Iterator["Trip"]:
+    def trips(self, phase: Steps) -> Iterator["Trip"]:
         """Yields the calls of `run_phase` for a phase."""
-        phase = _in_groups(phase, self.program, self.multiple)
-        settings = dataclasses.replace(
-            self.program,
-            guided=bool(phase.guided[0]),
-            refreshing=bool(phase.refresh[0]),
-            num_registers=num_registers(phase, self.program),
-            reach=self.reach.get(int(phase.block[0])),
-        )
-        steps, end = StepTokens.of(phase), len(phase.block)
+        end = phase.num_steps
         if not self.in_trips:
-            yield Trip(np.arange(end), steps, {"settings": settings})
+            yield Trip(np.arange(end), phase, {"settings": self.program})
             return
         for start in range(0, end, STEPS):
             # The last step is repeated to fill the program, and not run again.
             own = np.minimum(np.arange(start, start + STEPS), end - 1)
             number = np.int32(min(STEPS, end - start))
-            part = jax.tree.map(lambda x, own=own: np.asarray(x)[own], steps)
-            yield Trip(own, part, {"settings": settings, "number": number})
+            yield Trip(own, phase[own], {"settings": self.program, "number": number})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +138,14 @@ class Trip:
     """A call of `run_phase`: the numbers of its steps in the phase, the steps, and options."""
 
     own: Int[np.ndarray, " n"]
-    steps: StepTokens
+    steps: Steps
     options: dict[str, Any]
 
     @property
     def program(self) -> Hashable:
         """What its program depends on, within a batch."""
-        return tuple(x.shape for x in jax.tree.leaves(self.steps)), self.options["settings"]
+        leaves, structure = jax.tree.flatten(self.steps)
+        return tuple(x.shape for x in leaves), structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +262,7 @@ class Prepared:
 def prepared(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    phases: list[plans.Phase],
+    phases: list[Steps],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -306,11 +295,10 @@ def prepared(
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     multiple = constants.query_multiple if settings.uses_cache else 1
-    phases = [_in_groups(phase, settings, multiple) for phase in phases]
+    phases = [plans.in_groups(phase, multiple) for phase in phases]
     room = capacity(prompt, phases, settings, constants.slot_multiple)
-    reach = {}
     if settings.uses_cache and not in_trips and not constants.takes_tables:
-        reach = _read_slots(prompt, phases, settings, room[settings.kind == "image"])
+        phases = _reading_less(phases, prompt, settings, room[settings.kind == "image"])
     parts, pixels = [], None
     with over_mesh(model):
         # Over a mesh, rows are split over devices; parts with few rows could not be.
@@ -331,7 +319,7 @@ def prepared(
     if pixels is not None:
         prompt = dataclasses.replace(prompt, pixels=None)
     on_device, rows = jax.device_put((prompt, rows))
-    begun = Begun(canvas, on_device, program, None, reach, in_trips, multiple)
+    begun = Begun(canvas, on_device, program, None, phases, in_trips)
     arrays = model, canvas, decoded_at, rows
     return Prepared(begun, constants, arrays, parts, room, kept_parts, pixels)
 
@@ -344,22 +332,18 @@ def keeps_rows_apart() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def _in_groups(phase: plans.Phase, settings: StepSettings, multiple: int) -> plans.Phase:
-    if multiple == 1:
-        return phase
-    return plans.in_groups(phase, num_registers(phase, settings), multiple)
-
-
-def _read_slots(
-    prompt: Prompt, phases: list[plans.Phase], settings: StepSettings, room: int
-) -> dict[int, int]:
-    """Returns `Begun.reach` for a region of `room` slots."""
+def _reading_less(
+    phases: list[Steps], prompt: Prompt, settings: StepSettings, room: int
+) -> list[Steps]:
+    """Returns phases that read only the slots in use (`Steps.reach`) of a region of `room`."""
     unit = READ_SLOTS
     if settings.kind == "text":
         unit = max(4 * unit, -(-room // TEXT_LENGTHS))
-    used = zip(phases, reaches(prompt, phases, settings), strict=True)
-    read = {int(phase.block[0]): -(-slots // unit) * unit for phase, slots in used}
-    return {block: slots for block, slots in read.items() if slots < room}
+    slots = [-(-used // unit) * unit for used in reaches(prompt, phases, settings)]
+    return [
+        dataclasses.replace(phase, reach=number if number < room else None)
+        for phase, number in zip(phases, slots, strict=True)
+    ]
 
 
 def first_canvas(

@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import Choice, StepSettings
-from sparse_lavida_jax.sampling.state import Rows, StepTokens
+from sparse_lavida_jax.sampling.state import Rows
 from sparse_lavida_jax.tags import AnyArray
 
 RANKING = 2**31 - 1  # key of the noise on confidences, not of draws; no block has this number
@@ -199,7 +200,7 @@ class Draws:
     """
 
     def codes(
-        self, rows: Rows, now: StepTokens, logits: Float[Array, "b w g v"], settings: StepSettings
+        self, rows: Rows, now: Steps, logits: Float[Array, "b w g v"], settings: StepSettings
     ) -> Int[Array, "b w g"]:
         """Draws each code independently; at temperature 0, takes the most probable one."""
         if settings.greedy:
@@ -208,17 +209,17 @@ class Draws:
         return jnp.argmax(_scores(rows, now, logits, drawn), axis=-1).astype(jnp.int32)
 
     def noise(
-        self, row_key: Key[Array, " b"], now: StepTokens, shape: tuple[int, ...]
+        self, row_key: Key[Array, " b"], now: Steps, shape: tuple[int, ...]
     ) -> Float[Array, "b w *v"]:
         """Returns the Gumbel noise that decides what is drawn."""
         return noise(row_key, now, shape)
 
-    def ranking(self, row_key: Key[Array, " b"], now: StepTokens) -> Float[Array, "b w u"]:
+    def ranking(self, row_key: Key[Array, " b"], now: Steps) -> Float[Array, "b w u"]:
         """Returns the Gumbel noise on the confidence."""
         apart = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_key, RANKING)
         return noise(apart, now, now.candidates.shape[2:])
 
-    def random(self, row_key: Key[Array, " b"], now: StepTokens) -> Float[Array, "b w u"]:
+    def random(self, row_key: Key[Array, " b"], now: Steps) -> Float[Array, "b w u"]:
         """Returns a random confidence, uniform in [0, 1]."""
         return jnp.exp(-jnp.exp(-self.ranking(row_key, now)))
 
@@ -238,20 +239,20 @@ def policy_of(choice: Choice) -> Policy:
 
 
 def guided(
-    logits: Float[Array, "r b *w v"], settings: StepSettings, rows: Rows, share: Float[AnyArray, ""]
+    logits: Float[Array, "r b *w v"], rows: Rows, now: Steps, settings: StepSettings
 ) -> Float[Array, "b *w v"]:
     """Classifier-free guidance over the leading axis (spec Sec. 7.2: (1+g) cond - g uncond)."""
     full = logits[-1]
-    if not settings.guided:
+    if not now.guided:
         return full
     if settings.guidance_rows == 3:
-        g = _of_row(rows.guidance_image, full) * share
+        g = _of_row(rows.guidance_image, full) * now.guidance
         if settings.edit_guidance in AVERAGED:
             full = (full + g * logits[1]) / (1 + g)
         else:
             full = (1 + g) * full - g * logits[1]
     if settings.guidance_rows > 1:
-        g = _of_row(rows.guidance, full) * share
+        g = _of_row(rows.guidance, full) * now.guidance
         full = (1 + g) * full - g * logits[0]
     return full
 
@@ -264,7 +265,7 @@ def _of_row(values: Float[AnyArray, " b"], like: Array) -> Array:
 def allowed(
     logits: Float[Array, "b w g v"],
     rows: Rows,
-    now: StepTokens,
+    now: Steps,
     model: config.Model,
     settings: StepSettings,
 ) -> Float[Array, "b w g v"]:
@@ -276,7 +277,7 @@ def allowed(
 
 
 def _barred(
-    ids: Int[Array, " v"], rows: Rows, now: StepTokens, model: config.Model
+    ids: Int[Array, " v"], rows: Rows, now: Steps, model: config.Model
 ) -> Bool[Array, "b w v"]:
     """Returns what no text may draw: masks, and an end before its last given token."""
     early = now.decode < jnp.asarray(rows.ends_from)[:, None]
@@ -285,7 +286,7 @@ def _barred(
 
 
 def _scores(
-    rows: Rows, now: StepTokens, logits: Float[Array, "b *w v"], noise: Float[Array, "b *w v"]
+    rows: Rows, now: Steps, logits: Float[Array, "b *w v"], noise: Float[Array, "b *w v"]
 ) -> Float[Array, "b *w v"]:
     """Scores whose maximum is drawn: Gumbel-max, or at temperature 0 the most probable token."""
     temperature = _of_row(rows.temperature, logits)
@@ -297,7 +298,7 @@ def draw_by_tiles(
     model: Denoiser,
     hidden: Float[Array, "r b w e"],
     rows: Rows,
-    now: StepTokens,
+    now: Steps,
     settings: StepSettings,
 ) -> text_head.Drawn:
     """Draws text as `Draws.codes` does from `allowed` logits, computed one tile at a time."""
@@ -305,7 +306,7 @@ def draw_by_tiles(
     def logits_of(hidden, columns, start):
         hidden = hidden.astype(model.settings.compute_dtype)
         logits = (hidden @ columns.astype(hidden.dtype)).astype(jnp.float32)
-        logits = guided(logits, settings, rows, now.guidance)
+        logits = guided(logits, rows, now, settings)
         if settings.released:
             return logits
         ids = start + jnp.arange(logits.shape[-1])
@@ -324,7 +325,7 @@ def draw_by_tiles(
 
 def noise(
     row_key: Key[Array, " b"],
-    now: StepTokens,
+    now: Steps,
     shape: tuple[int, ...],
     tile: Int[Array, ""] | int | None = None,
 ) -> Array:
@@ -346,7 +347,7 @@ def noise(
 
 def confidences(
     row_key: Key[Array, " b"],
-    now: StepTokens,
+    now: Steps,
     sure: Callable[[], Float[Array, "b w g"]],
     choice: Choice,
     draws: Draws,

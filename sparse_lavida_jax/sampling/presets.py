@@ -174,13 +174,11 @@ class StepSettings:
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: samples text as the released code does (`config.Sampling.released_behaviour`).
         greedy: whether every row has temperature 0, so that no noise is drawn.
-        guided, refreshing: of the phase (`plans.Phase`).
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
         shapes: padded lengths of both streams of the prompt of each guidance row, if a step
             passes the prompt again and nothing is cached; (): those of the batch.
         tables_ahead: whether attention tables are made before the loop if possible.
-        reach: of a phase: how many slots of the cache it reads (`KVCache`); None: all.
     """
 
     kind: Kind
@@ -193,12 +191,9 @@ class StepSettings:
     top_p: float = 1.0
     released: bool = False
     greedy: bool = False
-    guided: bool = True
-    refreshing: bool = False
     head_tile: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
     tables_ahead: bool = True
-    reach: int | None = None
 
     @functools.cached_property
     def uses_cache(self) -> bool:
@@ -284,7 +279,7 @@ def plan(
     text_block_len: int,
     seeds: Sequence[int] | None = None,
     grid: tuple[int, int] | None = None,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     """Returns the phases that a sampling configuration asks for.
 
     Args:
@@ -345,7 +340,7 @@ def _image_phases(
     given: Bool[np.ndarray, "b l"],
     seeds: Sequence[int],
     grid: tuple[int, int],
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     by_confidence = sampling.order == "confidence"
     by_code = chosen.full_attention and sampling.grid == "code"
     if by_confidence and (chosen.truncate or chosen.cache_response):
@@ -392,13 +387,13 @@ def _text_plan(
     settings: StepSettings,
     given: Bool[np.ndarray, "b l"],
     block_len: int,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     chosen = settings.preset
     steps = sampling.text_steps
     if sampling.text_step_ratio > 0:
         steps = max(int(block_len * sampling.text_step_ratio), 1)
     refreshes = chosen.refreshes
-    return plans.text_plan(
+    phases = plans.text_plan(
         given.shape[1],
         block_len,
         block_len if settings.choice.ends_early else steps,
@@ -412,6 +407,7 @@ def _text_plan(
         leftovers=settings.released and chosen.full_attention and not refreshes,
         block_order=_block_order(sampling, given.shape[1] // block_len),
     )
+    return [dataclasses.replace(phase, registers=settings.num_registers) for phase in phases]
 
 
 def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:

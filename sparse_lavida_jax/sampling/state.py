@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
@@ -23,7 +23,7 @@ from sparse_lavida_jax.models.stack import (
     step_implementation_of,
 )
 from sparse_lavida_jax.programs.kept import kept
-from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings, guidance_of
 from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, cut_rows, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
@@ -121,38 +121,6 @@ class SamplerState:
     features: Float[Array, "r v e"] | None
     cache: KVCache | None
     passes: Int[Array, ""]
-
-
-@flax.struct.dataclass
-class StepTokens:
-    """What one step passes, as positions in the response; -1 is padding (see `plans.Phase`).
-
-    Attributes:
-        block: number of the step.
-        clean: decoded tokens that are passed (again); they are stored if responses are cached.
-        decode: tokens that this step predicts; some may be decoded already (text).
-        candidates: which of their codes it may commit; one entry per token: all codes or none.
-        rest: tokens that are passed but not predicted.
-        count: how many candidates to commit.
-        noise: scale of the noise on the confidence.
-        temperature: share of the temperature.
-        guidance: share of the guidance scales.
-    """
-
-    block: Int[AnyArray, "*n"]
-    clean: Int[AnyArray, "*n b wc"]
-    decode: Int[AnyArray, "*n b w"]
-    candidates: Bool[AnyArray, "*n b w u"]
-    rest: Int[AnyArray, "*n b wr"]
-    count: Int[AnyArray, "*n b"]
-    noise: Float[AnyArray, "*n"]
-    temperature: Float[AnyArray, "*n"]
-    guidance: Float[AnyArray, "*n"]
-
-    @classmethod
-    def of(cls, phase: plans.Phase) -> "StepTokens":
-        """Returns the steps of a phase, along a first axis."""
-        return cls(*(getattr(phase, field.name) for field in dataclasses.fields(cls)))
 
 
 Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
@@ -294,7 +262,7 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
 
 
 def capacity(
-    prompt: Prompt, phases: list[plans.Phase], settings: StepSettings, multiple: int = 1
+    prompt: Prompt, phases: list[Steps], settings: StepSettings, multiple: int = 1
 ) -> tuple[int, int]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
@@ -306,23 +274,14 @@ def capacity(
     return text, image
 
 
-def reaches(prompt: Prompt, phases: list[plans.Phase], settings: StepSettings) -> list[int]:
+def reaches(prompt: Prompt, phases: list[Steps], settings: StepSettings) -> list[int]:
     """Returns how many slots of the decoded stream each phase uses, and those before it."""
     found, own, committed = [], own_len(prompt, decodes(settings.kind)), 0
-    for s in phases:
-        registers = num_registers(s, settings)
-        committed = 0 if s.refresh[0] else committed
-        clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
-        kept = clean if settings.preset.cache_response else 0
-        committed += len(s.block) * kept
-        found.append(own + committed - kept + clean + others + registers)
+    for phase in phases:
+        kept = phase.clean.shape[-1] if settings.preset.cache_response else 0
+        committed = phase.num_steps * kept + (0 if phase.refreshes else committed)
+        found.append(own + committed - kept + phase.width)
     return found
-
-
-def num_registers(phase: plans.Phase, settings: StepSettings) -> int:
-    """Returns how many registers the steps of a phase pass."""
-    asked = int(phase.registers[0])
-    return settings.num_registers if asked < 0 else asked
 
 
 def take(values: AnyArray, at: Int[Array, "b w"]) -> Array:
@@ -338,7 +297,7 @@ def repeat(values: Array, rows: int) -> Array:
 def step_hidden(
     model: Denoiser,
     state: SamplerState,
-    now: StepTokens,
+    now: Steps,
     prompt: Prompt,
     settings: StepSettings,
     tables: StepTables | None,
@@ -347,7 +306,7 @@ def step_hidden(
     if settings.uses_cache:
         return _pass(model, state, now, prompt, settings, tables)
     # A step without guidance passes only the full rows, which are last.
-    numbers = range(0 if settings.guided else settings.guidance_rows - 1, settings.guidance_rows)
+    numbers = range(0 if now.guided else settings.guidance_rows - 1, settings.guidance_rows)
     shapes = settings.shapes or (padded_lengths(prompt),) * settings.guidance_rows
     b, hidden = now.decode.shape[0], []
     for shape, group in itertools.groupby(numbers, shapes.__getitem__):
@@ -364,7 +323,7 @@ def step_hidden(
 def _pass(
     model: Denoiser,
     state: SamplerState,
-    now: StepTokens,
+    now: Steps,
     prompt: Prompt,
     settings: StepSettings,
     tables: StepTables | None,
@@ -373,13 +332,13 @@ def _pass(
     is_text, preset_ = settings.kind == "text", settings.preset
     cache, features = state.cache, state.features
     if cache is not None:
-        cache = dataclasses.replace(cache, reach=settings.reach)
-        if settings.refreshing:
+        cache = dataclasses.replace(cache, reach=now.reach)
+        if now.refreshes:
             cache = dataclasses.replace(cache, offset=jnp.int32(0))
     rows = settings.guidance_rows
     response = response_stream(model.settings, state, now, prompt, settings)
     clean_len, decode_len = now.clean.shape[-1], now.decode.shape[-1]
-    again = _prompt_again(prompt, settings)
+    again = _prompt_again(prompt, now, settings)
     own = again["understanding" if is_text else "generation"]
     before = clean_len + (0 if own is None else own.index.shape[1])
     kept = clean_len if preset_.cache_response else 0
@@ -388,14 +347,14 @@ def _pass(
     hidden, cache = model(
         stream if is_text else other,
         other if is_text else stream,
-        None if preset_.cache_prompt and not settings.refreshing else features,
+        None if preset_.cache_prompt and not now.refreshes else features,
         wanted="understanding" if is_text else "generation",
         cache=cache,
         tables=tables,
     )
     if cache is not None:
         cache = dataclasses.replace(cache, reach=None)
-        cache = cache.commit(before if settings.refreshing else kept)
+        cache = cache.commit(before if now.refreshes else kept)
     candidates = hidden["understanding" if is_text else "generation"]
     candidates = candidates[:, before : before + decode_len]
     return candidates.reshape(rows, -1, *candidates.shape[1:]), cache
@@ -404,7 +363,7 @@ def _pass(
 def response_stream(
     model: config.Model,
     state: SamplerState,
-    now: StepTokens,
+    now: Steps,
     prompt: Prompt,
     settings: StepSettings,
 ) -> Stream:
@@ -417,7 +376,7 @@ def response_stream(
     block = jnp.where(decoded_at == NOT_DECODED, now.block, decoded_at)
     block = jnp.where(positions < 0, PAD_BLOCK, block)
     index = jnp.full_like(at, NO_FEATURE) if is_text else at
-    b, m = positions.shape[0], settings.num_registers
+    b, m = positions.shape[0], now.registers
     if m:
         register_id = model.text_register_id if is_text else model.image_register_id
         registers = jnp.full((b, m, tokens.shape[-1]), register_id)
@@ -435,10 +394,10 @@ def response_stream(
     return Stream(tokens[..., 0] if is_text else tokens, index, tags)
 
 
-def _prompt_again(prompt: Prompt, settings: StepSettings) -> dict[str, Stream | None]:
+def _prompt_again(prompt: Prompt, now: Steps, settings: StepSettings) -> dict[str, Stream | None]:
     """The prompt's streams, if this preset passes them in every step."""
     streams = {"understanding": prompt.understanding, "generation": prompt.generation}
-    if settings.preset.cache_prompt and not settings.refreshing:
+    if settings.preset.cache_prompt and not now.refreshes:
         return dict.fromkeys(streams)
     if settings.preset.full_attention:
         streams = {

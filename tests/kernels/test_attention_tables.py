@@ -101,7 +101,7 @@ def loop_of(requests, segments, asked, model=None):
     with traces._patched(prefill=traces._prefill):
         laid = tiny.laid(requests, model.settings, asked)
         begun = sample.begin(model, laid, segments, settings=asked)
-    steps = jax.tree.map(jnp.asarray, state_of.StepTokens.of(segments[0]))
+    steps = jax.tree.map(jnp.asarray, segments[0])
     run = functools.partial(sample.run_phase.__wrapped__, settings=begun.program)
     program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]

@@ -14,7 +14,7 @@ import traces
 
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.models import fuse, text_head
-from sparse_lavida_jax.sampling import draw
+from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling import state as state_of
 
 VOCABULARY, TILE, WIDTH = 53, 16, 8
@@ -110,7 +110,7 @@ def tile_noise(asked, plan, settings):
     one, nothing = jnp.float32(1), everywhere[:, :0]
     steps = []
     for block in np.concatenate([phase.block for phase in plan]):
-        now = state_of.StepTokens(
+        now = plans.Steps(
             jnp.int32(block), nothing, everywhere, everywhere[..., None] >= 0, nothing,
             everywhere[:, 0], one, one, one,
         )  # fmt: skip

@@ -63,11 +63,11 @@ def test_what_is_drawn_has_the_probability_of_its_logits(case):
         number = 2 if case == "guided" else 3
         others = np.random.default_rng(1).normal(size=(number - 1, 12))
         all_rows = [jnp.asarray(np.broadcast_to(one, (1, DRAWS, 1, 12))) for one in others]
-        guided = dataclasses.replace(settings, guidance_rows=number, guided=True)
+        guided = dataclasses.replace(settings, guidance_rows=number)
         rows = dataclasses.replace(
             rows, guidance=np.full(1, 0.5, np.float32), guidance_image=np.full(1, 0.3, np.float32)
         )
-        logits = draw.guided(jnp.stack([*all_rows, logits]), guided, rows, jnp.float32(1.0))
+        logits = draw.guided(jnp.stack([*all_rows, logits]), rows, now, guided)
         if number == 3:
             expected = 1.3 * expected - 0.3 * others[1]
         expected = 1.5 * expected - 0.5 * others[0]

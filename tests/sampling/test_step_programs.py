@@ -13,7 +13,7 @@ import traces
 from benchmarks import requests
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.sampling import calls, plans, prompts
+from sparse_lavida_jax.sampling import calls, prompts
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 
 VOCABULARY, CODES = 53, 29  # sizes that nothing else has
@@ -100,12 +100,8 @@ def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
     _, part, settings = program("image")
 
     def numbers(steps, *, in_trips=True):
-        whole = dataclasses.replace(part, **{
-            field.name: np.repeat(getattr(part, field.name)[:1], steps, axis=0)
-            for field in dataclasses.fields(plans.Phase)
-        })  # fmt: skip
-        numbered = dataclasses.replace(whole, block=np.arange(steps))
-        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, {}, in_trips)
+        numbered = dataclasses.replace(part[np.zeros(steps, int)], block=np.arange(steps))
+        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, (), in_trips)
         found, own = [], []
         for trip in begun.trips(numbered):
             length = len(trip.steps.block)
