@@ -37,6 +37,7 @@ from sparse_lavida_jax.sampling.calls import (
     over_mesh,
     prepared,
 )
+from sparse_lavida_jax.sampling.commit import confidence as confidence_of
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.plans import Steps
@@ -61,7 +62,6 @@ def step(
     now: Steps,
     prompt: Prompt,
     *,
-    policy: draw.Policy,
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
     tables: StepTables | None = None,
@@ -71,11 +71,10 @@ def step(
     The body of the phase loop, for image and text and for every preset.
 
     Args:
-        policy: chooses which candidates to commit.
         draws: where random numbers come from.
         tables: for attention, if they were made before the loop (`_tables_ahead`).
     """
-    how = settings.choice.confidence
+    how = settings.commit.confidence
     if settings.head_tile:
         hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
         by_tiles = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
@@ -89,12 +88,12 @@ def step(
         drawn = draws.codes(state.rows, now, logits, settings)
 
         def sure():
-            return draw.confidence(how, logits, drawn)
+            return confidence_of(how, logits, drawn)
 
     mask_id = mask_id_of(model.settings, settings.kind)
     known, masked, candidate = _open(state, now, mask_id)
-    confidence = draw.confidences(state.rows.key, now, sure, settings.choice, draws)
-    commit = masked & policy(confidence, candidate, now.count)
+    confidence = draw.confidences(state.rows.key, now, sure, settings.commit, draws)
+    commit = masked & settings.commit(confidence, candidate, now.count)
     codes = jnp.where(commit, drawn, known)
     changed = commit.any(axis=-1)
     finished = changed & (codes != mask_id).all(axis=-1)
@@ -199,17 +198,16 @@ def run_phase(
     Args:
         number: of the steps to run, from the first; None: all.
     """
-    policy = draw.policy_of(settings.choice)
     num_steps = phase.block.shape[0]
     asked = num_steps if number is None else number
     ahead = _tables_ahead(model, state, phase, prompt, settings)
 
     def body(i, state):
         drawn, tables = jax.tree.map(lambda x: x[i], (draws, ahead))
-        how = {"policy": policy, "settings": settings, "draws": drawn, "tables": tables}
+        how = {"settings": settings, "draws": drawn, "tables": tables}
         return step(model, state, phase[i], prompt, **how)
 
-    if not settings.choice.ends_early:
+    if not settings.commit.ends_early:
         return jax.lax.fori_loop(0, asked, body, state)
 
     def goes_on(carry):
@@ -234,7 +232,7 @@ def _tables_ahead(
     passed again, or if devices share the work. The reference implementation needs no tables.
     """
     cache, whole = state.cache, phase.candidates.shape[-1] == 1
-    known = settings.kind == "image" and settings.choice.commit == "all" and whole
+    known = settings.kind == "image" and settings.commit.name == "all" and whole
     alone = settings.preset.cache_prompt and not phase.refreshes
     possible = settings.tables_ahead and known and alone
     if cache is None or not possible or jax.sharding.get_abstract_mesh().size > 1:

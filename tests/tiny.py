@@ -16,7 +16,7 @@ from sparse_lavida_jax.data.batch import RowShape, TrainingRow, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
-from sparse_lavida_jax.sampling import draw, presets, prompts
+from sparse_lavida_jax.sampling import commit, draw, presets, prompts
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.state import take
 
@@ -240,7 +240,7 @@ def gumbel(uniform: np.ndarray) -> np.ndarray:
     The released text sampler takes the argmax of exp(logit) / (-log u)^T: the same choice as the
     argmax of logit / T + this noise.
     """
-    return -np.log(-np.log(np.maximum(uniform.astype(np.float64), draw.LEAST_PROBABILITY)))
+    return -np.log(-np.log(np.maximum(uniform.astype(np.float64), commit.LEAST_PROBABILITY)))
 
 
 def without_tiles(settings, draws):

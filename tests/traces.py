@@ -18,7 +18,7 @@ import tiny
 
 from sparse_lavida_jax import config, diffusion, orders, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.sampling import calls, draw, plans, presets
+from sparse_lavida_jax.sampling import calls, plans, presets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +159,8 @@ def _step(model, state, now, prompt, settings):
         seen.append(logits)
         return logits, cache
 
-    policy = draw.policy_of(settings.choice)
     with _patched(step_logits=observed):
-        after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
+        after = sample.step(model, state, now, prompt, settings=settings)
     return seen[0], after
 
 

@@ -1,195 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step may draw, how sure it is of what it drew, and how much of that it commits.
+"""The random numbers of a step, and what it draws with them from guided logits."""
 
-Policies are pure functions on arrays, in the terms of the released samplers (spec Sec. 6 and 7.2).
-A candidate is a code, or a whole token if all its codes are committed together: the axis `u`.
-"""
-
-import functools
 from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.sampling.commit import CommitRule, filtered, log_odds, with_noise
 from sparse_lavida_jax.sampling.plans import Steps
-from sparse_lavida_jax.sampling.presets import Choice, StepSettings
+from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.state import Rows
 from sparse_lavida_jax.tags import AnyArray
 
 RANKING = 2**31 - 1  # key of the noise on confidences, not of draws; no block has this number
 AVERAGED = ("no_source", "no_image")  # rows averaged with the full one (spec Sec. 7.2)
-LEAST_PROBABILITY = 1e-20  # smaller probabilities count as equal in "confidence" orders
 FEW = 1024  # codes; more of them need precise noise, or rare codes would be drawn too seldom
-
-# Chooses candidates to commit: (confidence, whether it is a candidate, how many) -> choice.
-Policy = Callable[
-    [Float[Array, "b w u"], Bool[Array, "b w u"], Int[AnyArray, " b"]], Bool[Array, "b w u"]
-]
-
-# ---------------------------------------------------------------------------------------------
-# What may be drawn.
-
-
-def filtered(logits: Float[Array, "*b c"], top_k: int, top_p: float) -> Float[Array, "*b c"]:
-    """Returns logits with -inf for every code that may not be drawn.
-
-    Args:
-        top_k: keeps this many of the most probable codes; 0: all.
-        top_p: of those, keeps the fewest whose probabilities add up to at least this; 1: all. Of
-            equally probable ones the first.
-    """
-    if top_k and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if top_p < 1:
-        order = jnp.argsort(-logits, axis=-1)  # stable: among equals, the first
-        probability = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-        # A code is kept while those before it add up to at most top_p: the first one always is.
-        kept = jnp.cumsum(probability, axis=-1) - probability <= top_p
-        rank = jnp.argsort(order, axis=-1)
-        logits = jnp.where(jnp.take_along_axis(kept, rank, axis=-1), logits, -jnp.inf)
-    return logits
-
-
-# ---------------------------------------------------------------------------------------------
-# Confidence.
-
-
-def confidence(
-    name: str, logits: Float[Array, "b w g v"], drawn: Int[Array, "b w g"]
-) -> Float[Array, "b w g"]:
-    """Returns how sure the model is of each code; more is surer.
-
-    A probability or a margin p is returned as its log-odds log(p / (1 - p)): in float32
-    the probabilities 1 - 1e-8 and 1 - 1e-12 are equal, as log-odds they are 18.4 and 27.6.
-
-    Args:
-        name: "probability" of what was drawn; "margin" between the two most probable; "entropy":
-            the negative entropy in nats. All are computed from the softmax of `logits`, whatever
-            the temperature of the draw.
-        logits: with -inf for every code that may not be drawn.
-    """
-    chosen = drawn if name == "probability" else jnp.argmax(logits, axis=-1)
-    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    is_chosen = column == chosen[..., None]
-    own = jnp.max(jnp.where(is_chosen, logits, -jnp.inf), axis=-1)
-    others = jnp.where(is_chosen, -jnp.inf, logits)
-    rest = jax.nn.logsumexp(others, axis=-1) - own
-    if name == "probability":
-        return -rest
-    if name == "margin":
-        second = jnp.max(others, axis=-1) - own
-        return jnp.log1p(-jnp.exp(second)) - jnp.logaddexp(second, rest)
-    apart = others - own[..., None]
-    weighted = jnp.sum(jnp.where(jnp.isinf(apart), 0.0, apart * jnp.exp(apart)), axis=-1)
-    return weighted / (1 + jnp.exp(rest)) - jax.nn.softplus(rest)
-
-
-def log_odds(p: float | AnyArray) -> Array:
-    """Returns log(p / (1 - p)) of a probability; -inf and inf at and beyond its ends."""
-    p = jnp.clip(jnp.asarray(p, jnp.float32), 0, 1)
-    return jnp.log(p) - jnp.log1p(-p)
-
-
-def with_noise(
-    confidence: Float[Array, "b w u"], noise: Float[Array, "b w u"], scale: Float[AnyArray, ""]
-) -> Float[Array, "b w u"]:
-    """Returns log probability plus scaled Gumbel noise (the released "mmada", spec Sec. 7.2).
-
-    Args:
-        confidence: log-odds.
-    """
-    return jnp.maximum(jax.nn.log_sigmoid(confidence), np.log(LEAST_PROBABILITY)) + scale * noise
-
-
-# ---------------------------------------------------------------------------------------------
-# How many candidates are committed.
-
-
-def commit_all(confidence, candidate, count):
-    """Commits every candidate: the plan chose them before the forward pass."""
-    del confidence, count
-    return candidate
-
-
-def commit_most_confident(confidence, candidate, count):
-    """Commits the `count` surest candidates of each row; among equals, the first."""
-    return candidate & (_rank(confidence, candidate) < count[:, None, None])
-
-
-def commit_above(confidence, candidate, count, *, threshold: float):
-    """Commits candidates at least as probable as `threshold`, and always the surest one."""
-    del count
-    sure = confidence >= log_odds(threshold)
-    return candidate & (sure | (_rank(confidence, candidate) == 0))
-
-
-def commit_by_factor(confidence, candidate, count, *, factor: float, released: bool = False):
-    """Commits the n surest, with the largest n that keeps all above 1 - factor / (n + 1).
-
-    This is Fast-dLLM's rule. The surest one is always committed.
-
-    Args:
-        released: if only the least sure one falls short, it is committed as well. That saves a
-            pass for one token, and commits the last two together however unsure they are.
-    """
-    del count
-    rank = _rank(confidence, candidate)
-    bound = log_odds(1 - factor / (rank + 2))
-    falls_short = candidate & (confidence < bound) & (rank > 0)
-    number = jnp.sum(candidate, axis=(1, 2), keepdims=True)
-    first = jnp.min(jnp.where(falls_short, rank, number), axis=(1, 2), keepdims=True)
-    if released:
-        first = jnp.where(first == number - 1, number, first)
-    return candidate & (rank < first)
-
-
-def commit_within_entropy(confidence, candidate, count, *, bound: float):
-    """Commits the candidates of least entropy: the first one, and as many more as the bound allows.
-
-    The entropies of all committed candidates except the largest add up to at most `bound`. That
-    sum limits the error made by decoding them together, independently of each other (Ben-Hamu et
-    al. 2025, arXiv:2505.24857).
-
-    Args:
-        confidence: negative entropies, nats.
-        bound: nats.
-    """
-    del count
-    flat = jnp.where(candidate, -confidence, jnp.inf).reshape(confidence.shape[0], -1)
-    ascending = jnp.sort(flat, axis=-1)  # non-candidates come last
-    entropy = jnp.where(jnp.isinf(ascending), 0, ascending)
-    within = jnp.cumsum(entropy, axis=-1) - entropy <= bound
-    number = jnp.sum(within & ~jnp.isinf(ascending), axis=-1)
-    return candidate & (_rank(confidence, candidate) < number[:, None, None])
-
-
-def at_most(policy: Policy, most: int) -> Policy:
-    """Returns a policy that commits the `most` surest candidates of those `policy` commits."""
-
-    def capped(confidence, candidate, count):
-        chosen = policy(confidence, candidate, count)
-        return chosen & (_rank(confidence, chosen) < most)
-
-    return capped
-
-
-def _rank(
-    confidence: Float[Array, "b w u"], candidate: Bool[Array, "b w u"]
-) -> Int[Array, "b w u"]:
-    """Returns how many candidates of the row are surer; non-candidates come last."""
-    flat = jnp.where(candidate, confidence, -jnp.inf).reshape(confidence.shape[0], -1)
-    return jnp.argsort(jnp.argsort(-flat, axis=-1), axis=-1).reshape(confidence.shape)
-
-
-# ---------------------------------------------------------------------------------------------
-# A step's draws.
 
 
 @flax.struct.dataclass
@@ -222,20 +52,6 @@ class Draws:
     def random(self, row_key: Key[Array, " b"], now: Steps) -> Float[Array, "b w u"]:
         """Returns a random confidence, uniform in [0, 1]."""
         return jnp.exp(-jnp.exp(-self.ranking(row_key, now)))
-
-
-def policy_of(choice: Choice) -> Policy:
-    """Returns the function that chooses what is committed."""
-    policy = {
-        "all": commit_all,
-        "count": commit_most_confident,
-        "threshold": functools.partial(commit_above, threshold=choice.level),
-        "factor": functools.partial(
-            commit_by_factor, factor=choice.level, released=choice.released
-        ),
-        "entropy": functools.partial(commit_within_entropy, bound=choice.level),
-    }[choice.commit]
-    return at_most(policy, choice.most) if choice.most else policy
 
 
 def guided(
@@ -349,7 +165,7 @@ def confidences(
     row_key: Key[Array, " b"],
     now: Steps,
     sure: Callable[[], Float[Array, "b w g"]],
-    choice: Choice,
+    rule: CommitRule,
     draws: Draws,
 ) -> Float[Array, "b w u"]:
     """How sure the model is of each candidate; of a whole token, that of its least sure code.
@@ -358,13 +174,13 @@ def confidences(
         sure: how sure it is of each code.
     """
     shape = now.candidates.shape
-    if choice.commit == "all":
+    if rule.name == "all":
         return jnp.zeros(shape)
-    if choice.confidence == "random":
+    if rule.confidence == "random":
         return log_odds(draws.random(row_key, now))
     confidence = sure()
     if shape[-1] == 1:
         confidence = confidence.min(axis=-1, keepdims=True)
-    if not choice.noisy:
+    if not rule.noisy:
         return confidence
     return with_noise(confidence, draws.ranking(row_key, now), now.noise)

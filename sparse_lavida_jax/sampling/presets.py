@@ -26,6 +26,7 @@ from jaxtyping import Bool
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sampling.commit import CommitRule
 from sparse_lavida_jax.sequence import Kind, codes_from_cells
 
 # Widths if a step passes most of the response: there padding costs more than another program.
@@ -98,32 +99,6 @@ def untrained(sampling: config.Sampling, model: config.Model) -> str:
     return next((name for name in named if preset(name).full_attention != is_full), "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Which candidates a step commits; see `draw`.
-
-    Attributes:
-        commit: all | count | threshold | factor | entropy.
-        level: the threshold, the factor, or the bound in nats.
-        confidence: probability | margin | entropy | random.
-        noisy: whether Gumbel noise is added to the log of the confidence.
-        most: commits at most this many; 0: no limit.
-        released: use the factor rule of the released code (`draw.commit_by_factor`).
-    """
-
-    commit: str = "all"
-    level: float = 0.0
-    confidence: str = "probability"
-    noisy: bool = False
-    most: int = 0
-    released: bool = False
-
-    @functools.cached_property
-    def ends_early(self) -> bool:
-        """Whether a phase may have nothing left to decode before its last step."""
-        return self.commit in ("threshold", "factor", "entropy")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowRequest:
     """How one row is sampled: what rows of a batch may differ in, none of which is compiled in.
@@ -171,6 +146,7 @@ class StepSettings:
 
     Attributes:
         guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
+        commit: which of the candidates a step commits.
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: samples text as the released code does (`config.Sampling.released_behaviour`).
         greedy: whether every row has temperature 0, so that no noise is drawn.
@@ -185,8 +161,8 @@ class StepSettings:
     preset: Preset
     num_registers: int
     guidance_rows: int
+    commit: CommitRule
     edit_guidance: str = "source"
-    choice: Choice = Choice()
     top_k: int = 0
     top_p: float = 1.0
     released: bool = False
@@ -242,8 +218,8 @@ def step_settings(
         preset=chosen,
         num_registers=0 if chosen.full_attention else registers,
         guidance_rows=(3 if has_source else 2) if guided and not is_text else 1,
+        commit=_commit_rule(sampling, kind),
         edit_guidance=sampling.edit_guidance,
-        choice=_choice(sampling, kind),
         top_k=sampling.text_top_k if is_text else sampling.top_k,
         top_p=sampling.text_top_p if is_text else sampling.top_p,
         released=is_text and sampling.released_behaviour,
@@ -251,23 +227,23 @@ def step_settings(
     )
 
 
-def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
+def _commit_rule(sampling: config.Sampling, kind: Kind) -> CommitRule:
     if kind == "image":
-        by_confidence = sampling.order == "confidence"
-        return Choice("count", noisy=sampling.confidence_noise > 0) if by_confidence else Choice()
-    commit = sampling.text_commit
+        if sampling.order != "confidence":
+            return CommitRule()
+        return CommitRule("count", noisy=sampling.confidence_noise > 0)
+    name = sampling.text_commit
     level = {
         "threshold": sampling.text_threshold,
         "factor": sampling.text_factor,
         "entropy": sampling.text_entropy,
     }
-    confidence = "entropy" if commit == "entropy" else sampling.text_confidence
-    return Choice(
-        commit,
-        level.get(commit, 0.0),
-        confidence,
+    return CommitRule(
+        name,
+        level.get(name, 0.0),
+        confidence="entropy" if name == "entropy" else sampling.text_confidence,
         most=sampling.text_most,
-        released=commit == "factor" and sampling.released_behaviour,  # only it has two variants
+        released=name == "factor" and sampling.released_behaviour,  # only it has two variants
     )
 
 
@@ -396,7 +372,7 @@ def _text_plan(
     phases = plans.text_plan(
         given.shape[1],
         block_len,
-        block_len if settings.choice.ends_early else steps,
+        block_len if settings.commit.ends_early else steps,
         given,
         schedule=sampling.text_schedule,
         shift=sampling.text_shift,

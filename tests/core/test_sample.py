@@ -17,6 +17,7 @@ from sparse_lavida_jax import config, orders, pipeline, sample, sequence
 from sparse_lavida_jax.models import image_codec, vq
 from sparse_lavida_jax.sampling import calls, draw, options, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
+from sparse_lavida_jax.sampling.commit import CommitRule
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -122,34 +123,34 @@ def test_temperature_is_that_of_the_kind():
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "choice"),
+    ("asked", "kind", "rule"),
     [
-        ({}, "image", presets.Choice("all")),
-        ({"order": "confidence"}, "image", presets.Choice("count", noisy=True)),
-        ({"order": "confidence", "confidence_noise": 0.0}, "image", presets.Choice("count")),
-        ({}, "text", presets.Choice("count")),
+        ({}, "image", CommitRule("all")),
+        ({"order": "confidence"}, "image", CommitRule("count", noisy=True)),
+        ({"order": "confidence", "confidence_noise": 0.0}, "image", CommitRule("count")),
+        ({}, "text", CommitRule("count")),
         (
             {"text_commit": "factor", "text_factor": 2.0, "text_confidence": "margin"},
             "text",
-            presets.Choice("factor", 2.0, "margin"),
+            CommitRule("factor", 2.0, "margin"),
         ),
         (
             {"text_commit": "factor", "released_behaviour": True},
             "text",
-            presets.Choice("factor", 1.0, released=True),
+            CommitRule("factor", 1.0, released=True),
         ),
-        ({"text_commit": "threshold"}, "text", presets.Choice("threshold", 0.9)),
+        ({"text_commit": "threshold"}, "text", CommitRule("threshold", 0.9)),
         (
             {"text_commit": "entropy", "text_entropy": 0.2, "text_most": 3},
             "text",
-            presets.Choice("entropy", 0.2, "entropy", most=3),
+            CommitRule("entropy", 0.2, "entropy", most=3),
         ),
     ],
 )
-def test_what_is_committed_is_as_configured(asked, kind, choice):
-    found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).choice
-    assert found == choice
-    assert found.ends_early == (choice.commit in ("threshold", "factor", "entropy"))
+def test_what_is_committed_is_as_configured(asked, kind, rule):
+    found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).commit
+    assert found == rule
+    assert found.ends_early == (rule.name in ("threshold", "factor", "entropy"))
 
 
 def test_text_commits_the_most_probable_masked_candidates():
@@ -157,7 +158,7 @@ def test_text_commits_the_most_probable_masked_candidates():
     for _ in range(20):
         probability = rng.random((3, 6, 2)).astype(np.float32)
         masked, count = rng.random((3, 6, 2)) < 0.7, rng.integers(0, 13, 3)
-        chosen = draw.commit_most_confident(*map(jnp.asarray, (probability, masked, count)))
+        chosen = CommitRule("count")(*map(jnp.asarray, (probability, masked, count)))
         for row in range(3):
             candidates = sorted(
                 np.flatnonzero(masked[row]), key=lambda i: -probability[row].ravel()[i]
@@ -167,14 +168,14 @@ def test_text_commits_the_most_probable_masked_candidates():
 
 def test_text_commits_the_first_of_equally_probable_candidates():
     masked = jnp.array([False, True, True, True]).reshape(1, 4, 1)
-    chosen = draw.commit_most_confident(jnp.full((1, 4, 1), 0.5), masked, jnp.array([2]))
+    chosen = CommitRule("count")(jnp.full((1, 4, 1), 0.5), masked, jnp.array([2]))
     np.testing.assert_array_equal(chosen[0, :, 0], [False, True, True, False])
 
 
 def test_images_commit_what_the_plan_chose():
     masked = jnp.array([True, False, True]).reshape(1, 3, 1)
     np.testing.assert_array_equal(
-        draw.commit_all(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
+        CommitRule("all")(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
     )
 
 

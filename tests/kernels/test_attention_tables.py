@@ -14,7 +14,6 @@ import traces
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.kernels.tables import TileSizes
-from sparse_lavida_jax.sampling import draw
 from sparse_lavida_jax.sampling import state as state_of
 
 SETTINGS = tiny.model_settings(attention_implementation="blockwise")
@@ -39,8 +38,7 @@ def watched(name, kind="image", given=0.0, **changes):
     @functools.partial(tiny.quick_jit, static_argnames=("settings",))
     def own_of(state, now, prompt, *, settings):
         stream = state_of.response_stream(model.settings, state, now, prompt, settings)
-        policy = draw.policy_of(settings.choice)
-        after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
+        after = sample.step(model, state, now, prompt, settings=settings)
         return model.step_tables(stream.tags, state.cache), after
 
     def step_by_step(_, state, segment, prompt, *, settings):

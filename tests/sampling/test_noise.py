@@ -11,7 +11,7 @@ import tiny
 from scipy import stats
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.sampling import draw, state
+from sparse_lavida_jax.sampling import commit, draw, state
 
 SETTINGS = tiny.model_settings()
 DRAWS = 4000
@@ -57,7 +57,7 @@ def test_what_is_drawn_has_the_probability_of_its_logits(case):
     if case in ("top_k", "top_p"):
         ranked = np.sort(probability_of(LOGITS))[::-1]
         asked = {"top_k": 4} if case == "top_k" else {"top_p": float(ranked[:4].sum() - 1e-3)}
-        logits = draw.filtered(logits, **({"top_k": 0, "top_p": 1.0} | asked))
+        logits = commit.filtered(logits, **({"top_k": 0, "top_p": 1.0} | asked))
         expected = np.where(np.isin(np.arange(12), KEPT), LOGITS, -np.inf)
     if case in ("guided", "three_rows"):
         number = 2 if case == "guided" else 3
