@@ -217,7 +217,7 @@ def programs(
         found.append((program, (args, named)))
         return typed(traced.out_info)
 
-    first_trip = 1 if len(batch.parts) <= 1 else len(batch.parts) + 1
+    first_trip = len(batch.parts) + 1 if batch.one_by_one else 1
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh), unchecked():
         finish(sample.calls_of(batch, [*first.values()]), lower)
     return found

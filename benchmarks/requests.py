@@ -230,7 +230,7 @@ class Timed:
 
         def logits(model: Denoiser) -> np.ndarray:
             begun = sample.begin(model, laid, plan, settings=settings)
-            found, _ = _step_logits(model, begun.state, now, begun.prompt, begun.program)
+            found, _ = _step_logits(model, begun.state, now, begun.prompts, begun.program)
             return np.asarray(found)[np.asarray(now.decode) >= 0]
 
         plain, moved = logits(whole), logits(self.model)

@@ -17,8 +17,7 @@ import numpy as np
 from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.sampling import presets
-from sparse_lavida_jax.sampling.prompts import Prompt, parted
+from sparse_lavida_jax.sampling.prompts import Prompt, batched, parted
 from sparse_lavida_jax.training import flops
 
 
@@ -65,11 +64,15 @@ class RequestWork:
 
 def of_case(case: RequestCase, model: config.Model) -> RequestWork:
     """Counts a batch of requests."""
-    settings, plan, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    kept, prefills = case.keeps_prefix, []
+    settings, plan, kept, prefills = case.settings(model), case.plan(model), case.keeps_prefix, []
+    laid = case.laid(model, range(case.batch))
     if settings.caches_prompt:
-        parts = parted(prompt, settings.guidance_rows, keeping=kept)
+        parts = parted(laid, model, keeping=kept)
         prefills = [_pass(case, model, p.prompt) for p in parts if not (kept and p.keeps)]
+    together = [batched(laid, model)]
+    if not settings.uses_cache:  # guidance rows are passed in shapes of their own
+        together = [part.prompt for part in parted(laid, model)]
+    full_rows = [jax.tree.map(lambda x: x[-case.batch :], together[-1])]
     steps, committed = [], 0.0
     for part in plan:
         uses = (part.clean, part.decode, part.rest)
@@ -81,8 +84,8 @@ def of_case(case: RequestCase, model: config.Model) -> RequestWork:
                 "committed": committed,
                 "passes_prompt": not settings.preset.cache_prompt or part.refreshes,
             }
-            together = _together(prompt, settings, guided=part.guided)
-            steps.append(_as_one([_pass(case, model, rows, **own) for rows in together]))
+            passed = together if settings.uses_cache or part.guided else full_rows
+            steps.append(_as_one([_pass(case, model, rows, **own) for rows in passed]))
             if part.refreshes:
                 committed = used[0]
             elif settings.preset.cache_response and not settings.preset.refreshes:
@@ -134,15 +137,6 @@ def _operations(jaxpr: Any) -> float:
             runs = params["length"] if name == "scan" else 1
             total += runs * sum(_operations(one) for one in within if hasattr(one, "eqns"))
     return total
-
-
-def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -> list[Prompt]:
-    """Returns the guidance rows of a step, separately if it passes them in different shapes."""
-    if settings.uses_cache:
-        return [prompt]
-    parts = [part.prompt for part in parted(prompt, settings.guidance_rows, keeping=False)]
-    full_rows = len(prompt.length) // settings.guidance_rows
-    return parts if guided else [jax.tree.map(lambda x: x[-full_rows:], parts[-1])]
 
 
 def _as_one(passes: list[Pass]) -> Pass:

@@ -42,9 +42,10 @@ from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt
+from sparse_lavida_jax.sampling.prompts import LaidOut
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
+    Prompts,
     SamplerState,
     attention,
     response_stream,
@@ -60,7 +61,7 @@ def step(
     model: Denoiser,
     state: SamplerState,
     now: Steps,
-    prompt: Prompt,
+    prompts: Prompts,
     *,
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
@@ -76,14 +77,14 @@ def step(
     """
     how = settings.commit.confidence
     if settings.head_tile:
-        hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
+        hidden, cache = step_hidden(model, state, now, prompts, settings, tables)
         by_tiles = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
         drawn = by_tiles.token[..., None]
 
         def sure():
             return by_tiles.confidence(how)[..., None]
     else:
-        logits, cache = step_logits(model, state, now, prompt, settings, tables)
+        logits, cache = step_logits(model, state, now, prompts, settings, tables)
         logits = draw.allowed(logits, state.rows, now, model.settings, settings)
         drawn = draws.codes(state.rows, now, logits, settings)
 
@@ -125,12 +126,12 @@ def step_logits(
     model: Denoiser,
     state: SamplerState,
     now: Steps,
-    prompt: Prompt,
+    prompts: Prompts,
     settings: StepSettings,
     tables: StepTables | None = None,
 ) -> tuple[Float[Array, "b w g v"], KVCache | None]:
     """Returns guided logits of the tokens to decode, in float32, and the cache after this step."""
-    hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
+    hidden, cache = step_hidden(model, state, now, prompts, settings, tables)
     candidates = hidden.reshape(-1, *hidden.shape[2:])
     if settings.kind == "text":
         logits = model.text_logits(candidates)[:, :, None]
@@ -185,7 +186,7 @@ def run_phase(
     model: Denoiser,
     state: SamplerState,
     phase: Steps,
-    prompt: Prompt,
+    prompts: Prompts,
     *,
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
@@ -200,12 +201,12 @@ def run_phase(
     """
     num_steps = phase.block.shape[0]
     asked = num_steps if number is None else number
-    ahead = _tables_ahead(model, state, phase, prompt, settings)
+    ahead = _tables_ahead(model, state, phase, prompts, settings)
 
     def body(i, state):
         drawn, tables = jax.tree.map(lambda x: x[i], (draws, ahead))
         how = {"settings": settings, "draws": drawn, "tables": tables}
-        return step(model, state, phase[i], prompt, **how)
+        return step(model, state, phase[i], prompts, **how)
 
     if not settings.commit.ends_early:
         return jax.lax.fori_loop(0, asked, body, state)
@@ -223,7 +224,7 @@ def _tables_ahead(
     model: Denoiser,
     state: SamplerState,
     phase: Steps,
-    prompt: Prompt,
+    prompts: Prompts,
     settings: StepSettings,
 ) -> StepTables | None:
     """Returns the attention tables of every step, stacked along a first axis.
@@ -246,7 +247,7 @@ def _tables_ahead(
     def tags_of(now: Steps) -> tuple[AnyArray, ...]:
         until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
         before = dataclasses.replace(state, decoded_at=until_now)
-        tags = response_stream(model.settings, before, now, prompt, settings).tags
+        tags = response_stream(model.settings, before, now, prompts[0], settings).tags
         return tags.position, tags.block, tags.horizon
 
     tags = jax.vmap(tags_of)(phase)
@@ -375,7 +376,7 @@ def calls_of(
     """
     state = yield from batch.calls(cache)
     for trip in trips:
-        given = batch.arrays[0], state, trip.steps, batch.begun.prompt
+        given = batch.arrays[0], state, trip.steps, batch.begun.prompts
         state = yield Call(run_phase, given, trip.options)
     return state
 
@@ -417,5 +418,5 @@ def advance(
         if draws is not None:
             recorded["draws"] = jax.tree.map(lambda x, own=trip.own: x[own], draws)
         with over_mesh(model):
-            state = run_phase(model, state, trip.steps, begun.prompt, **trip.options, **recorded)
+            state = run_phase(model, state, trip.steps, begun.prompts, **trip.options, **recorded)
     return state

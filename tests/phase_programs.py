@@ -142,14 +142,16 @@ def compiled(
     phase = max(plan, key=lambda part: len(part.block))
     steps = jax.tree.map(jnp.asarray, phase)
     stored = given(model_shapes)
-    room = capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
+    room = capacity(
+        prompts.padded_lengths(prompt), plan, chosen, slot_multiple(model.attention_implementation)
+    )
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         state = jax.eval_shape(
             lambda *arrays: prefill(*arrays, settings=chosen, capacity=room),
             stored, canvas, known.astype(np.int32), rows_of(laid, chosen), prompt,
         )  # fmt: skip
-        arrays = stored, given(state), given(steps), given(jax.tree.map(jnp.asarray, prompt))
+        arrays = stored, given(state), given(steps), (given(jax.tree.map(jnp.asarray, prompt)),)
         lowered = sample.run_phase.trace(*arrays, settings=chosen).lower(
             lowering_platforms=(platform,)
         )

@@ -190,14 +190,26 @@ def prepare(
     edit_guidance: str = "source",
     with_given: bool = True,
 ) -> prompts.Prompt:
-    """Returns the prompts of a batch."""
+    """Returns the prompts of a batch, in one shape."""
+    how = {"edit_guidance": edit_guidance, "with_given": with_given}
+    return prompts.batched(rows_laid(examples, model, guidance_rows, **how), model, prompt_len)
+
+
+def rows_laid(
+    examples,
+    model: config.Model,
+    guidance_rows: int = 1,
+    *,
+    edit_guidance: str = "source",
+    with_given: bool = True,
+) -> list[prompts.LaidOut]:
+    """Returns examples laid out with so many guidance rows."""
     settings = presets.step_settings(config.Sampling(), model, examples[0].kind)
     preset = presets.preset("sparse" if with_given else "prefix")
     settings = dataclasses.replace(
         settings, preset=preset, guidance_rows=guidance_rows, edit_guidance=edit_guidance
     )
-    laid = [prompts.lay_out(one, RowRequest(), model, settings) for one in examples]
-    return prompts.batched(laid, model, prompt_len)
+    return [prompts.lay_out(one, RowRequest(), model, settings) for one in examples]
 
 
 @flax.struct.dataclass

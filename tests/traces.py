@@ -113,12 +113,12 @@ def moments(
     """Returns every step of `sample.sample`, and the finished canvas."""
     steps = []
 
-    def step_by_step(model, state, phase, prompt, *, settings):
+    def step_by_step(model, state, phase, prompts, *, settings):
         for i in range(len(phase.block)):
             now = step_of(phase, i)
-            logits, after = _step(model, state, now, prompt, settings)
+            logits, after = _step(model, state, now, prompts, settings)
             if state.cache is not None:
-                assert_room(state.cache, after.cache, now, prompt, settings)
+                assert_room(state.cache, after.cache, now, prompts, settings)
             steps.append(_moment(state, now, logits))
             state = after
         return state
@@ -150,7 +150,7 @@ def _patched(**functions):
 
 
 @functools.partial(tiny.quick_jit, static_argnames=("settings",))
-def _step(model, state, now, prompt, settings):
+def _step(model, state, now, prompts, settings):
     """Runs `sample.step`; returns the state, and the logits for its draws."""
     step_logits, seen = sample.step_logits, []
 
@@ -160,12 +160,13 @@ def _step(model, state, now, prompt, settings):
         return logits, cache
 
     with _patched(step_logits=observed):
-        after = sample.step(model, state, now, prompt, settings=settings)
+        after = sample.step(model, state, now, prompts, settings=settings)
     return seen[0], after
 
 
-def assert_room(before, after, now, prompt, settings):
+def assert_room(before, after, now, prompts, settings):
     """Fails if the step wrote past the end of the region it decodes into."""
+    (prompt,) = prompts
     own = prompt.understanding if settings.kind == "text" else prompt.generation
     start, written = 0 if now.refreshes else int(before.offset), now.width
     kept = now.clean.shape[-1] if settings.preset.cache_response else 0

@@ -26,7 +26,7 @@ from sparse_lavida_jax.kernels.attention import (
 )
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
+from sparse_lavida_jax.models.stack import STREAMS, implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.kept import Call
 from sparse_lavida_jax.sampling import plans
@@ -38,19 +38,19 @@ from sparse_lavida_jax.sampling.prompts import (
     Prompt,
     PromptPart,
     batched,
-    guidance_shapes,
+    lengths_of,
     padded_lengths,
     parted,
 )
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     Features,
+    Prompts,
     SamplerState,
     apart,
     capacity,
     decodes,
     gather,
-    own_len,
     pass_prompt,
     prefill,
     prompt_bytes,
@@ -106,7 +106,7 @@ class Begun:
 
     Attributes:
         canvas: the initial responses, on the host.
-        prompt: on the device.
+        prompts: what steps need of them, on the device.
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
         phases: the steps, padded to what the kernels need.
@@ -114,7 +114,7 @@ class Begun:
     """
 
     canvas: Int[np.ndarray, "b l g"]
-    prompt: Prompt | None
+    prompts: Prompts
     program: StepSettings
     state: SamplerState | None
     phases: Sequence[Steps] = ()
@@ -156,7 +156,8 @@ class Prepared:
         begun: without a state.
         constants: of the model.
         arrays: the model, the canvas, when it was decoded, and the values of its rows.
-        parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
+        parts: of the prompt, each of one shape.
+        prompt_len: slots of the decoded stream's prompt in the longest part.
         room: slots of the two regions of the cache.
         kept: the indices of the parts whose rows may be kept.
         pixels: of the images, if they are encoded by themselves; else they are in the prompt.
@@ -166,9 +167,15 @@ class Prepared:
     constants: ModelConstants
     arrays: tuple = ()
     parts: Sequence[PromptPart] = ()
+    prompt_len: int = 0
     room: tuple[int, int] = (0, 0)
     kept: frozenset[int] = frozenset()
     pixels: SeenBatch | None = None
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether parts are passed one by one, before the first step."""
+        return self.begun.program.caches_prompt and len(self.parts) > 1
 
     def calls(self, cache: ContentCache | None = None) -> Generator[Call, Any, SamplerState]:
         """Yields the calls of the prefill; is sent the result, or its type, of each.
@@ -179,10 +186,8 @@ class Prepared:
         Returns:
             The state before the first step.
         """
-        program, prompt = self.begun.program, self.begun.prompt
-        assert prompt is not None
-        if len(self.parts) <= 1 and not self.kept:
-            return (yield (yield from self._passed(None, cache)))
+        if not self.one_by_one and not self.kept:
+            return (yield (yield from self._passed(self.parts[-1], cache)))
         caches, first = [], []
         for number, part in enumerate(self.parts):
             keeps = number in self.kept
@@ -190,9 +195,9 @@ class Prepared:
             first += [part.first + i for i in range(keeps * len(part.prompt.length) or 1)]
         joining = {
             "first": tuple(first),
-            "kind": program.kind,
+            "kind": self.begun.program.kind,
             "capacity": self.room,
-            "prompt_len": own_len(prompt, decodes(program.kind)),
+            "prompt_len": self.prompt_len,
         }
         return (yield Call(gather, (*self.arrays, tuple(caches)), joining))
 
@@ -210,24 +215,20 @@ class Prepared:
         if rows is None:
             passed = yield (yield from self._passed(part, cache))
             rows = (passed,)
-            if len(prompt.length) > 1 or len(self.parts) == 1:
+            if len(prompt.length) > 1 or not self.one_by_one:
                 rows = yield Call(apart, (passed,), {"lengths": padded_lengths(prompt)})
             if cache is not None:
                 cache.add("prefill", names, rows)
         return rows
 
-    def _passed(
-        self, part: PromptPart | None, cache: ContentCache | None
-    ) -> Generator[Call, Any, Call]:
-        """Returns the call that passes a part, or all of the prompt if there are no others."""
-        (model, *_), whole, seen = self.arrays, len(self.parts) <= 1, {}
-        prompt = self.begun.prompt if whole or part is None else part.prompt
-        assert prompt is not None
-        if self.pixels is not None and (whole or prompt.pixels is not None):
+    def _passed(self, part: PromptPart, cache: ContentCache | None) -> Generator[Call, Any, Call]:
+        """Returns the call that passes a part: into a cache of its own if there are others."""
+        (model, *_), prompt, seen = self.arrays, part.prompt, {}
+        if self.pixels is not None and prompt.pixels is not None:
             prompt = dataclasses.replace(prompt, pixels=None)
             seen = {"features": (yield from self._features(cache))}
-        given = (*self.arrays, prompt) if whole else (model, prompt)
-        return Call(prefill if whole else pass_prompt, given, self._pass_options | seen)
+        given = (model, prompt) if self.one_by_one else (*self.arrays, prompt)
+        return Call(pass_prompt if self.one_by_one else prefill, given, self._pass_options | seen)
 
     def _features(self, cache: ContentCache | None) -> Generator[Call, Any, Features]:
         """Returns the vision features of each request: kept ones if all are there."""
@@ -244,7 +245,7 @@ class Prepared:
     @property
     def _pass_options(self) -> dict[str, Any]:
         """The options of the call that passes a part."""
-        if len(self.parts) > 1:
+        if self.one_by_one:
             return {"kind": self.begun.program.kind}
         return {"settings": self.begun.program, "capacity": self.room}
 
@@ -289,39 +290,58 @@ def prepared(
     rows = rows_of(laid, settings, making)
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not phases:
-        return Prepared(Begun(canvas, None, program, None), constants)
-    prompt = batched(laid, constants.settings, prompt_len)
+        return Prepared(Begun(canvas, (), program, None), constants)
+    keeping, over_devices = most_kept is not None, is_over_mesh(model)
+    parts = _parts(laid, constants.settings, program, prompt_len, keeping, over_devices)
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     multiple = constants.query_multiple if settings.uses_cache else 1
     phases = [plans.in_groups(phase, multiple) for phase in phases]
-    room = capacity(prompt, phases, settings, constants.slot_multiple)
+    lengths, own = lengths_of(laid, prompt_len), STREAMS.index(decodes(settings.kind))
+    room = capacity(lengths, phases, settings, constants.slot_multiple)
     if settings.uses_cache and not in_trips and not constants.takes_tables:
-        phases = _reading_less(phases, prompt, settings, room[settings.kind == "image"])
-    parts, pixels = [], None
-    with over_mesh(model):
-        # Over a mesh, rows are split over devices; parts with few rows could not be.
-        if jax.sharding.get_abstract_mesh().empty:
-            if settings.caches_prompt:
-                keeping = most_kept is not None
-                apart = keeping and keeps_rows_apart()
-                parts = parted(prompt, settings.guidance_rows, keeping=keeping, apart=apart)
-            elif not settings.uses_cache:
-                shapes = guidance_shapes(prompt, settings.guidance_rows)
-                program = dataclasses.replace(program, shapes=shapes)
-            pixels = None if most_kept is None else prompt.pixels
+        phases = _reading_less(phases, settings, lengths[own], room[own])
     kept_parts = frozenset(
         number
         for number, part in enumerate(parts)
-        if prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
+        if settings.caches_prompt
+        and not over_devices
+        and prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
     )
-    if pixels is not None:
-        prompt = dataclasses.replace(prompt, pixels=None)
-    on_device, rows = jax.device_put((prompt, rows))
+    on_device, rows = jax.device_put((_for_steps(parts, settings), rows))
     begun = Begun(canvas, on_device, program, None, phases, in_trips)
     arrays = model, canvas, decoded_at, rows
-    return Prepared(begun, constants, arrays, parts, room, kept_parts, pixels)
+    pixels = parts[-1].prompt.pixels if keeping and not over_devices else None
+    return Prepared(begun, constants, arrays, parts, lengths[own], room, kept_parts, pixels)
+
+
+def _parts(
+    laid: Sequence[LaidOut],
+    model: config.Model,
+    settings: StepSettings,
+    prompt_len: tuple[int, int],
+    keeping: bool,
+    over_devices: bool,
+) -> list[PromptPart]:
+    """Returns the prompt in parts that are passed one by one, in the prefill or in each step."""
+    # Over a mesh, rows are split over devices; parts with few rows could not be.
+    if over_devices or (settings.uses_cache and not settings.caches_prompt):
+        return [PromptPart(0, batched(laid, model, prompt_len))]
+    keeping = keeping and settings.caches_prompt
+    apart = keeping and keeps_rows_apart()
+    return parted(laid, model, prompt_len, keeping=keeping, apart=apart)
+
+
+def _for_steps(parts: Sequence[PromptPart], settings: StepSettings) -> Prompts:
+    """Returns what steps need: where rows continue, and the streams unless they are cached."""
+    if not settings.caches_prompt:
+        return tuple(dataclasses.replace(part.prompt, pixels=None) for part in parts)
+    position, length = (
+        np.concatenate([getattr(part.prompt, name) for part in parts])
+        for name in ("response_position", "length")
+    )
+    return (Prompt(None, None, None, position, length),)
 
 
 def keeps_rows_apart() -> bool:
@@ -333,13 +353,13 @@ def keeps_rows_apart() -> bool:
 
 
 def _reading_less(
-    phases: list[Steps], prompt: Prompt, settings: StepSettings, room: int
+    phases: list[Steps], settings: StepSettings, prompt_len: int, room: int
 ) -> list[Steps]:
     """Returns phases that read only the slots in use (`Steps.reach`) of a region of `room`."""
     unit = READ_SLOTS
     if settings.kind == "text":
         unit = max(4 * unit, -(-room // TEXT_LENGTHS))
-    slots = [-(-used // unit) * unit for used in reaches(prompt, phases, settings)]
+    slots = [-(-used // unit) * unit for used in reaches(prompt_len, phases, settings)]
     return [
         dataclasses.replace(phase, reach=number if number < room else None)
         for phase, number in zip(phases, slots, strict=True)
@@ -364,6 +384,12 @@ def over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:
     """Returns the context in which programs see the mesh of the parameters, if there is one."""
     alone = jax.device_count() == 1
     return contextlib.nullcontext() if alone else mesh_in_use(model)
+
+
+def is_over_mesh(model: Denoiser) -> bool:
+    """Whether the parameters are split over a mesh of devices."""
+    with over_mesh(model):
+        return not jax.sharding.get_abstract_mesh().empty
 
 
 def mask_id_of(model: config.Model, kind: Kind) -> int:

@@ -152,8 +152,6 @@ class StepSettings:
         greedy: whether every row has temperature 0, so that no noise is drawn.
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
-        shapes: padded lengths of both streams of the prompt of each guidance row, if a step
-            passes the prompt again and nothing is cached; (): those of the batch.
         tables_ahead: whether attention tables are made before the loop if possible.
     """
 
@@ -168,7 +166,6 @@ class StepSettings:
     released: bool = False
     greedy: bool = False
     head_tile: int = 0
-    shapes: tuple[tuple[int, int], ...] = ()
     tables_ahead: bool = True
 
     @functools.cached_property

@@ -2,7 +2,6 @@
 """The state of a batch while it is sampled, its prefill, and what each step passes."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from sparse_lavida_jax.models.stack import (
 from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings, guidance_of
-from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, cut_rows, padded_lengths
+from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
 from sparse_lavida_jax.tags import (
     NO_CELL,
@@ -110,7 +109,7 @@ class SamplerState:
         decoded_at: the step that decoded each token, `GIVEN_BLOCK` if it was given,
             `NOT_DECODED` if it is masked.
         rows: seeds and scales.
-        features: vision features of the prompt, for presets that pass the prompt again.
+        features: vision features of each request, for presets that pass the prompt again.
         cache: keys and values of all guidance rows; None if the preset caches nothing.
         passes: forward passes so far, not counting that of the prompt.
     """
@@ -118,12 +117,13 @@ class SamplerState:
     canvas: Int[Array, "b l g"]
     decoded_at: Int[Array, "b l"]
     rows: Rows
-    features: Float[Array, "r v e"] | None
+    features: Float[Array, "b v e"] | None
     cache: KVCache | None
     passes: Int[Array, ""]
 
 
 Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
+Prompts = tuple[Prompt, ...]  # of all rows, or only for steps without a cache in several shapes
 
 
 @kept(static=("settings", "capacity"), depends=attention)
@@ -141,6 +141,7 @@ def prefill(
     """Encodes the images and fills the cache with the prompt and the given tokens.
 
     Args:
+        prompt: of all rows; without a cache, of any rows that contain the images.
         features: what `see` returned for the images, if they are encoded already.
         capacity: slots of the understanding and of the generation region.
     """
@@ -151,7 +152,7 @@ def prefill(
     cache = model.empty_cache(prompt.length.shape[0], *capacity, region)
     if settings.caches_prompt:
         cache, seen = _written(model, prompt, seen, cache), None
-        cache = cache.commit(own_len(prompt, region))
+        cache = cache.commit(padded_lengths(prompt)[STREAMS.index(region)])
     return SamplerState(canvas, decoded_at, rows, seen, cache, passes)
 
 
@@ -218,7 +219,7 @@ def gather(
 def prompt_bytes(model: config.Model, prompt: Prompt, kind: Kind) -> int:
     """Returns the bytes of the keys and values of a prompt, without spare slots."""
     slots = model.num_joint_layers * sum(padded_lengths(prompt))
-    slots += model.num_split_layers * own_len(prompt, decodes(kind))
+    slots += model.num_split_layers * padded_lengths(prompt)[STREAMS.index(decodes(kind))]
     width = model.num_heads * model.head_dim * jnp.dtype(model.compute_dtype).itemsize
     return 2 * len(prompt.length) * slots * width
 
@@ -228,23 +229,14 @@ def decodes(kind: Kind) -> StreamName:
     return "understanding" if kind == "text" else "generation"
 
 
-def own_len(prompt: Prompt, name: StreamName) -> int:
-    """Returns the slots of a row in a stream of the prompt."""
-    return padded_lengths(prompt)[STREAMS.index(name)]
-
-
 def _seen(
     model: Denoiser, prompt: Prompt, features: Features | None
-) -> Float[Array, "r v e"] | None:
-    """Returns the vision features of every row; each image is encoded once."""
+) -> Float[Array, "b v e"] | None:
+    """Returns the vision features of every request."""
     if features is not None:
         # A copy: steps overwrite their state, and these are for other requests too.
-        seen = jnp.copy(jnp.concatenate(features))
-    elif prompt.pixels is not None:
-        seen = model.see(prompt.pixels)
-    else:
-        return None
-    return repeat(seen, len(prompt.length) // len(seen))
+        return jnp.copy(jnp.concatenate(features))
+    return None if prompt.pixels is None else model.see(prompt.pixels)
 
 
 def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCache:
@@ -252,7 +244,7 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
     _, written = model(
         prompt.understanding,
         prompt.generation,
-        features,
+        None if features is None else repeat(features, len(prompt.length) // len(features)),
         wanted=cache.decodes,
         cache=cache,
         attend_cache=False,
@@ -262,25 +254,32 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
 
 
 def capacity(
-    prompt: Prompt, phases: list[Steps], settings: StepSettings, multiple: int = 1
+    prompt_len: tuple[int, int], phases: list[Steps], settings: StepSettings, multiple: int = 1
 ) -> tuple[int, int]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
     Never too few, because an update past the end of a buffer would silently shift and overwrite.
+
+    Args:
+        prompt_len: slots of the longest row of the prompt in the two streams.
     """
-    lengths = dict(zip(("text", "image"), padded_lengths(prompt), strict=True))
-    lengths[settings.kind] = max(reaches(prompt, phases, settings), default=lengths[settings.kind])
-    text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
+    lengths, own = [*prompt_len], STREAMS.index(decodes(settings.kind))
+    lengths[own] = max(reaches(lengths[own], phases, settings), default=lengths[own])
+    text, image = (-(-length // multiple) * multiple for length in lengths)
     return text, image
 
 
-def reaches(prompt: Prompt, phases: list[Steps], settings: StepSettings) -> list[int]:
-    """Returns how many slots of the decoded stream each phase uses, and those before it."""
-    found, own, committed = [], own_len(prompt, decodes(settings.kind)), 0
+def reaches(prompt_len: int, phases: list[Steps], settings: StepSettings) -> list[int]:
+    """Returns how many slots of the decoded stream each phase uses, and those before it.
+
+    Args:
+        prompt_len: slots of the prompt in this stream.
+    """
+    found, committed = [], 0
     for phase in phases:
         kept = phase.clean.shape[-1] if settings.preset.cache_response else 0
         committed = phase.num_steps * kept + (0 if phase.refreshes else committed)
-        found.append(own + committed - kept + phase.width)
+        found.append(prompt_len + committed - kept + phase.width)
     return found
 
 
@@ -298,26 +297,18 @@ def step_hidden(
     model: Denoiser,
     state: SamplerState,
     now: Steps,
-    prompt: Prompt,
+    prompts: Prompts,
     settings: StepSettings,
     tables: StepTables | None,
 ) -> tuple[Float[Array, "r b w e"], KVCache | None]:
     """Returns the final hidden states of the tokens to decode, and the updated cache."""
-    if settings.uses_cache:
-        return _pass(model, state, now, prompt, settings, tables)
-    # A step without guidance passes only the full rows, which are last.
-    numbers = range(0 if now.guided else settings.guidance_rows - 1, settings.guidance_rows)
-    shapes = settings.shapes or (padded_lengths(prompt),) * settings.guidance_rows
-    b, hidden = now.decode.shape[0], []
-    for shape, group in itertools.groupby(numbers, shapes.__getitem__):
-        first, *others = group
-        rows = range(first * b, (first + len(others) + 1) * b)
-        features = None if state.features is None else state.features[rows.start : rows.stop]
-        own = cut_rows(dataclasses.replace(prompt, pixels=None), b, rows, shape)
-        how = dataclasses.replace(settings, guidance_rows=len(others) + 1)
-        part = dataclasses.replace(state, features=features)
-        hidden.append(_pass(model, part, now, own, how, tables)[0])
-    return jnp.concatenate(hidden), state.cache
+    if not (settings.uses_cache or now.guided):
+        # A step without guidance passes only the full rows, which are last.
+        full_rows = now.decode.shape[0]
+        prompts = (jax.tree.map(lambda x: x[-full_rows:], prompts[-1]),)
+    passed = [_pass(model, state, now, prompt, settings, tables) for prompt in prompts]
+    hidden, caches = zip(*passed, strict=True)
+    return jnp.concatenate(hidden), caches[-1]
 
 
 def _pass(
@@ -330,12 +321,13 @@ def _pass(
 ) -> tuple[Float[Array, "r b w e"], KVCache | None]:
     """Passes guidance rows whose prompts have one shape; returns the same as `step_hidden`."""
     is_text, preset_ = settings.kind == "text", settings.preset
-    cache, features = state.cache, state.features
+    cache, features, rows = state.cache, None, len(prompt.length) // len(now.decode)
+    if state.features is not None and not (preset_.cache_prompt and not now.refreshes):
+        features = repeat(state.features, rows)
     if cache is not None:
         cache = dataclasses.replace(cache, reach=now.reach)
         if now.refreshes:
             cache = dataclasses.replace(cache, offset=jnp.int32(0))
-    rows = settings.guidance_rows
     response = response_stream(model.settings, state, now, prompt, settings)
     clean_len, decode_len = now.clean.shape[-1], now.decode.shape[-1]
     again = _prompt_again(prompt, now, settings)
@@ -347,7 +339,7 @@ def _pass(
     hidden, cache = model(
         stream if is_text else other,
         other if is_text else stream,
-        None if preset_.cache_prompt and not now.refreshes else features,
+        features,
         wanted="understanding" if is_text else "generation",
         cache=cache,
         tables=tables,
@@ -384,7 +376,7 @@ def response_stream(
         block = jnp.concatenate([block, jnp.full((b, m), now.block)], axis=1)
         index = jnp.concatenate([index, jnp.full((b, m), NO_CELL)], axis=1)
     tokens, index, block, at = (
-        repeat(x, settings.guidance_rows) for x in (tokens, index, block, at)
+        repeat(x, len(prompt.length) // b) for x in (tokens, index, block, at)
     )
     register_position = prompt.length[:, None] + jnp.arange(m)[None]
     position = jnp.concatenate([prompt.response_position[:, None] + at, register_position], axis=1)

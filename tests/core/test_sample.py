@@ -249,10 +249,11 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 width = sum(p.shape[-1] for p in (phase.clean, phase.decode, phase.rest))
                 furthest = max(furthest, offset + width + settings.num_registers)
                 offset += phase.clean.shape[-1]
-        slots = state_of.capacity(prompt, phases, settings)
+        lengths = prompts.padded_lengths(prompt)
+        slots = state_of.capacity(lengths, phases, settings)
         assert slots[("text", "image").index(settings.kind)] == furthest
         # For a kernel, padded to whole tiles: otherwise it would copy the cache.
-        whole = state_of.capacity(prompt, phases, settings, 128)
+        whole = state_of.capacity(lengths, phases, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
@@ -282,7 +283,8 @@ def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
     reach, canvas = run()
     np.testing.assert_array_equal(canvas, whole)
     prompt = tiny.prepare(requests, SETTINGS)
-    rooms = [state_of.capacity(prompt, phases[: i + 1], settings)[own] for i in range(len(phases))]
+    lengths = prompts.padded_lengths(prompt)
+    rooms = [state_of.capacity(lengths, phases[: i + 1], settings)[own] for i in range(len(phases))]
     read = [slots or rooms[-1] for slots in reach]
     unit = 4 if kind == "text" else 1
     assert read == [min(-(-n // unit) * unit, rooms[-1]) for n in rooms]
@@ -678,7 +680,7 @@ def logits_at(model, requests, canvas, settings):
         registers=settings.num_registers,
     )  # fmt: skip
     return np.asarray(tiny.quick_jit(sample.step_logits, static_argnames=("settings",))(
-        model, state, now, prompt, settings=settings
+        model, state, now, (prompt,), settings=settings
     )[0])  # fmt: skip
 
 

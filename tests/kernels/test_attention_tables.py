@@ -32,20 +32,20 @@ def watched(name, kind="image", given=0.0, **changes):
     model, found = tiny.denoiser(SETTINGS), []
 
     @functools.partial(tiny.quick_jit, static_argnames=("settings",))
-    def ahead_of(state, segment, prompt, *, settings):
-        return sample._tables_ahead(model, state, segment, prompt, settings)
+    def ahead_of(state, segment, prompts, *, settings):
+        return sample._tables_ahead(model, state, segment, prompts, settings)
 
     @functools.partial(tiny.quick_jit, static_argnames=("settings",))
-    def own_of(state, now, prompt, *, settings):
-        stream = state_of.response_stream(model.settings, state, now, prompt, settings)
-        after = sample.step(model, state, now, prompt, settings=settings)
+    def own_of(state, now, prompts, *, settings):
+        stream = state_of.response_stream(model.settings, state, now, *prompts, settings)
+        after = sample.step(model, state, now, prompts, settings=settings)
         return model.step_tables(stream.tags, state.cache), after
 
-    def step_by_step(_, state, segment, prompt, *, settings):
-        ahead = ahead_of(state, segment, prompt, settings=settings)
+    def step_by_step(_, state, segment, prompts, *, settings):
+        ahead = ahead_of(state, segment, prompts, settings=settings)
         for i in range(len(segment.block)):
             now = traces.step_of(segment, i)
-            own, state = own_of(state, now, prompt, settings=settings)
+            own, state = own_of(state, now, prompts, settings=settings)
             found.append((traces.step_of(ahead, i), own))
         return state
 
@@ -101,7 +101,7 @@ def loop_of(requests, segments, asked, model=None):
         begun = sample.begin(model, laid, segments, settings=asked)
     steps = jax.tree.map(jnp.asarray, segments[0])
     run = functools.partial(sample.run_phase.__wrapped__, settings=begun.program)
-    program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
+    program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompts)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]
     return loops[-1]
 

@@ -272,7 +272,7 @@ def _pass_all(model, block, cells, rows, prompt, *, guided, settings):
         unittest.mock.patch.object(Denoiser, "__call__", observed),
         unittest.mock.patch.object(draw, "guided", rows_apart),
     ):
-        logits, _ = sample.step_logits(model, state, now, prompt, settings)
+        logits, _ = sample.step_logits(model, state, now, (prompt,), settings)
     understanding, generation, features = seen
     text = understanding, model.embed_text(understanding, features)
     return logits, text, (generation, model.embed_image(generation))

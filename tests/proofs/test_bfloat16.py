@@ -35,7 +35,7 @@ def logits(model, requests, settings, plan):
         laid = tiny.laid(requests, model.settings, settings)
         begun = sample.begin(model, laid, plan, settings=settings)
     now = jax.tree.map(jnp.asarray, plan[0][0])
-    found, _ = _step_logits(model, begun.state, now, begun.prompt, begun.program)
+    found, _ = _step_logits(model, begun.state, now, begun.prompts, begun.program)
     return np.asarray(found), np.asarray(now.decode)
 
 

@@ -383,11 +383,12 @@ def newest_cached_in_the_wrong_block():
 
 
 def registers_one_position_off():
-    def changed(*args):
-        prompt = prompts.batched(*args)
-        return prompt.replace(length=prompt.length + 1)
+    for_steps = calls._for_steps
 
-    return mock.patch.object(calls, "batched", changed)
+    def changed(*args):
+        return tuple(prompt.replace(length=prompt.length + 1) for prompt in for_steps(*args))
+
+    return mock.patch.object(calls, "_for_steps", changed)
 
 
 def visible_padding_of_prompts():

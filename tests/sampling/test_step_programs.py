@@ -101,7 +101,7 @@ def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
 
     def numbers(steps, *, in_trips=True):
         numbered = dataclasses.replace(part[np.zeros(steps, int)], block=np.arange(steps))
-        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, (), in_trips)
+        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), (), settings, None, (), in_trips)
         found, own = [], []
         for trip in begun.trips(numbered):
             length = len(trip.steps.block)
