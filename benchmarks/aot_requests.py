@@ -219,7 +219,7 @@ def programs(
 
     first_trip = len(batch.parts) + 1 if batch.one_by_one else 1
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh), unchecked():
-        finish(sample.calls_of(batch, [*first.values()]), lower)
+        finish(batch.all_calls(sample.run_phase, [*first.values()]), lower)
     return found
 
 

@@ -75,16 +75,15 @@ def of_case(case: RequestCase, model: config.Model) -> RequestWork:
     full_rows = [jax.tree.map(lambda x: x[-case.batch :], together[-1])]
     steps, committed = [], 0.0
     for part in plan:
-        uses = (part.clean, part.decode, part.rest)
         for i in range(part.num_steps):
-            used = [float((positions[i] >= 0).sum(axis=-1).mean()) for positions in uses]
+            used = part.tokens()[i].mean(axis=0).tolist()
             own = {
                 "own": (sum(used) + part.registers, part.width),
                 "predicted": used[1],
                 "committed": committed,
-                "passes_prompt": not settings.preset.cache_prompt or part.refreshes,
+                "passes_prompt": settings.passes_prompt(part),
             }
-            passed = together if settings.uses_cache or part.guided else full_rows
+            passed = together if settings.passes_all_rows(part) else full_rows
             steps.append(_as_one([_pass(case, model, rows, **own) for rows in passed]))
             if part.refreshes:
                 committed = used[0]

@@ -15,9 +15,9 @@ from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.content_cache import ContentCache
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.sampling.state import NOT_DECODED
 from sparse_lavida_jax.tags import FIRST_BLOCK
 

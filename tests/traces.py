@@ -19,6 +19,7 @@ import tiny
 from sparse_lavida_jax import config, diffusion, orders, sample, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.sampling import calls, plans, presets
+from sparse_lavida_jax.sampling.state import NOT_DECODED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,7 @@ def assert_room(before, after, now, prompts, settings):
     own = prompt.understanding if settings.kind == "text" else prompt.generation
     start, written = 0 if now.refreshes else int(before.offset), now.width
     kept = now.clean.shape[-1] if settings.preset.cache_response else 0
-    if (now.refreshes or not settings.preset.cache_prompt) and own is not None:
+    if settings.passes_prompt(now) and own is not None:
         written += own.index.shape[1]
         kept += own.index.shape[1] * now.refreshes
     assert start + written <= before.split[0].shape[2]
@@ -183,7 +184,7 @@ def _moment(state, now, logits) -> Moment:
     spread = np.zeros((*decoded_at.shape, *logits.shape[2:]), np.float32)
     for row, positions in enumerate(np.asarray(now.decode)):
         for slot, position in enumerate(positions):
-            if position >= 0 and decoded_at[row, position] == sample.NOT_DECODED:
+            if position >= 0 and decoded_at[row, position] == NOT_DECODED:
                 masked[row, position] = True
                 spread[row, position] = logits[row, slot]
     return Moment(int(now.block), canvas, decoded_at, masked, spread)
@@ -242,7 +243,7 @@ def blocks_of(moment: Moment, row: int, with_rest: bool, mask_id: int | None) ->
         mask_id: of codes; a masked cell may have some known codes.
     """
     decoded_at = moment.decoded_at[row]
-    is_masked = decoded_at == sample.NOT_DECODED
+    is_masked = decoded_at == NOT_DECODED
     masked = is_masked if with_rest else moment.masked[row]
     block = np.where(is_masked, diffusion.ABSENT, decoded_at)
     block = np.where(masked, moment.block, block).astype(np.int32)

@@ -18,11 +18,11 @@ from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.arguments import taken_apart
-from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import costs, plans, presets
 from sparse_lavida_jax.sampling.calls import ModelConstants
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
+from sparse_lavida_jax.sampling.progress import Callback
 from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
 from sparse_lavida_jax.sequence import Kind
 

@@ -30,10 +30,10 @@ from sparse_lavida_jax.inference.requests import (
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import digest
 from sparse_lavida_jax.sampling.presets import RowRequest
+from sparse_lavida_jax.sampling.progress import Callback
 from sparse_lavida_jax.version import __version__
 
 _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it

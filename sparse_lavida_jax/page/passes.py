@@ -15,8 +15,8 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.page import figures
-from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import costs, plans, presets
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.server.batching import Ticket
 from sparse_lavida_jax.tags import FIRST_BLOCK
 

@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.attention import (
@@ -28,7 +28,7 @@ from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import STREAMS, implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.programs.kept import Call
+from sparse_lavida_jax.programs.kept import Call, finish, make
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.content_cache import ContentCache, digest, num_tokens, row_digests
 from sparse_lavida_jax.sampling.plans import Steps
@@ -50,6 +50,7 @@ from sparse_lavida_jax.sampling.state import (
     apart,
     capacity,
     decodes,
+    first_canvas,
     gather,
     pass_prompt,
     prefill,
@@ -120,24 +121,31 @@ class Begun:
     phases: Sequence[Steps] = ()
     in_trips: bool = False
 
-    def trips(self, phase: Steps) -> Iterator["Trip"]:
-        """Yields the calls of `run_phase` for a phase."""
-        end = phase.num_steps
+    def trips(self, phase: Steps, draws: Any = None) -> Iterator["Trip"]:
+        """Yields the calls of `sample.run_phase` for a phase.
+
+        Args:
+            draws: recorded random numbers of its steps (`draw.Draws`); None: there are none.
+        """
+        end, options = phase.num_steps, {"settings": self.program}
+        if draws is not None:
+            options["draws"] = draws
         if not self.in_trips:
-            yield Trip(np.arange(end), phase, {"settings": self.program})
+            yield Trip(phase, options)
             return
         for start in range(0, end, STEPS):
             # The last step is repeated to fill the program, and not run again.
             own = np.minimum(np.arange(start, start + STEPS), end - 1)
-            number = np.int32(min(STEPS, end - start))
-            yield Trip(own, phase[own], {"settings": self.program, "number": number})
+            options["number"] = np.int32(min(STEPS, end - start))
+            if draws is not None:
+                options["draws"] = jax.tree.map(lambda x, own=own: x[own], draws)
+            yield Trip(phase[own], {**options})
 
 
 @dataclasses.dataclass(frozen=True)
 class Trip:
-    """A call of `run_phase`: the numbers of its steps in the phase, the steps, and options."""
+    """A call of `sample.run_phase`: steps of a phase, and options."""
 
-    own: Int[np.ndarray, " n"]
     steps: Steps
     options: dict[str, Any]
 
@@ -177,6 +185,31 @@ class Prepared:
         """Whether parts are passed one by one, before the first step."""
         return self.begun.program.caches_prompt and len(self.parts) > 1
 
+    def passed(self, run_phase: Callable[..., Any], cache: ContentCache | None) -> Begun:
+        """Runs the prefill; where programs are made ahead, makes those of all steps with it."""
+        model, begun = self.arrays[0], self.begun
+        with over_mesh(model):
+            if jax.sharding.get_abstract_mesh().empty and side_by_side.are_made_ahead():
+                trips = {trip.program: trip for part in begun.phases for trip in begun.trips(part)}
+                calls = self.all_calls(run_phase, [*trips.values()])
+                make(calls, 2 * len(self.parts) + 2 + len(trips))
+            state = finish(self.calls(cache), Call.__call__)
+        return dataclasses.replace(begun, state=state)
+
+    def all_calls(
+        self, run_phase: Callable[..., Any], trips: Sequence[Trip]
+    ) -> Generator[Call, Any, SamplerState]:
+        """Yields the calls of the prefill and of some trips; is sent the result, or type, of each.
+
+        Returns:
+            The state after the last call.
+        """
+        state = yield from self.calls()
+        for trip in trips:
+            given = self.arrays[0], state, trip.steps, self.begun.prompts
+            state = yield Call(run_phase, given, trip.options)
+        return state
+
     def calls(self, cache: ContentCache | None = None) -> Generator[Call, Any, SamplerState]:
         """Yields the calls of the prefill; is sent the result, or its type, of each.
 
@@ -187,7 +220,7 @@ class Prepared:
             The state before the first step.
         """
         if not self.one_by_one and not self.kept:
-            return (yield (yield from self._passed(self.parts[-1], cache)))
+            return (yield (yield from self._pass(self.parts[-1], cache)))
         caches, first = [], []
         for number, part in enumerate(self.parts):
             keeps = number in self.kept
@@ -206,14 +239,14 @@ class Prepared:
     ) -> Generator[Call, Any, KVCache | tuple[KVCache, ...]]:
         """Returns the cache of a part; if its rows are kept, that of each: found, or new ones."""
         if not keeps:
-            return (yield (yield from self._passed(part, cache)))
+            return (yield (yield from self._pass(part, cache)))
         names, rows, prompt = [], None, part.prompt
         if cache is not None:
             how = *self._by, len(prompt.length), *self._pass_options.items()
             names = [(*how, one) for one in row_digests(prompt, self._images)]
             rows = cache.get("prefill", names, num_tokens(prompt))
         if rows is None:
-            passed = yield (yield from self._passed(part, cache))
+            passed = yield (yield from self._pass(part, cache))
             rows = (passed,)
             if len(prompt.length) > 1 or not self.one_by_one:
                 rows = yield Call(apart, (passed,), {"lengths": padded_lengths(prompt)})
@@ -221,7 +254,7 @@ class Prepared:
                 cache.add("prefill", names, rows)
         return rows
 
-    def _passed(self, part: PromptPart, cache: ContentCache | None) -> Generator[Call, Any, Call]:
+    def _pass(self, part: PromptPart, cache: ContentCache | None) -> Generator[Call, Any, Call]:
         """Returns the call that passes a part: into a cache of its own if there are others."""
         (model, *_), prompt, seen = self.arrays, part.prompt, {}
         if self.pixels is not None and prompt.pixels is not None:
@@ -364,20 +397,6 @@ def _reading_less(
         dataclasses.replace(phase, reach=number if number < room else None)
         for phase, number in zip(phases, slots, strict=True)
     ]
-
-
-def first_canvas(
-    laid: Sequence[LaidOut], mask_id: int
-) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
-    """Returns the initial responses, and which of their tokens are known."""
-    lengths = sorted({len(one.example.given) for one in laid})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"requests of one batch have one response length, got {lengths}: sample them apart."
-        )
-    given = np.stack([one.example.given for one in laid])
-    tokens = np.stack([one.example.response for one in laid])
-    return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
 
 
 def over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:

@@ -50,14 +50,10 @@ def costs(
         phases = phases[: len(used) - used[::-1].index(True)] if any(used) else ()
     steps = [StepCost(sum(prompts))] if phases and settings.caches_prompt else []
     for part in phases:
-        # Without a cache, a step without guidance passes only the last row.
-        rows = len(prompts) if settings.uses_cache or part.guided else 1
-        again = part.refreshes or not settings.preset.cache_prompt
-        positions = (one[:, row] for one in (part.clean, part.decode, part.rest))
-        kinds = [rows * (one != plans.PAD_POSITION).sum(axis=-1) for one in positions]
-        for newest, decode, rest in np.stack(kinds, axis=-1).tolist():
-            own = newest, decode, rest, rows * part.registers
-            steps.append(StepCost(again * sum(prompts[-rows:]), *own))
+        rows = len(prompts) if settings.passes_all_rows(part) else 1
+        again = settings.passes_prompt(part) * sum(prompts[-rows:])
+        for newest, decode, rest in (rows * part.tokens()[:, row]).tolist():
+            steps.append(StepCost(again, newest, decode, rest, rows * part.registers))
     return steps
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The random numbers of a step, and what it draws with them from guided logits."""
 
+import dataclasses
 from collections.abc import Callable
 
 import flax.struct
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling.commit import CommitRule, filtered, log_odds, with_noise
+from sparse_lavida_jax.sampling.commit import CommitRule, confidence, filtered, log_odds, with_noise
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.state import Rows
@@ -110,14 +111,41 @@ def _scores(
     return jnp.where(temperature > 0, drawn, logits)
 
 
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a step drew.
+
+    Attributes:
+        codes: of every token to decode.
+        confidence: returns how sure the model is of each code, by a name of `commit.confidence`.
+    """
+
+    codes: Int[Array, "b w g"]
+    confidence: Callable[[str], Float[Array, "b w g"]]
+
+
+def draw_from(
+    logits: Float[Array, "b w g v"],
+    rows: Rows,
+    now: Steps,
+    model: config.Model,
+    settings: StepSettings,
+    draws: Draws,
+) -> Drawn:
+    """Draws every code from guided logits."""
+    logits = allowed(logits, rows, now, model, settings)
+    codes = draws.codes(rows, now, logits, settings)
+    return Drawn(codes, lambda name: confidence(name, logits, codes))
+
+
 def draw_by_tiles(
     model: Denoiser,
     hidden: Float[Array, "r b w e"],
     rows: Rows,
     now: Steps,
     settings: StepSettings,
-) -> text_head.Drawn:
-    """Draws text as `Draws.codes` does from `allowed` logits, computed one tile at a time."""
+) -> Drawn:
+    """Draws text as `draw_from` does, from logits that are computed one tile at a time."""
 
     def logits_of(hidden, columns, start):
         hidden = hidden.astype(model.settings.compute_dtype)
@@ -134,9 +162,10 @@ def draw_by_tiles(
         drawn = noise(rows.key, now, (settings.head_tile,), number)[..., : logits.shape[-1]]
         return _scores(rows, now, logits, drawn)
 
-    return text_head.draw(
+    drawn = text_head.draw(
         hidden, model.text_kernel, logits_of=logits_of, score_of=score_of, tile=settings.head_tile
     )
+    return Drawn(drawn.token[..., None], lambda name: drawn.confidence(name)[..., None])
 
 
 def noise(
@@ -164,23 +193,17 @@ def noise(
 def confidences(
     row_key: Key[Array, " b"],
     now: Steps,
-    sure: Callable[[], Float[Array, "b w g"]],
+    drawn: Drawn,
     rule: CommitRule,
     draws: Draws,
 ) -> Float[Array, "b w u"]:
-    """How sure the model is of each candidate; of a whole token, that of its least sure code.
-
-    Args:
-        sure: how sure it is of each code.
-    """
+    """How sure the model is of each candidate; of a whole token, that of its least sure code."""
     shape = now.candidates.shape
     if rule.name == "all":
         return jnp.zeros(shape)
     if rule.confidence == "random":
         return log_odds(draws.random(row_key, now))
-    confidence = sure()
+    sure = drawn.confidence(rule.confidence)
     if shape[-1] == 1:
-        confidence = confidence.min(axis=-1, keepdims=True)
-    if not rule.noisy:
-        return confidence
-    return with_noise(confidence, draws.ranking(row_key, now), now.noise)
+        sure = sure.min(axis=-1, keepdims=True)
+    return with_noise(sure, draws.ranking(row_key, now), now.noise) if rule.noisy else sure

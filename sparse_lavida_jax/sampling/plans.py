@@ -154,6 +154,11 @@ class Steps:
         positions = self.clean, self.decode, self.rest
         return sum(part.shape[-1] for part in positions) + self.registers
 
+    def tokens(self) -> Int[np.ndarray, "n b 3"]:
+        """Returns how many tokens each step passes of each row: clean, to decode, and others."""
+        positions = self.clean, self.decode, self.rest
+        return np.stack([_used(part) for part in positions], axis=-1)
+
     def dense(self, positions: Int[np.ndarray, "b l"]) -> "Steps":
         """Returns steps that each pass these positions, and no registers."""
         decode = np.repeat(positions[None], self.num_steps, axis=0)

@@ -177,6 +177,14 @@ class StepSettings:
         """Whether the prompt is passed once, before the first step."""
         return self.preset.cache_prompt and not self.preset.refreshes
 
+    def passes_prompt(self, steps: plans.Steps) -> bool:
+        """Whether these steps pass the prompt again."""
+        return steps.refreshes or not self.preset.cache_prompt
+
+    def passes_all_rows(self, steps: plans.Steps) -> bool:
+        """Whether these steps pass all guidance rows, not only the full ones."""
+        return self.uses_cache or steps.guided
+
 
 def step_settings(
     sampling: config.Sampling,

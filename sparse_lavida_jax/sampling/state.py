@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a batch while it is sampled, its prefill, and what each step passes."""
+"""The state of a batch while it is sampled, and its prefill."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
@@ -17,7 +16,6 @@ from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import (
     STREAMS,
-    StepTables,
     implementation_of,
     step_implementation_of,
 )
@@ -27,13 +25,7 @@ from sparse_lavida_jax.sampling.presets import StepSettings, guidance_of
 from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
 from sparse_lavida_jax.tags import (
-    NO_CELL,
-    NO_FEATURE,
     AnyArray,
-    Stream,
-    concatenate,
-    make_tags,
-    without_blocks,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -120,6 +112,56 @@ class SamplerState:
     features: Float[Array, "b v e"] | None
     cache: KVCache | None
     passes: Int[Array, ""]
+
+
+def first_canvas(
+    laid: Sequence[LaidOut], mask_id: int
+) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
+    """Returns the initial responses, and which of their tokens are known."""
+    lengths = sorted({len(one.example.given) for one in laid})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"requests of one batch have one response length, got {lengths}: sample them apart."
+        )
+    given = np.stack([one.example.given for one in laid])
+    tokens = np.stack([one.example.response for one in laid])
+    return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
+
+
+def open_codes(
+    state: SamplerState, now: Steps, mask_id: int
+) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
+    """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
+    known = take(state.canvas, jnp.maximum(now.decode, 0))
+    masked = (known == mask_id) & (now.decode >= 0)[..., None]
+    together = now.candidates.shape[-1] == 1
+    any_masked = masked.any(axis=-1, keepdims=True) if together else masked
+    return known, masked, any_masked & now.candidates
+
+
+def ends_of(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
+    """Returns where texts have an end-of-text that counts."""
+    decoded = np.asarray(state.decoded_at) != NOT_DECODED
+    may_end = np.arange(decoded.shape[1]) >= np.asarray(state.rows.ends_from)[:, None]
+    return (np.asarray(state.canvas)[..., 0] == end) & decoded & may_end
+
+
+def has_ended(state: SamplerState, end: int) -> bool:
+    """Whether every text has an end-of-text with everything before it decoded."""
+    ended, decoded = ends_of(state, end), np.asarray(state.decoded_at) != NOT_DECODED
+    first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
+    before = np.arange(ended.shape[1])[None] < first_end[:, None]
+    return bool(ended.any(1).all() and decoded[before].all())
+
+
+def cut_at_end(state: SamplerState, end: int) -> Int[np.ndarray, "b l 1"]:
+    """Returns the texts with nothing but end-of-text after the first one that counts.
+
+    What follows it would depend on when the batch stopped.
+    """
+    canvas = np.array(state.canvas)
+    canvas[np.cumsum(ends_of(state, end), axis=1) > 0] = end
+    return canvas
 
 
 Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
@@ -291,120 +333,3 @@ def take(values: AnyArray, at: Int[Array, "b w"]) -> Array:
 def repeat(values: Array, rows: int) -> Array:
     """Returns the values of a batch for each of its guidance rows."""
     return jnp.concatenate([values] * rows, axis=0) if rows > 1 else values
-
-
-def step_hidden(
-    model: Denoiser,
-    state: SamplerState,
-    now: Steps,
-    prompts: Prompts,
-    settings: StepSettings,
-    tables: StepTables | None,
-) -> tuple[Float[Array, "r b w e"], KVCache | None]:
-    """Returns the final hidden states of the tokens to decode, and the updated cache."""
-    if not (settings.uses_cache or now.guided):
-        # A step without guidance passes only the full rows, which are last.
-        full_rows = now.decode.shape[0]
-        prompts = (jax.tree.map(lambda x: x[-full_rows:], prompts[-1]),)
-    passed = [_pass(model, state, now, prompt, settings, tables) for prompt in prompts]
-    hidden, caches = zip(*passed, strict=True)
-    return jnp.concatenate(hidden), caches[-1]
-
-
-def _pass(
-    model: Denoiser,
-    state: SamplerState,
-    now: Steps,
-    prompt: Prompt,
-    settings: StepSettings,
-    tables: StepTables | None,
-) -> tuple[Float[Array, "r b w e"], KVCache | None]:
-    """Passes guidance rows whose prompts have one shape; returns the same as `step_hidden`."""
-    is_text, preset_ = settings.kind == "text", settings.preset
-    cache, features, rows = state.cache, None, len(prompt.length) // len(now.decode)
-    if state.features is not None and not (preset_.cache_prompt and not now.refreshes):
-        features = repeat(state.features, rows)
-    if cache is not None:
-        cache = dataclasses.replace(cache, reach=now.reach)
-        if now.refreshes:
-            cache = dataclasses.replace(cache, offset=jnp.int32(0))
-    response = response_stream(model.settings, state, now, prompt, settings)
-    clean_len, decode_len = now.clean.shape[-1], now.decode.shape[-1]
-    again = _prompt_again(prompt, now, settings)
-    own = again["understanding" if is_text else "generation"]
-    before = clean_len + (0 if own is None else own.index.shape[1])
-    kept = clean_len if preset_.cache_response else 0
-    stream = _join(response, own, clean_len)
-    other = again["generation" if is_text else "understanding"]
-    hidden, cache = model(
-        stream if is_text else other,
-        other if is_text else stream,
-        features,
-        wanted="understanding" if is_text else "generation",
-        cache=cache,
-        tables=tables,
-    )
-    if cache is not None:
-        cache = dataclasses.replace(cache, reach=None)
-        cache = cache.commit(before if now.refreshes else kept)
-    candidates = hidden["understanding" if is_text else "generation"]
-    candidates = candidates[:, before : before + decode_len]
-    return candidates.reshape(rows, -1, *candidates.shape[1:]), cache
-
-
-def response_stream(
-    model: config.Model,
-    state: SamplerState,
-    now: Steps,
-    prompt: Prompt,
-    settings: StepSettings,
-) -> Stream:
-    """[clean | decode | rest | registers] for every guidance row."""
-    is_text = settings.kind == "text"
-    positions = jnp.concatenate([now.clean, now.decode, now.rest], axis=-1)
-    at = jnp.maximum(positions, 0)
-    tokens = take(state.canvas, at)
-    decoded_at = take(state.decoded_at, at)
-    block = jnp.where(decoded_at == NOT_DECODED, now.block, decoded_at)
-    block = jnp.where(positions < 0, PAD_BLOCK, block)
-    index = jnp.full_like(at, NO_FEATURE) if is_text else at
-    b, m = positions.shape[0], now.registers
-    if m:
-        register_id = model.text_register_id if is_text else model.image_register_id
-        registers = jnp.full((b, m, tokens.shape[-1]), register_id)
-        tokens = jnp.concatenate([tokens, registers], axis=1)
-        block = jnp.concatenate([block, jnp.full((b, m), now.block)], axis=1)
-        index = jnp.concatenate([index, jnp.full((b, m), NO_CELL)], axis=1)
-    tokens, index, block, at = (
-        repeat(x, len(prompt.length) // b) for x in (tokens, index, block, at)
-    )
-    register_position = prompt.length[:, None] + jnp.arange(m)[None]
-    position = jnp.concatenate([prompt.response_position[:, None] + at, register_position], axis=1)
-    tags = make_tags(position, block, now.block - 1)
-    if settings.preset.full_attention:
-        tags = without_blocks(tags)
-    return Stream(tokens[..., 0] if is_text else tokens, index, tags)
-
-
-def _prompt_again(prompt: Prompt, now: Steps, settings: StepSettings) -> dict[str, Stream | None]:
-    """The prompt's streams, if this preset passes them in every step."""
-    streams = {"understanding": prompt.understanding, "generation": prompt.generation}
-    if settings.preset.cache_prompt and not now.refreshes:
-        return dict.fromkeys(streams)
-    if settings.preset.full_attention:
-        streams = {
-            name: s if s is None else s.replace(tags=without_blocks(s.tags))
-            for name, s in streams.items()
-        }
-    return streams
-
-
-def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
-    """[clean | prompt | others]: committed tokens come first, so that they stay contiguous."""
-    if prompt is None:
-        return response
-    first, second = (
-        jax.tree.map(lambda x, s=s: x[:, s], response)
-        for s in (slice(None, clean_len), slice(clean_len, None))
-    )
-    return concatenate(first, prompt, second)

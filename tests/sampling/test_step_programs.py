@@ -106,7 +106,6 @@ def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
         for trip in begun.trips(numbered):
             length = len(trip.steps.block)
             found.append((length, int(trip.options.get("number", length))))
-            np.testing.assert_array_equal(trip.steps.block, trip.own)
             own += [*trip.steps.block[: found[-1][1]]]
             assert (trip.steps.block[found[-1][1] :] == own[-1]).all()
         np.testing.assert_array_equal(own, np.arange(steps))
@@ -141,7 +140,7 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
     plan = traces.plan(
         asked, settings, num_steps=3, **({"max_phases": 2} if kind == "image" else {})
     )
-    model, make, numbers = tiny.denoiser(model_settings), sample.make, []
+    model, make, numbers = tiny.denoiser(model_settings), calls.make, []
 
     def counted(made_ahead, number):
         numbers.append(number)
@@ -150,7 +149,7 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
         del compiled[:]
 
     made = []
-    monkeypatch.setattr(sample, "make", counted)
+    monkeypatch.setattr(calls, "make", counted)
     laid = tiny.laid(asked, model_settings, settings)
     first = sample.sample(model, laid, plan, settings=settings, stop_early=False)
     assert {name for _, name in compiled} <= {"_copy", "jit(_copy)"}
