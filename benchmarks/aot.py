@@ -337,7 +337,7 @@ def sampling(
     example = dataclasses.replace(case.example, parts=parts)
     case = dataclasses.replace(case, example=example, batch=images)
     chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    room = capacity(
+    room, _ = capacity(
         padded_lengths(prompt), steps, chosen, slot_multiple(model.attention_implementation)
     )
     longest = max(steps, key=lambda part: len(part.block))

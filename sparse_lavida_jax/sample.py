@@ -37,7 +37,7 @@ from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.forward import step_hidden, step_logits, tables_ahead
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.progress import Callback, Reporter
+from sparse_lavida_jax.sampling.progress import Callback, ProgressReporter
 from sparse_lavida_jax.sampling.prompts import LaidOut
 from sparse_lavida_jax.sampling.state import (
     Prompts,
@@ -72,15 +72,15 @@ def step(
     """
     if settings.head_tile:
         hidden, cache = step_hidden(model, state, now, prompts, settings, tables)
-        drawn = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
+        proposal = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
     else:
         logits, cache = step_logits(model, state, now, prompts, settings, tables)
-        drawn = draw.draw_from(logits, state.rows, now, model.settings, settings, draws)
+        proposal = draw.draw_from(logits, state.rows, now, model.settings, settings, draws)
     mask_id = mask_id_of(model.settings, settings.kind)
     known, masked, candidate = open_codes(state, now, mask_id)
-    confidence = draw.confidences(state.rows.key, now, drawn, settings.commit, draws)
+    confidence = draw.confidences(state.rows.key, now, proposal, settings.commit, draws)
     commit = masked & settings.commit(confidence, candidate, now.count)
-    codes = jnp.where(commit, drawn.codes, known)
+    codes = jnp.where(commit, proposal.codes, known)
     changed = commit.any(axis=-1)
     finished = changed & (codes != mask_id).all(axis=-1)
     # Positions outside the response are dropped by the scatter.
@@ -176,7 +176,7 @@ def sample(
     constants = constants or ModelConstants.of(model)
     report, mask_id = None, constants.mask_ids[settings.kind]
     if callback is not None:
-        report = Reporter(callback, making, phases, settings, mask_id)
+        report = ProgressReporter(callback, making, phases, settings, mask_id)
         report.before(laid)
     how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
@@ -185,9 +185,9 @@ def sample(
     if state is None:  # everything is given
         return begun.canvas
     ends = settings.kind == "text" and not settings.released
-    start, ended, end = 0, None, model.settings.end_of_text_id
+    start, ended, end = 0, None, constants.settings.end_of_text_id
     for phase in begun.phases:
-        own = slice(start, start + phase.num_steps)
+        own = slice(start, start + len(phase.block))
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
         state = advance(model, begun, state, phase, draws=recorded)
         start = own.stop

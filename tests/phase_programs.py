@@ -142,7 +142,7 @@ def compiled(
     phase = max(plan, key=lambda part: len(part.block))
     steps = jax.tree.map(jnp.asarray, phase)
     stored = given(model_shapes)
-    room = capacity(
+    room, _ = capacity(
         prompts.padded_lengths(prompt), plan, chosen, slot_multiple(model.attention_implementation)
     )
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)

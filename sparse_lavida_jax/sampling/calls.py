@@ -55,7 +55,6 @@ from sparse_lavida_jax.sampling.state import (
     pass_prompt,
     prefill,
     prompt_bytes,
-    reaches,
     rows_of,
     see,
 )
@@ -127,7 +126,7 @@ class Begun:
         Args:
             draws: recorded random numbers of its steps (`draw.Draws`); None: there are none.
         """
-        end, options = phase.num_steps, {"settings": self.program}
+        end, options = len(phase.block), dict[str, Any](settings=self.program)
         if draws is not None:
             options["draws"] = draws
         if not self.in_trips:
@@ -165,6 +164,7 @@ class Prepared:
         constants: of the model.
         arrays: the model, the canvas, when it was decoded, and the values of its rows.
         parts: of the prompt, each of one shape.
+        one_by_one: whether each part is passed by itself, before the first step.
         prompt_len: slots of the decoded stream's prompt in the longest part.
         room: slots of the two regions of the cache.
         kept: the indices of the parts whose rows may be kept.
@@ -175,15 +175,11 @@ class Prepared:
     constants: ModelConstants
     arrays: tuple = ()
     parts: Sequence[PromptPart] = ()
+    one_by_one: bool = False
     prompt_len: int = 0
     room: tuple[int, int] = (0, 0)
     kept: frozenset[int] = frozenset()
     pixels: SeenBatch | None = None
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether parts are passed one by one, before the first step."""
-        return self.begun.program.caches_prompt and len(self.parts) > 1
 
     def passed(self, run_phase: Callable[..., Any], cache: ContentCache | None) -> Begun:
         """Runs the prefill; where programs are made ahead, makes those of all steps with it."""
@@ -324,29 +320,32 @@ def prepared(
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not phases:
         return Prepared(Begun(canvas, (), program, None), constants)
-    keeping, over_devices = most_kept is not None, is_over_mesh(model)
-    parts = _parts(laid, constants.settings, program, prompt_len, keeping, over_devices)
+    with over_mesh(model):
+        alone = jax.sharding.get_abstract_mesh().empty
+    keeping = alone and most_kept is not None
+    parts = _parts(laid, constants.settings, settings, prompt_len, keeping=keeping, alone=alone)
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
-    multiple = constants.query_multiple if settings.uses_cache else 1
-    phases = [plans.in_groups(phase, multiple) for phase in phases]
+    if settings.uses_cache and constants.query_multiple > 1:
+        phases = [plans.in_groups(phase, constants.query_multiple) for phase in phases]
     lengths, own = lengths_of(laid, prompt_len), STREAMS.index(decodes(settings.kind))
-    room = capacity(lengths, phases, settings, constants.slot_multiple)
+    room, used = capacity(lengths, phases, settings, constants.slot_multiple)
     if settings.uses_cache and not in_trips and not constants.takes_tables:
-        phases = _reading_less(phases, settings, lengths[own], room[own])
+        phases = _reading_less(phases, used, settings.kind, room[own])
     kept_parts = frozenset(
         number
         for number, part in enumerate(parts)
-        if settings.caches_prompt
-        and not over_devices
+        if keeping
+        and settings.caches_prompt
         and prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
     )
     on_device, rows = jax.device_put((_for_steps(parts, settings), rows))
     begun = Begun(canvas, on_device, program, None, phases, in_trips)
     arrays = model, canvas, decoded_at, rows
-    pixels = parts[-1].prompt.pixels if keeping and not over_devices else None
-    return Prepared(begun, constants, arrays, parts, lengths[own], room, kept_parts, pixels)
+    pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
+    how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
+    return Prepared(begun, constants, arrays, parts, one_by_one, lengths[own], **how)
 
 
 def _parts(
@@ -354,12 +353,13 @@ def _parts(
     model: config.Model,
     settings: StepSettings,
     prompt_len: tuple[int, int],
+    *,
     keeping: bool,
-    over_devices: bool,
+    alone: bool,
 ) -> list[PromptPart]:
     """Returns the prompt in parts that are passed one by one, in the prefill or in each step."""
     # Over a mesh, rows are split over devices; parts with few rows could not be.
-    if over_devices or (settings.uses_cache and not settings.caches_prompt):
+    if not alone or (settings.uses_cache and not settings.caches_prompt):
         return [PromptPart(0, batched(laid, model, prompt_len))]
     keeping = keeping and settings.caches_prompt
     apart = keeping and keeps_rows_apart()
@@ -385,14 +385,12 @@ def keeps_rows_apart() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def _reading_less(
-    phases: list[Steps], settings: StepSettings, prompt_len: int, room: int
-) -> list[Steps]:
+def _reading_less(phases: list[Steps], used: list[int], kind: Kind, room: int) -> list[Steps]:
     """Returns phases that read only the slots in use (`Steps.reach`) of a region of `room`."""
     unit = READ_SLOTS
-    if settings.kind == "text":
+    if kind == "text":
         unit = max(4 * unit, -(-room // TEXT_LENGTHS))
-    slots = [-(-used // unit) * unit for used in reaches(prompt_len, phases, settings)]
+    slots = [-(-number // unit) * unit for number in used]
     return [
         dataclasses.replace(phase, reach=number if number < room else None)
         for phase, number in zip(phases, slots, strict=True)
@@ -403,12 +401,6 @@ def over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:
     """Returns the context in which programs see the mesh of the parameters, if there is one."""
     alone = jax.device_count() == 1
     return contextlib.nullcontext() if alone else mesh_in_use(model)
-
-
-def is_over_mesh(model: Denoiser) -> bool:
-    """Whether the parameters are split over a mesh of devices."""
-    with over_mesh(model):
-        return not jax.sharding.get_abstract_mesh().empty
 
 
 def mask_id_of(model: config.Model, kind: Kind) -> int:

@@ -112,8 +112,8 @@ def _scores(
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
-    """What a step drew.
+class Proposal:
+    """What a step drew, of which it commits some.
 
     Attributes:
         codes: of every token to decode.
@@ -131,11 +131,11 @@ def draw_from(
     model: config.Model,
     settings: StepSettings,
     draws: Draws,
-) -> Drawn:
+) -> Proposal:
     """Draws every code from guided logits."""
     logits = allowed(logits, rows, now, model, settings)
     codes = draws.codes(rows, now, logits, settings)
-    return Drawn(codes, lambda name: confidence(name, logits, codes))
+    return Proposal(codes, lambda name: confidence(name, logits, codes))
 
 
 def draw_by_tiles(
@@ -144,7 +144,7 @@ def draw_by_tiles(
     rows: Rows,
     now: Steps,
     settings: StepSettings,
-) -> Drawn:
+) -> Proposal:
     """Draws text as `draw_from` does, from logits that are computed one tile at a time."""
 
     def logits_of(hidden, columns, start):
@@ -165,7 +165,7 @@ def draw_by_tiles(
     drawn = text_head.draw(
         hidden, model.text_kernel, logits_of=logits_of, score_of=score_of, tile=settings.head_tile
     )
-    return Drawn(drawn.token[..., None], lambda name: drawn.confidence(name)[..., None])
+    return Proposal(drawn.token[..., None], lambda name: drawn.confidence(name)[..., None])
 
 
 def noise(
@@ -193,7 +193,7 @@ def noise(
 def confidences(
     row_key: Key[Array, " b"],
     now: Steps,
-    drawn: Drawn,
+    proposal: Proposal,
     rule: CommitRule,
     draws: Draws,
 ) -> Float[Array, "b w u"]:
@@ -203,7 +203,7 @@ def confidences(
         return jnp.zeros(shape)
     if rule.confidence == "random":
         return log_odds(draws.random(row_key, now))
-    sure = drawn.confidence(rule.confidence)
+    sure = proposal.confidence(rule.confidence)
     if shape[-1] == 1:
         sure = sure.min(axis=-1, keepdims=True)
     return with_noise(sure, draws.ranking(row_key, now), now.noise) if rule.noisy else sure

@@ -157,7 +157,7 @@ class Steps:
     def tokens(self) -> Int[np.ndarray, "n b 3"]:
         """Returns how many tokens each step passes of each row: clean, to decode, and others."""
         positions = self.clean, self.decode, self.rest
-        return np.stack([_used(part) for part in positions], axis=-1)
+        return np.stack([(part != PAD_POSITION).sum(axis=-1) for part in positions], axis=-1)
 
     def dense(self, positions: Int[np.ndarray, "b l"]) -> "Steps":
         """Returns steps that each pass these positions, and no registers."""

@@ -52,7 +52,7 @@ Callback = Callable[[Progress], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Reporter:
+class ProgressReporter:
     """Calls a callback with the state of a batch.
 
     Attributes:
@@ -74,11 +74,11 @@ class Reporter:
     def after(self, phase: Steps, state: SamplerState) -> None:
         """Waits for a phase, and reports the responses after it."""
         blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
-        passes, *arrays = jax.device_get((state.passes, state.canvas, state.decoded_at))
-        self._report(int(passes), *arrays, blocks)
+        seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
+        self._report(int(seen[0]), seen[1], seen[2], blocks)
 
     def _report(self, steps: int, canvas, decoded_at, blocks: range) -> None:
-        total = sum(phase.num_steps for phase in self.phases)
+        total = sum(len(phase.block) for phase in self.phases)
         how = {"plan": self.phases, "settings": self.settings}
         self.callback(
             Progress(self.making, steps, total, canvas, decoded_at, blocks, self.mask_id, **how)

@@ -297,30 +297,30 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
 
 def capacity(
     prompt_len: tuple[int, int], phases: list[Steps], settings: StepSettings, multiple: int = 1
-) -> tuple[int, int]:
+) -> tuple[tuple[int, int], list[int]]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
     Never too few, because an update past the end of a buffer would silently shift and overwrite.
 
     Args:
         prompt_len: slots of the longest row of the prompt in the two streams.
+
+    Returns:
+        The slots of the two regions, whole multiples; and how many slots of the decoded stream's
+        region each phase uses, with those before it.
     """
     lengths, own = [*prompt_len], STREAMS.index(decodes(settings.kind))
-    lengths[own] = max(reaches(lengths[own], phases, settings), default=lengths[own])
+    used = _reaches(lengths[own], phases, settings)
+    lengths[own] = max(used, default=lengths[own])
     text, image = (-(-length // multiple) * multiple for length in lengths)
-    return text, image
+    return (text, image), used
 
 
-def reaches(prompt_len: int, phases: list[Steps], settings: StepSettings) -> list[int]:
-    """Returns how many slots of the decoded stream each phase uses, and those before it.
-
-    Args:
-        prompt_len: slots of the prompt in this stream.
-    """
+def _reaches(prompt_len: int, phases: list[Steps], settings: StepSettings) -> list[int]:
     found, committed = [], 0
     for phase in phases:
         kept = phase.clean.shape[-1] if settings.preset.cache_response else 0
-        committed = phase.num_steps * kept + (0 if phase.refreshes else committed)
+        committed = len(phase.block) * kept + (0 if phase.refreshes else committed)
         found.append(prompt_len + committed - kept + phase.width)
     return found
 

@@ -250,10 +250,10 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 furthest = max(furthest, offset + width + settings.num_registers)
                 offset += phase.clean.shape[-1]
         lengths = prompts.padded_lengths(prompt)
-        slots = state_of.capacity(lengths, phases, settings)
+        slots, _ = state_of.capacity(lengths, phases, settings)
         assert slots[("text", "image").index(settings.kind)] == furthest
         # For a kernel, padded to whole tiles: otherwise it would copy the cache.
-        whole = state_of.capacity(lengths, phases, settings, 128)
+        whole, _ = state_of.capacity(lengths, phases, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
@@ -284,7 +284,9 @@ def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
     np.testing.assert_array_equal(canvas, whole)
     prompt = tiny.prepare(requests, SETTINGS)
     lengths = prompts.padded_lengths(prompt)
-    rooms = [state_of.capacity(lengths, phases[: i + 1], settings)[own] for i in range(len(phases))]
+    rooms = [
+        state_of.capacity(lengths, phases[: i + 1], settings)[0][own] for i in range(len(phases))
+    ]
     read = [slots or rooms[-1] for slots in reach]
     unit = 4 if kind == "text" else 1
     assert read == [min(-(-n // unit) * unit, rooms[-1]) for n in rooms]
