@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.record import Bench, differing, path_of
-from sparse_lavida_jax import config, schema, train
+from benchmarks.record import Bench, differing, path_of, read_row
+from sparse_lavida_jax import config, old_names, schema, train
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.progress import Progress
@@ -178,7 +178,7 @@ def _is_there(row_id: str, wanted: Row) -> bool:
     path = path_of(SUITE, row_id)
     if not path.exists():
         return False
-    row = json.loads(path.read_text())
+    row = read_row(path)
     defaults, expected = (
         json.loads(json.dumps(values)) for values in (dataclasses.asdict(config.Sampling()), wanted)
     )
@@ -204,7 +204,7 @@ def digest(settings: config.Config, base: str = "") -> str:
             sampling=config.Sampling(**{name: sampling[name] for name in SAMPLED_FROM}),
         )
     )
-    text = json.dumps([DEFAULTS, told], sort_keys=True)
+    text = json.dumps([DEFAULTS, old_names.before(told)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 

@@ -29,7 +29,7 @@ CONFIG = flags.DEFINE_string("config", "", "A config, whose requests are counted
 TURNS = flags.DEFINE_integer("turns", 21, "Timed turns, after one that is not.", lower_bound=1)
 
 EDITS = ("make the red circle green", "make the blue square red")
-GUIDED = {"guidance": 2.0, "guidance_image": 0.5, "plan": False}
+GUIDED = {"guidance": 2.0, "guidance_image": 0.5, "layout": False}
 # By name: the task, first words and others, and options.
 ASKED: dict[str, tuple[str, tuple[str, str], dict[str, Any]]] = {
     "edit": ("edit", EDITS, {}),

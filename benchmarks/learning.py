@@ -98,9 +98,9 @@ WORLDS = {
         {
             "optimizer": FLAT["optimizer"],
             "model": {"grid_size": 16, "codebook_size": len(TINTS), "num_registers": 16},
-            "data": {"tasks": {"draw": 1.0}, "plan_drop": 1.0},
+            "data": {"tasks": {"draw": 1.0}, "layout_drop": 1.0},
             "diffusion": {"plan_steps": (64,), "merge_cells": 16},
-            "sampling": {"num_steps": 64, "plan": False},
+            "sampling": {"num_steps": 64, "layout": False},
         },
         2.8,
         240.0,

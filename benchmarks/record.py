@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from sparse_lavida_jax import old_names
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals.circumstances import circumstances, commit, device
 
@@ -73,7 +74,14 @@ def path_of(suite: str, name: str, kind: str = "") -> pathlib.Path:
 def read_rows(suite: str) -> list[dict[str, Any]]:
     """Returns all rows of a suite, on all devices."""
     paths = sorted(RESULTS.glob(f"*/{suite}/*.json"))
-    return [json.loads(path.read_text()) for path in paths]
+    return [read_row(path) for path in paths]
+
+
+def read_row(path: pathlib.Path) -> dict[str, Any]:
+    """Returns a row with today's names; its id may end in the name of a task."""
+    row = json.loads(path.read_text())
+    *model, task = row["id"].split("/")
+    return old_names.current(row) | {"id": "/".join([*model, old_names.NAMES.get(task, task)])}
 
 
 def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -358,7 +357,7 @@ def run_suite(
     }
     wanted = {f"{case.id}/{variant}" if variant else case.id: case for case in cases}
     paths = {row_id: record.path_of(suite, f"{how['model']}/{row_id}") for row_id in wanted}
-    there = {id_: json.loads(path.read_text()) for id_, path in paths.items() if path.exists()}
+    there = {id_: record.read_row(path) for id_, path in paths.items() if path.exists()}
     _refuse_to_lose(there, subject.vq_dtype)
     if missing:
         bench, done = _newest_run(bench, there, how)

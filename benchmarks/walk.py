@@ -102,7 +102,7 @@ def main() -> None:
     pipe = SparseLaViDa.from_pretrained(flags.model)
 
     def draw() -> None:
-        pipe.generate("a red circle", seed=1, plan=False)
+        pipe.generate("a red circle", seed=1, layout=False)
 
     draw()
     walk, modules, repeated = walked(root, draw), imported(), repeated_classes(root)

@@ -22,7 +22,7 @@ def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
     c.data.sampled_answer_len = 0
     c.data.edit_keeps = 0.0
     c.data.lessons = {}
-    c.data.tasks = dict(plan=2.0, draw=4.0)
+    c.data.tasks = dict(layout=2.0, draw=4.0)
     c.diffusion.merge_cells = c.model.num_registers  # whatever number an ablation sets
     c.train = dict(
         train_steps=2000,

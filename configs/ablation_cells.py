@@ -26,8 +26,8 @@ def get_config() -> ml_collections.ConfigDict:
 def _both(name: str, changes: dict, sampled: dict) -> dict:
     """Returns a way with layouts, and one that never sees any."""
     data = changes.get("data", {})
-    without = changes | dict(data=data | dict(plan_drop=1.0))
-    at_once = {key: one | dict(plan=False) for key, one in sampled.items()}
+    without = changes | dict(data=data | dict(layout_drop=1.0))
+    at_once = {key: one | dict(layout=False) for key, one in sampled.items()}
     return {
         name: dict(changes=changes, sampled=sampled),
         f"{name}_no_layout": dict(changes=without, sampled=at_once),

@@ -25,7 +25,7 @@ def _learns(steps: int, *, first: dict | None = None, until: int = 0, **tasks: f
     # An edit sees the cells that it changes, so it needs no layout.
     return dict(
         model=EYES,
-        data=dict(tasks=tasks, lessons=lessons, plan_drop=1.0),
+        data=dict(tasks=tasks, lessons=lessons, layout_drop=1.0),
         train=dict(train_steps=steps),
     )
 

@@ -13,7 +13,7 @@ import ml_collections
 
 def get_config() -> ml_collections.ConfigDict:
     c = ablation.get_config("ablation_text")
-    c.data.tasks = dict(plan=1.0)
+    c.data.tasks = dict(layout=1.0)
     c.train.train_steps = 1500
     return c
 
@@ -28,7 +28,7 @@ def get_ablation() -> dict:
             sampled[name] = {"text_commit": commit, f"text_{commit}": level}
     return dict(
         question="How many tokens of a text may a step commit?",
-        tasks=("plan",),
+        tasks=("layout",),
         ways=dict(sparse=dict(sampled=sampled)),
         prompts=300,
         batch_size=1,

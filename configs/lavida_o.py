@@ -70,7 +70,7 @@ def get_config() -> ml_collections.ConfigDict:
         guidance_image=1.4,
         edit_guidance="source",
         text_steps=16,
-        plan=False,
+        layout=False,
     )
     return c
 

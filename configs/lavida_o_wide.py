@@ -4,7 +4,7 @@ r"""LaViDa-O at its full widths, but two layers: how much 8 bits change sums ove
     python -m benchmarks.sampling --config=configs/lavida_o_wide.py --random-weights \
         --suite=quant --runs=5
 
-Widths, heads and vocabulary are those of the release. It takes 15 GB and an hour on two cores, since
+Widths, heads and vocabulary are those of the release. It takes 15 GB and an hour on two cores:
 images have 256 px, answers 16 words, and the products are float32.
 """
 

@@ -20,7 +20,9 @@ LESSONS = dict(
     look=dict(until=1300, tasks=dict(name_some=1.0, locate=1.5, point=1.5, quiz_fair=0.7)),
     draw=dict(
         until=3000,
-        tasks=dict(plan=6.0, draw=5.0, locate=0.6, point=0.6, name_some=0.4, answer=0.8, edit=0.4),
+        tasks=dict(
+            layout=6.0, draw=5.0, locate=0.6, point=0.6, name_some=0.4, answer=0.8, edit=0.4
+        ),
     ),
 )
 
@@ -65,11 +67,11 @@ def get_config() -> ml_collections.ConfigDict:
         image_codec="scenes",
         lessons=LESSONS,
         tasks=dict(
-            plan=5.0,
+            layout=5.0,
             draw=7.0,
             edit=2.0,
-            edit_plan=1.0,
-            fill_plan=0.2,
+            edit_layout=1.0,
+            fill_layout=0.2,
             answer=1.0,
             point=1.0,
             locate=1.0,

@@ -9,10 +9,10 @@ r"""A larger model of the bundled world for one GPU: 28.9 M parameters, heads of
 It ends after 25 minutes of training or 20,000 steps, and scores itself in `report.md`. SIGTERM
 saves it, and the same line goes on: the second line may be typed until the run is finished.
 
-It was never run on a GPU. Learning rate and lessons were chosen by short runs of `twin`, three seeds
-each (docs/training.md); the number of steps is a guess. The lessons are those of `configs/scenes.py`,
-as fractions of 5,845 steps, as in those runs; the tasks after them are those of
-`configs/scenes_long.py`. `tiny` has one lesson.
+It was never run on a GPU. Learning rate and lessons were chosen by short runs of `twin`, three
+seeds each (docs/training.md); the number of steps is a guess. The lessons are those of
+`configs/scenes.py`, as fractions of 5,845 steps, as in those runs; the tasks after them are those
+of `configs/scenes_long.py`. `tiny` has one lesson.
 """
 
 import ml_collections

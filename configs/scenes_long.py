@@ -32,11 +32,11 @@ LESSONS = dict(
     draw=dict(
         until=33_783,
         tasks=dict(
-            plan=2.5,
+            layout=2.5,
             draw=4.5,
             edit=1.5,
-            edit_plan=3.0,
-            fill_plan=0.6,
+            edit_layout=3.0,
+            fill_layout=0.6,
             inpaint=0.5,
             outpaint=0.5,
             answer=3.0,
@@ -56,11 +56,11 @@ LESSONS = dict(
     ),
 )
 TASKS = dict(
-    plan=2.0,
+    layout=2.0,
     draw=2.5,
     edit=1.5,
-    edit_plan=2.0,
-    fill_plan=2.0,
+    edit_layout=2.0,
+    fill_layout=2.0,
     inpaint=2.5,
     outpaint=2.0,
     answer=2.5,
@@ -95,7 +95,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.train.image_seconds = 0.0
     c.train.eval_every = 10_000
     c.train.eval_tasks = (
-        "plan", "edit", "edit_plan", "answer", "point", "locate", "name", "quiz", "detect",
+        "layout", "edit", "edit_layout", "answer", "point", "locate", "name", "quiz", "detect",
         "caption", "infill", "inpaint", "outpaint", "reflect", "arithmetic",
     )  # fmt: skip
     c.train.checkpoint_seconds = 300.0

@@ -31,5 +31,5 @@ def get_config() -> ml_collections.ConfigDict:
         num_registers=16,
     )
     c.data = dict(source="none", text_block_len=32, max_answer_len=64)
-    c.sampling = dict(num_steps=32, shift=3.0, guidance=0.0, plan=False)
+    c.sampling = dict(num_steps=32, shift=3.0, guidance=0.0, layout=False)
     return c

@@ -93,7 +93,7 @@ def samplers(pipe: SparseLaViDa) -> dict[str, Result]:
     }
     first = drawn["none"]
     for name, result in drawn.items():
-        if result.plans != first.plans or not np.array_equal(result.pixels[0], first.pixels[0]):
+        if result.layouts != first.layouts or not np.array_equal(result.pixels[0], first.pixels[0]):
             raise ValueError(f"the sampler {name!r} draws another image than 'none'.")
     return drawn
 

@@ -58,7 +58,7 @@ TOUR = (
     'caption out.png --template "a ___ red circle and a ___ blue square"',
     'infill "a ___ red circle and a ___ blue square" --image out.png',
     'generate "three green triangles" --order=halton --steps=12 --out halton.png',
-    f'generate "a red circle" --plan "{LAYOUT}" --out planned.png',
+    f'generate "a red circle" --layout "{LAYOUT}" --out laid_out.png',
     "chat --out turns",
     "replay out.png --out again.png",
 )

@@ -262,7 +262,7 @@ class Data(Section):
     max_answer_len: Size = 40  # text response tokens, a multiple of text_block_len
     # Registers of a text row are placed after a random length up to this; 0: after its response.
     sampled_answer_len: Count = 0
-    plan_drop: Share = 0.1  # share of image rows without their layout plan
+    layout_drop: Share = 0.1  # fraction of image rows without their layout
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked
     given: Share = 0.2  # share of rows that show a random part of the response as given
@@ -508,7 +508,7 @@ class Sampling(Section):
     # Writes text as the released code does: the mask token may be drawn (and remains to be
     # decoded), nothing stops at end-of-text, and the factor rule never leaves a single token over.
     released_behaviour: bool = False
-    plan: bool = True  # lay the image out in text first, if the task allows it
+    layout: bool = True  # lay the image out in text first, if the task allows it
     # Matrices of the layers in 8 bits: "": no; "int8": only the weights; "w8a8": activations too;
     # "fp8": both in float8. Results differ, and passes of few tokens are faster.
     quantize: Literal["", Quantized] = ""

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax import config, old_names, runtime
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError, language
@@ -537,6 +537,7 @@ class SparseLaViDa:
         """
         from sparse_lavida_jax.inference import records
 
+        record = old_names.current(record)
         records.check(record)
         records.check_names(record, {"checkpoint", "adapters", "" if shown is None else "image"})
         name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
@@ -547,7 +548,7 @@ class SparseLaViDa:
             )
         task, recipe = record["task"], dict(record["recipe"])
         if task != "reflect":
-            recipe["plan"] = False if record.get("plan") is None else record["plan"]
+            recipe["layout"] = False if record.get("layout") is None else record["layout"]
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
         given = {"seed": record["seed"], "sampling": sampling, "as_written": True, **recipe}

@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from ml_collections import ConfigDict
 
+from sparse_lavida_jax import old_names
+
 T = TypeVar("T")
 E = TypeVar("E", bound="InputError")
 
@@ -262,7 +264,10 @@ def build(schema: type[T], given: Any) -> T:
     kinds = annotations(schema)
     if unknown := sorted(set(given) - set(kinds)):
         named = ", ".join(map(str, unknown))
-        raise ConfigError(f"{schema.__name__} has no {named:.{SHOWN}}. It has: {', '.join(kinds)}.")
+        hints = "".join(f" {old_names.hint(str(name))}" for name in unknown).rstrip()
+        raise ConfigError(
+            f"{schema.__name__} has no {named:.{SHOWN}}.{hints} It has: {', '.join(kinds)}."
+        )
     for field in dataclasses.fields(schema):  # type: ignore[arg-type]
         if field.name not in given and field.default is field.default_factory:
             raise ConfigError(f"{schema.__name__} needs a value for {field.name}.")

@@ -80,7 +80,7 @@ def settings(**sections) -> config.Config:
 
 def model_of_every_task(folder: pathlib.Path) -> pathlib.Path:
     """Writes a model folder with arbitrary weights, marked as trained on every task."""
-    every_task = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
+    every_task = dict.fromkeys((*tasks.TASKS, "fill_layout"), 1.0)
     given = settings(data={"tasks": every_task, "max_answer_len": 16})
     model_folder.save_model(
         folder,

@@ -21,7 +21,7 @@ SMALL = {
     "model": {"width": 32, "mlp_hidden": 32, "num_heads": 2, "head_dim": 16, "num_layers": 2,
               "dual_tower_layers": 0, "generation_width": 32, "generation_mlp_hidden": 32,
               "unroll_layers": False, "grid_size": 16, "codebook_size": len(learning.TINTS)},
-    "data": {"tasks": {"draw": 1.0}, "plan_drop": 1.0},
+    "data": {"tasks": {"draw": 1.0}, "layout_drop": 1.0},
     "sampling": {"num_steps": 8},
 }  # fmt: skip
 

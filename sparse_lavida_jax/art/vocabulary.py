@@ -79,7 +79,7 @@ def corpus(sheet: Sheet) -> Iterator[str]:
         for split in tasks.SPLITS:
             for index in range(EXAMPLES):
                 sample = tasks.sample(task, 0, index, split, sheet)
-                yield from filter(None, (sample.prompt, sample.answer, sample.plan))
+                yield from filter(None, (sample.prompt, sample.answer, sample.layout))
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax import config, old_names, runtime
 from sparse_lavida_jax.checkpoints import arrays, contents, manifest, stores
 from sparse_lavida_jax.checkpoints.arrays import CheckpointError, ChooseDtype, ChooseParameters
 from sparse_lavida_jax.checkpoints.tensors import INDEX, NARROW, SHARD_BYTES, Tensor, dtype_name
@@ -269,7 +269,7 @@ def read_config(folder: pathlib.Path) -> config.Config:
     if tag != FORMAT:
         raise CheckpointError(f"{path} has the format {shown(tag)}; this version reads {FORMAT!r}.")
     try:
-        return config.build(config.Config, given)
+        return config.build(config.Config, old_names.current(given))
     except config.ConfigError as error:
         raise CheckpointError(f"{path} was written by another version: {error}") from error
 

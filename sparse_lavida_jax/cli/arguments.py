@@ -95,7 +95,7 @@ def _axes(text: str) -> dict[str, int]:
 
 def _layout(text: str) -> str:
     if _text(text).count("<LOC_") < 4:
-        raise argparse.ArgumentTypeError(f"it has no box. It is a {_PLAN}")
+        raise argparse.ArgumentTypeError(f"it has no box. It is a {_LAYOUT}")
     return text
 
 
@@ -224,7 +224,7 @@ _OUT = (
     f"the image file to write ({', '.join(SUFFIXES)}); several images get numbers; folders are"
     " created only below the current one"
 )
-_PLAN = (
+_LAYOUT = (
     "layout to follow, instead of the model's own: after each name the left, top, right and bottom"
     " of its box (bundled model: in 24ths), as in ' large red circle<LOC_4><LOC_8><LOC_8><LOC_12>'"
 )
@@ -339,8 +339,8 @@ ARGUMENTS = {
     "order": Argument(
         "--order", f"order of the cells: stratified, halton, random, raster or confidence; {_OWN}"
     ),
-    "plan": Argument("--plan", _PLAN, _layout, group="plan", metavar="LAYOUT"),
-    "no_plan": Argument("--no-plan", "draw without a layout", None, group="plan"),
+    "layout": Argument("--layout", _LAYOUT, _layout, group="layout", metavar="LAYOUT"),
+    "no_layout": Argument("--no-layout", "draw without a layout", None, group="layout"),
     "num_images": Argument("--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1),
     "vq_dtype": Argument(
         "--vq-dtype",

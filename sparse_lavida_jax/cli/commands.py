@@ -155,8 +155,8 @@ def _options(
     given: dict[str, Any] = {}
     if getattr(asked, "mask", None) is not None:
         given["mask"] = image_files.read_mask(asked.mask, shown[0].pixels)
-    if getattr(asked, "no_plan", False):
-        given["plan"] = False
+    if getattr(asked, "no_layout", False):
+        given["layout"] = False
     if name == "caption" and (asked.template is not None or asked.words):
         name, given = "constrained_caption", {"required": asked.words or None}
     # The other options have the same names as in requests.

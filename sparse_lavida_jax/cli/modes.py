@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from sparse_lavida_jax import config, runtime, schema
+from sparse_lavida_jax import config, old_names, runtime, schema
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
 from sparse_lavida_jax.cli.arguments import MODEL_NAMES, SAMPLE_TASKS
 from sparse_lavida_jax.cli.errors import LONGEST_MESSAGE, STOPPED, UsageError, need
@@ -413,5 +413,6 @@ def _check_name(word: str, settings: dict) -> None:
     for part in name.split("."):
         if not isinstance(section, dict) or part not in section:
             known = ", ".join(section) if isinstance(section, dict) else "no parts: it is a value"
-            raise UsageError(f"{path} has no {part!r}. It has: {known}.")
+            hint = f" {old_names.hint(part)}".rstrip()
+            raise UsageError(f"{path} has no {part!r}.{hint} It has: {known}.")
         section, path = section[part], f"{path}.{part}"

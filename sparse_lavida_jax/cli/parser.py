@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from sparse_lavida_jax import old_names
 from sparse_lavida_jax.cli.arguments import ARGUMENTS, DEFAULT_MODEL, MODEL_NAMES, Argument, place
 from sparse_lavida_jax.cli.errors import LONGEST_MESSAGE, UsageError, need
 from sparse_lavida_jax.inference.requests import TASKS
@@ -48,7 +49,7 @@ _CIRCLE = '"a red circle above a blue square"'
 _LOADED = "checkpoint adapters convert mesh compilation_cache"
 _MODEL = f"{_LOADED} batch_size json json_full quiet debug"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
-_DRAWING = "out scale grid save_steps num_images plan no_plan guidance order vq_dtype"
+_DRAWING = "out scale grid save_steps num_images layout no_layout guidance order vq_dtype"
 _HOSTING = (
     f"{_LOADED} host port batch_size longest_wait max_waiting programs"
     " content_cache_gb only grace api_key insecure warmup quiet debug"
@@ -293,9 +294,12 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, left: Sequence[str]) -> str:
         if self.name in MODES and left[0].partition("=")[0] in TOGETHER:
             return f"{self.command} does not connect processes: leave out {left[0]}. {_SHARDS}"
+        option = left[0].partition("=")[0]
+        if hint := old_names.hint(option.removeprefix("--"), "--"):
+            return f"unrecognized argument {option}. {hint}"
         message = f"unrecognized arguments: {' '.join(left)}"
         options = [one for action in self._actions for one in action.option_strings]
-        if near := difflib.get_close_matches(left[0].partition("=")[0], options, 1, 0.8):
+        if near := difflib.get_close_matches(option, options, 1, 0.8):
             return f"{message}. Did you mean {near[0]}?"
         if self.name not in MODES:
             return message

@@ -123,7 +123,7 @@ def checks(pipe: SparseLaViDa) -> Iterator[Check]:
         yield Check("image tokenizer: change", expected, f"{off:.2f}", off <= MOST_CHANGE)
     # With caches and without; "none" would also see other masks, which is another distribution.
     first, second = (
-        pipe.generate(PROMPT, seed=0, steps=STEPS, sampler=name, plan=False).tokens[0]
+        pipe.generate(PROMPT, seed=0, steps=STEPS, sampler=name, layout=False).tokens[0]
         for name in ("t", "sparse")
     )
     same = float((first == second).mean())

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Bool
 from PIL import Image, ImageDraw, PngImagePlugin, UnidentifiedImageError
 
+from sparse_lavida_jax import old_names
 from sparse_lavida_jax.data import arrays, files
 from sparse_lavida_jax.data.arrays import DAMAGED, MOST_PIXELS, ImageError, Pixels, as_rgb
 
@@ -165,7 +166,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
             f"{path} does not say how it was drawn: replay a PNG that `sparse-lavida` wrote and"
             " no other program has saved since."
         )
-    return record
+    return old_names.current(record)
 
 
 def _contents(path: pathlib.Path | str) -> bytes:

@@ -201,7 +201,7 @@ class PromptLanguage(Protocol):
         return self.vocabulary.reading(text) if self.vocabulary else Reading(text)
 
     def lays_out(self, task: str) -> bool:
-        """Returns whether an image of this task can be planned in text first."""
+        """Returns whether an image of this task can be laid out in text first."""
         ...
 
     # Images.
@@ -227,7 +227,7 @@ class PromptLanguage(Protocol):
         prompt: str,
         codes: Int[np.ndarray, "l g"],
         *,
-        plan: str | None = None,
+        layout: str | None = None,
         attempts: Sequence[tuple[Pixels, str]] = (),
         grid: tuple[int, int] | None = None,
     ) -> Example:
@@ -244,7 +244,7 @@ class PromptLanguage(Protocol):
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
         known: Grid | None,
-        plan: str | None = None,
+        layout: str | None = None,
     ) -> Example:
         """Returns an example that edits an image, or draws the unknown part of it.
 
@@ -255,8 +255,8 @@ class PromptLanguage(Protocol):
 
     # Text.
 
-    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
-        """Returns an example that plans the layout of an image, or an edit of one."""
+    def layout(self, prompt: str, image: Pixels | None = None) -> Example:
+        """Returns an example that states the layout of an image, or an edit of one."""
         ...
 
     def ask(

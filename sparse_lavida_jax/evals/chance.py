@@ -30,10 +30,10 @@ CHANCE = {
     "name": 0.01,
     # A sixth of the requests names one object of 24 kinds, another sixth its size too.
     "draw": 0.01,
-    "plan": 0.01,
+    "layout": 0.01,
     "draw/held_out": 0.0,
     # One change of one cell.
-    "edit_plan": 0.01,
+    "edit_layout": 0.01,
     # The image as it is: every instruction changes it, every hole hides an object.
     "edit": 0.0,
     "edit/held_out": 0.0,

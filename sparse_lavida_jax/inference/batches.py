@@ -82,7 +82,7 @@ def kind_of(request: Request) -> Hashable:
         request.size,
         request.box,
         request.max_new_tokens,
-        "told" if isinstance(request.plan, str) else request.plan,
+        "told" if isinstance(request.layout, str) else request.layout,
         None if request.mask is None else request.mask.tobytes(),
         tuple(image.pixels.shape for image in request.images),
         request.seed if by_seed else None,

@@ -135,7 +135,7 @@ READERS: dict[str, Reader] = {
         2, "height and width, or one side", _whole, lambda name, value: (_whole(name, value),) * 2
     ),
     "box": _fixed(4, "four numbers: x1, y1, x2, y2 in pixels", number),
-    "plan": _by_row(_of(bool | str | None, "True, False or a layout in words")),
+    "layout": _by_row(_of(bool | str | None, "True, False or a layout in words")),
     "required": lambda _, value: texts("words", value),
     "earlier": lambda name, value: tuple(_turn(name, one) for one in listed(value) or [value]),
     "sampling": _of(config.Sampling, "a config.Sampling"),

@@ -47,7 +47,7 @@ class _Recipe(schema.Section):
     known: Annotated[object, schema.Allowed(_is_grid, "rows of true and false")] = ()
     box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     rounds: schema.UpTo1024 = 0
-    plan: bool | str = False
+    layout: bool | str = False
 
 
 class _Shown(schema.Section):
@@ -74,7 +74,7 @@ class _Record(schema.Section):
     asked: str = ""
     seed: schema.Count
     recipe: _Recipe
-    plan: str = ""
+    layout: str = ""
     picture: _Shown = _Shown()
     bucket: _Bucket = _Bucket(rows=1, prompt_len=(0, 0))
     sampling: config.Sampling

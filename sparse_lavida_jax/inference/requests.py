@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, old_names
 from sparse_lavida_jax.data import arrays, files, image_files
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.data.templates import (
@@ -69,7 +69,7 @@ class Request(RowRequest):
         images: what the task is about; one image, except for questions about several.
         earlier: earlier questions of the conversation, with their answers.
         sampling: how it is sampled, except for its own scales: what requests run together share.
-        plan: whether to lay an image out in text first, or the layout to follow; None: as in
+        layout: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
         size: height and width of the image to draw, in pixels; None: the largest.
         mask: cells of an image to redraw; the others stay as they are.
@@ -88,7 +88,7 @@ class Request(RowRequest):
     images: tuple[ShownImage, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
     sampling: config.Sampling = dataclasses.field(default_factory=config.Sampling)
-    plan: bool | str | None = None
+    layout: bool | str | None = None
     size: tuple[int, int] | None = None
     mask: Grid | None = None
     box: tuple[int, int, int, int] | None = None
@@ -147,7 +147,7 @@ class ImageOptions(Options, total=False):
 
     Attributes:
         num_images: images per prompt.
-        plan: whether to lay the image out in text first, or the layout to follow, or one per
+        layout: whether to lay the image out in text first, or the layout to follow, or one per
             row; by default as in the sampling settings, if the model learned it.
         layout_temperature: how random layouts are, for all tasks but "edit"; by default as in the
             sampling settings.
@@ -157,7 +157,7 @@ class ImageOptions(Options, total=False):
     """
 
     num_images: Number
-    plan: bool | Words | None
+    layout: bool | Words | None
     layout_temperature: Number
     guidance: Numbers
     guidance_scale: Numbers
@@ -202,7 +202,7 @@ class TaskSpec:
 _ALL = frozenset(
     {"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize", "as_written"}
 )
-_DRAWS = _ALL | {"num_images", "plan", "guidance", "order", "vq_dtype"}
+_DRAWS = _ALL | {"num_images", "layout", "guidance", "order", "vq_dtype"}
 _CHANGES = _DRAWS | {"guidance_image"}
 _LAYS_OUT = frozenset({"layout_temperature"})  # edits use the temperature of other texts
 _ANSWERS = _ALL | {"max_new_tokens", "earlier", "together"}
@@ -258,8 +258,9 @@ class RequestMaker:
         for name in PROMPTING & given.keys():
             given[name] = self._spelled(given[name])
         if wrong := sorted(set(given) - spec.takes):
+            hint = f" {old_names.hint(wrong[0])}".rstrip()
             raise RequestError(
-                f"{task} takes no {{setting}}. It takes {{allowed}}.",
+                f"{task} takes no {{setting}}.{hint} It takes {{allowed}}.",
                 setting=wrong[0],
                 allowed=tuple(sorted(spec.takes)),
             )
@@ -272,12 +273,12 @@ class RequestMaker:
             raise RequestError("this task is about an image: give one.")
         count = len(pairs)
         seeds = checks.row_seeds(given.get("seed", 0), count, copies)
-        plans = each("layouts", given.get("plan"), count)
+        layouts = each("layouts", given.get("layout"), count)
         if "known" in given:
             side = self.settings.model.grid_size
             given["known"] = _masks(given["known"], count, copies, side)
-        for plan in plans:
-            check_characters(plan if isinstance(plan, str) else "", "layout")
+        for layout in layouts:
+            check_characters(layout if isinstance(layout, str) else "", "layout")
         scales = _scales(sampling, columns, count, copies, draws=spec.draws)
         readings = [
             self.prompts.as_written(one) if as_written else self.prompts.read(task, one, seed)
@@ -292,7 +293,7 @@ class RequestMaker:
                 images=images,
                 seed=seeds[i],
                 sampling=sampling,
-                plan=plans[i],
+                layout=layouts[i],
                 **scales[i],
                 **self._fields(task, readings[i].sentence, images, i, given),
             )
@@ -392,7 +393,7 @@ class RequestMaker:
 def _other_texts(request: Request) -> list[str]:
     """Returns what a request says besides its words."""
     texts = [piece for piece in request.template or () if isinstance(piece, str)]
-    texts += [request.plan] if isinstance(request.plan, str) else []
+    texts += [request.layout] if isinstance(request.layout, str) else []
     return texts + [question for question, _ in request.earlier]
 
 

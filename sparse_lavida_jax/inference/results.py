@@ -53,7 +53,7 @@ class Result:
         texts: answers, captions, filled texts; verdicts of "reflect".
         boxes: for "ground", one per phrase: x1, y1, x2, y2 in pixels of the image that was shown;
             None if the model named none.
-        plans: the layouts that images were drawn from.
+        layouts: the layouts that images were drawn from.
         attempts: for "reflect": every image with its verdict, one entry per row.
         records: how to draw each image again (`SparseLaViDa.replay`).
         prompted: text tokens and image tokens of each row's prompt, headers included; those of the
@@ -75,7 +75,7 @@ class Result:
     pixels: tuple[UInt8[np.ndarray, "_h _w 3"], ...] = dataclasses.field(default=(), repr=False)
     texts: tuple[str, ...] = ()
     boxes: tuple[Box | None, ...] = ()
-    plans: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
     attempts: tuple[tuple[tuple[UInt8[np.ndarray, "_h _w 3"], str], ...], ...] = ()
     records: tuple[dict[str, Any], ...] = dataclasses.field(default=(), repr=False)
     prompted: tuple[tuple[int, int], ...] = ()
@@ -139,7 +139,7 @@ class Result:
             "seeds": list(self.seeds),
             "texts": list(self.texts),
             "boxes": [None if box is None else list(box) for box in self.boxes],
-            "plans": list(self.plans),
+            "layouts": list(self.layouts),
         }
         if not full:
             return lean

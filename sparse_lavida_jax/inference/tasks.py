@@ -144,7 +144,7 @@ class TaskRun:
         records = ()
         if "pixels" in found:
             none = [None] * len(requests)
-            layouts = found.get("plans") or none
+            layouts = found.get("layouts") or none
             buckets = none if requests[0].task == "reflect" else self.buckets
             records = tuple(map(self._record, requests, layouts, buckets))
         asked, seeds, sentences, warnings = zip(
@@ -174,7 +174,9 @@ class TaskRun:
             **found,
         )
 
-    def _record(self, request: Request, plan: str | None, bucket: Bucket | None) -> dict[str, Any]:
+    def _record(
+        self, request: Request, layout: str | None, bucket: Bucket | None
+    ) -> dict[str, Any]:
         """Returns what `replay` needs, for `json`."""
         known = None if request.mask is None else (~request.mask).tolist()
         recipe: dict[str, Any] = {
@@ -182,7 +184,7 @@ class TaskRun:
             "edit": dict,
             "inpaint": lambda: {"known": known},
             "outpaint": lambda: {"box": list(request.box)} if request.box else {"known": known},
-            "reflect": lambda: {"rounds": request.rounds, "plan": request.plan},
+            "reflect": lambda: {"rounds": request.rounds, "layout": request.layout},
         }[request.task]()
         return {
             "format": FORMAT,
@@ -192,7 +194,7 @@ class TaskRun:
             "asked": request.asked,
             "seed": request.seed,
             "recipe": recipe,
-            "plan": plan,
+            "layout": layout,
             SHOWN_KEY: request.images[0].as_json() if request.images else None,
             "bucket": None if bucket is None else dataclasses.asdict(bucket),
             "sampling": dataclasses.asdict(request.own_sampling),
@@ -223,7 +225,7 @@ class TaskRun:
             for (rows, _), group in itertools.groupby(pairs, lambda pair: pair[0].cells):
                 own = np.stack([one for _, one in group])
                 pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
-        found = {"pixels": tuple(pixels), "plans": tuple(layouts or ())}
+        found = {"pixels": tuple(pixels), "layouts": tuple(layouts or ())}
         return self.result(requests, tokens=tuple(cells), **found)
 
     def _canvas(self, request: Request) -> _Canvas:
@@ -248,7 +250,7 @@ class TaskRun:
         self, requests: Sequence[Request], canvases: Sequence[_Canvas]
     ) -> list[str] | None:
         """Returns the layout of each image, given or by the model; None: without layouts."""
-        task, asked = requests[0].task, [request.plan for request in requests]
+        task, asked = requests[0].task, [request.layout for request in requests]
         told = [layout for layout in asked if isinstance(layout, str)]
         if told:
             return told
@@ -259,10 +261,10 @@ class TaskRun:
             if asked[0]:
                 raise RequestError("parameters for images alone write no layout: use task='both'.")
             return None
-        wanted = self.sampling.plan if asked[0] is None else asked[0]
+        wanted = self.sampling.layout if asked[0] is None else asked[0]
         if not wanted or not learned:
             return None
-        examples = [self.prompts.plan(canvas.words, canvas.image) for canvas in canvases]
+        examples = [self.prompts.layout(canvas.words, canvas.image) for canvas in canvases]
         as_layout = task != "edit"  # edits use the temperature of other texts
         return self._about_images("layout", examples, requests, as_layout=as_layout)
 
@@ -289,17 +291,17 @@ class TaskRun:
         return self._texts(self.decode(making, examples, rows, how))
 
     def _image_example(
-        self, canvas: _Canvas, plan: str | None, attempts: Sequence[_Attempt] = ()
+        self, canvas: _Canvas, layout: str | None, attempts: Sequence[_Attempt] = ()
     ) -> Example:
         if canvas.pixels is None:
             shape = math.prod(canvas.cells), self.settings.model.codes_per_token
             blank = np.zeros(shape, np.int32)
-            more = {"plan": plan, "attempts": attempts, "grid": canvas.cells}
+            more = {"layout": layout, "attempts": attempts, "grid": canvas.cells}
             example = self.prompts.draw(canvas.words, blank, **more)
         else:
             codes = self._codes(canvas.pixels)
             assert canvas.image is not None
-            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, plan)
+            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, layout)
         return dataclasses.replace(example, grid=canvas.cells)
 
     def _codes(self, pixels: Pixels) -> Int[np.ndarray, "l g"]:

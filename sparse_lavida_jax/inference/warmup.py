@@ -25,7 +25,7 @@ from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.sampling.prompts import PROMPT_BUCKET, lay_out
-from sparse_lavida_jax.scenes.grammar import Plan
+from sparse_lavida_jax.scenes.grammar import Layout
 
 REHEARSED = ("generate", "edit", "ask")
 
@@ -156,21 +156,21 @@ class _Prompts:
         """Returns those of an image and of its layout, each with one row."""
         language, written = self.pipe.prompts, 0
         found: list[Rehearsal] = []
-        if self.sampling.plan and language.lays_out(self.task) and self._writes:
+        if self.sampling.layout and language.lays_out(self.task) and self._writes:
 
             def layout(words: str) -> Example:
-                return language.plan(words, self.image)
+                return language.layout(words, self.image)
 
             written = len(layout(_words(1)).response) + self._around_layout
             found += [dataclasses.replace(one, layout=True) for one in self._texts(layout)]
         most = self._most_words(self._image_example) - 1
-        for plan in (False, *self._layouts(written)):
-            example = self._image_example(_words(1), plan or None)
+        for layout in (False, *self._layouts(written)):
+            example = self._image_example(_words(1), layout or None)
             own, cells = self._tokens(example)
-            used = self._layout_tokens(plan) if plan else 0
+            used = self._layout_tokens(layout) if layout else 0
             for text, image in self._lengths(own, own + most + max(written - used, 0), cells):
                 bucket = Bucket(1, (text, image))
-                options = self.options | {"plan": plan}
+                options = self.options | {"layout": layout}
                 found.append(self._one(_words(1), text, options=options, bucket=bucket))
         return sorted(found, key=lambda one: one.length)
 
@@ -183,14 +183,14 @@ class _Prompts:
     def _around_layout(self) -> int:
         """The tokens that a prompt has with a layout, besides those of the layout."""
         (without, _), (within, _) = (
-            self._tokens(self._image_example(_words(1), plan)) for plan in (None, _words(1))
+            self._tokens(self._image_example(_words(1), layout)) for layout in (None, _words(1))
         )
         return within - without - self._layout_tokens(_words(1))
 
     def _layouts(self, most: int) -> Iterator[str]:
         """Yields layouts of up to `most` tokens that leave different numbers of cells to draw."""
         for number in range(1, self.pipe.settings.model.num_cells + 1):
-            layout = str(Plan(tuple((cell, None) for cell in range(number))))
+            layout = str(Layout(tuple((cell, None) for cell in range(number))))
             if self._layout_tokens(layout) > most:
                 return
             if not self._image_example(_words(1), layout).given.any():
@@ -200,14 +200,14 @@ class _Prompts:
     def _layout_tokens(self, layout: str) -> int:
         return len(self.pipe.prompts.tokenizer.encode(layout))
 
-    def _image_example(self, words: str, plan: str | None = None) -> Example:
+    def _image_example(self, words: str, layout: str | None = None) -> Example:
         language, model = self.pipe.prompts, self.pipe.settings.model
         cells = grid_of(self.options.get("size"), self.pipe.codec.image_size, model)
         blank = np.zeros((math.prod(cells), model.codes_per_token), np.int32)
         if self.image is None:
-            example = language.draw(words, blank, plan=plan, grid=cells)
+            example = language.draw(words, blank, layout=layout, grid=cells)
         else:
-            example = language.change(words, blank, self.image, None, plan)
+            example = language.change(words, blank, self.image, None, layout)
         return dataclasses.replace(example, grid=cells)
 
     def _texts(self, example: Callable[[str], Example]) -> Iterator[Rehearsal]:

@@ -41,7 +41,7 @@ SYSTEM = (
 )
 DRAW = "Generate an image with the caption:\n <prompt>"
 BOXES_WANTED = "Give bounding boxes in LOC format."
-PLAN = "Please first think and plan the layout in LOC format."
+LAYOUT = "Please first think and plan the layout in LOC format."
 FEEDBACK = "Please also consider past generations and their feedbacks. Do not repeat these errors"
 
 
@@ -161,7 +161,7 @@ def draw(
     num_tokens: int,
     *,
     condition: str = MICRO_CONDITION,
-    plan: str = "",
+    layout: str = "",
     attempts: Sequence[tuple[VisionTokens, str]] = (),
     template: str = DRAW,
 ) -> Parts:
@@ -169,7 +169,7 @@ def draw(
 
     Args:
         condition: from `micro_condition`.
-        plan: an answer to `plan_image`, cleaned by `clean_plan`.
+        layout: an answer to `layout_of_image`, cleaned by `clean_layout`.
         attempts: earlier images, each with a description of its faults. The line break after
             the last one is ours.
         template: `<prompt>` in it is replaced by caption, attempts and condition.
@@ -183,9 +183,9 @@ def draw(
     for i, (_, feedback) in enumerate(attempts, 1):
         words += f"Generation {i}: {IMAGE}\n Feedback {i}: {_plain(feedback)}\n"
     user = template.replace("<prompt>", f"{words} {_plain(condition)}")
-    text = conversation(user, _plain(plan) + num_tokens * CELL)
+    text = conversation(user, _plain(layout) + num_tokens * CELL)
     sequence = _encode(tokenizer, text, [image for image, _ in attempts])
-    return _parts(tokenizer, sequence, CELL, drop_plan=bool(plan))
+    return _parts(tokenizer, sequence, CELL, drop_layout=bool(layout))
 
 
 def edit(
@@ -195,43 +195,43 @@ def edit(
     sources: Sequence[Int[np.ndarray, "n g"]],
     num_tokens: int,
     *,
-    plan: str = "",
+    layout: str = "",
 ) -> Parts:
     """Returns the prompt of an edit; the source images are given as vision tokens and as codes.
 
     Args:
         shown, sources: of the source images, separated by spaces. The release edits a single
             image; several are our extension.
-        plan: an answer to `plan_edit`, cleaned by `clean_plan`.
+        layout: an answer to `layout_of_edit`, cleaned by `clean_layout`.
 
     Raises:
         ValueError: a control token in the text.
     """
     given = " ".join(f"{IMAGE} {len(source) * SOURCE_CELL}" for source in sources)
-    text = conversation(f"{given}\n {_plain(instruction)} ", _plain(plan) + num_tokens * CELL)
+    text = conversation(f"{given}\n {_plain(instruction)} ", _plain(layout) + num_tokens * CELL)
     sequence = _encode(tokenizer, text, shown, sources)
-    return _parts(tokenizer, sequence, CELL, drop_plan=bool(plan))
+    return _parts(tokenizer, sequence, CELL, drop_layout=bool(layout))
 
 
-def plan_image(
+def layout_of_image(
     tokenizer: ChatTokenizer, caption: str, num_tokens: int, *, condition: str = MICRO_CONDITION
 ) -> Parts:
-    """Returns the prompt of a plan of `num_tokens` tokens: the layout of an image to draw."""
+    """Returns the prompt of a layout of `num_tokens` tokens: the layout of an image to draw."""
     words = f"{_plain(caption)} {_plain(condition)}"
-    user = f"Generate an image with the caption: {words}. {PLAN}"
+    user = f"Generate an image with the caption: {words}. {LAYOUT}"
     return answer_to(tokenizer, user, [], num_tokens)
 
 
-def plan_edit(
+def layout_of_edit(
     tokenizer: ChatTokenizer, instruction: str, image: VisionTokens, num_tokens: int
 ) -> Parts:
-    """Returns the prompt of a plan of `num_tokens` tokens: the layout after an edit."""
-    user = f"{IMAGE}\n{_plain(instruction)}. {PLAN}"
+    """Returns the prompt of a layout of `num_tokens` tokens: the layout after an edit."""
+    user = f"{IMAGE}\n{_plain(instruction)}. {LAYOUT}"
     return answer_to(tokenizer, user, [image], num_tokens)
 
 
-def clean_plan(answer: str) -> str:
-    """Returns a plan without control tokens, to put before the image."""
+def clean_layout(answer: str) -> str:
+    """Returns a layout without control tokens, to put before the image."""
     for token in (*CONTROL, IMAGE, "<image_gen_fake>"):
         answer = answer.replace(token, "")
     return answer
@@ -399,21 +399,21 @@ def _parts(
     tokenizer: ChatTokenizer,
     sequence: Sequence[int | Part],
     placeholder: str | None = None,
-    drop_plan: bool = False,
+    drop_layout: bool = False,
 ) -> Parts:
     """Returns the parts of a sequence: the text of the turns, and the response within it.
 
     Args:
         placeholder: the response extends from the first one to the last; None: it comes at the end.
-        drop_plan: guidance also drops the assistant's header and its words before the response, not
-            only the turns of system and user (spec Sec. 7.1).
+        drop_layout: guidance also drops the assistant's header and its words before the response,
+            not only the turns of system and user (spec Sec. 7.1).
     """
     end_of_turn = tokenizer.id_of(END_OF_TURN)
     _, user, *_ = (i for i, token in enumerate(sequence) if token == end_of_turn)
     if placeholder is None:
         return _grouped(sequence[: user + 1]) + _grouped(sequence[user + 1 :], keep=True)
     response = _span(sequence, tokenizer.id_of(placeholder))
-    kept = response.start if drop_plan else user + 1
+    kept = response.start if drop_layout else user + 1
     return (
         *_grouped(sequence[:kept]),
         *_grouped(sequence[kept : response.start], keep=True),

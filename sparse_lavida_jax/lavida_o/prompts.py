@@ -35,13 +35,13 @@ VERDICT_TOKENS = 32  # as released
 MOST_TOKENS = 8192  # per sequence, the limit of the released tokenizer
 ACCEPTED = "is correct"
 # Kinds of records by task (`mixture/recipe.py`); the model must have been trained on one of them.
-_DRAWN, _ASKED = ("text_to_image", "plan"), ("understanding",)
+_DRAWN, _ASKED = ("text_to_image", "layout"), ("understanding",)
 LEARNED_FROM: dict[str, tuple[str, ...]] = {
-    "generate": _DRAWN, "inpaint": _DRAWN, "outpaint": _DRAWN, "edit": ("edit", "edit_plan"),
+    "generate": _DRAWN, "inpaint": _DRAWN, "outpaint": _DRAWN, "edit": ("edit", "edit_layout"),
     "ask": _ASKED, "reason": _ASKED, "caption": _ASKED, "constrained_caption": _ASKED,
     "infill": _ASKED, "ground": ("grounding", "dense_caption"), "reflect": ("reflection",),
 }  # fmt: skip
-LAID_OUT = {"generate": "plan", "edit": "edit_plan"}
+LAID_OUT = {"generate": "layout", "edit": "edit_layout"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ChatPrompts(PromptLanguage):
         prompt: str,
         codes: Int[np.ndarray, "l g"],
         *,
-        plan: str | None = None,
+        layout: str | None = None,
         attempts: Sequence[tuple[Pixels, str]] = (),
         grid: tuple[int, int] | None = None,
     ) -> Example:
@@ -134,7 +134,7 @@ class ChatPrompts(PromptLanguage):
         said = [(s.part, said) for s, (_, said) in zip(seen, attempts, strict=True)]
         parts = self._words(
             chat.draw, prompt, len(codes), condition=self._condition(len(codes), grid),
-            plan=chat.clean_plan(plan or ""), attempts=said,
+            layout=chat.clean_layout(layout or ""), attempts=said,
         )  # fmt: skip
         return self._example(prompt, parts, seen, codes, kind="image")
 
@@ -144,15 +144,15 @@ class ChatPrompts(PromptLanguage):
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
         mask: Grid | None,
-        plan: str | None = None,
+        layout: str | None = None,
     ) -> Example:
         """Returns an example that edits an image, or draws the cells of a mask (ours)."""
         if mask is not None:
-            drawn, response = self.draw(instruction, codes, plan=plan), codes.astype(np.int32)
+            drawn, response = self.draw(instruction, codes, layout=layout), codes.astype(np.int32)
             return dataclasses.replace(drawn, response=response, given=~mask.reshape(-1))
         seen = images.see(image, self.model.vision)
-        plan = chat.clean_plan(plan or "")
-        parts = self._words(chat.edit, instruction, [seen.part], [codes], len(codes), plan=plan)
+        layout = chat.clean_layout(layout or "")
+        parts = self._words(chat.edit, instruction, [seen.part], [codes], len(codes), layout=layout)
         return self._example(instruction, parts, [seen], codes, kind="image")
 
     def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
@@ -161,12 +161,12 @@ class ChatPrompts(PromptLanguage):
 
     # Text.
 
-    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
+    def layout(self, prompt: str, image: Pixels | None = None) -> Example:
         if image is None:
-            parts, seen = self._words(chat.plan_image, prompt, ANSWER_TOKENS), []
+            parts, seen = self._words(chat.layout_of_image, prompt, ANSWER_TOKENS), []
         else:
             seen = [images.see(image, self.model.vision)]
-            parts = self._words(chat.plan_edit, prompt, seen[0].part, ANSWER_TOKENS)
+            parts = self._words(chat.layout_of_edit, prompt, seen[0].part, ANSWER_TOKENS)
         return self._example(prompt, parts, seen)
 
     def ask(

@@ -20,7 +20,7 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.lavida_o import chat
 from sparse_lavida_jax.lavida_o.chat import CELL, IMAGE, SOURCE_CELL, ChatTokenizer
 from sparse_lavida_jax.lavida_o.objective import Sequence
-from sparse_lavida_jax.mixture.recipe import PLANNED
+from sparse_lavida_jax.mixture.recipe import WITH_LAYOUT
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.sequence import (
     Kind,
@@ -37,8 +37,8 @@ from sparse_lavida_jax.sequence import (
 # These enclose an image in the released training text. Neither is a token of the released
 # tokenizer, so both are spelled out and learned (spec Sec. 9.1).
 IMAGE_BEGIN, IMAGE_END = "<|reserved_token_126095|>", "<|reserved_token_126096|>"
-NO_IMAGE = "<|reserved_token_7|>"  # in place of the image if only a plan is trained
-CLEAN_TEXT = 0.8  # share of images with a plan whose text is not masked (spec Sec. 9.2)
+NO_IMAGE = "<|reserved_token_7|>"  # in place of the image if only a layout is trained
+CLEAN_TEXT = 0.8  # share of images with a layout whose text is not masked (spec Sec. 9.2)
 NO_CONDITION = 0.3  # share of prompts without a micro-condition (spec Sec. 5.4)
 MEASURED = 0.5  # share of micro-conditions with a luminance, and with a contrast
 LONG_CAPTION, SHORTENED = 150, 0.2  # characters; share of longer captions that are shortened
@@ -68,8 +68,8 @@ class Mixer:
     def sequence(self, record: Record, rng: np.random.Generator) -> Sequence:
         """Returns a record as LaViDa-O trains on it, without padding.
 
-        If an image follows a plan, text is kept clean in 4 of 5 draws: neither masked, nor dropped,
-        nor learned.
+        If an image follows a layout, text is kept clean in 4 of 5 draws: neither masked, nor
+        dropped, nor learned.
 
         Raises:
             RecordError: it does not fit the model or the tokenizer.
@@ -86,7 +86,7 @@ class Mixer:
             SOURCE_CELL: iter([Source(cells) for cells in sources]),
             CELL: iter([Response(len(codes))]),
         }
-        keep = record.draws and bool(record.plan) and rng.random() < CLEAN_TEXT
+        keep = record.draws and bool(record.layout) and rng.random() < CLEAN_TEXT
         parts: list[Part] = []
         for words, answer_from in self._messages(turns):
             at = 0
@@ -120,9 +120,9 @@ class Mixer:
     def _turns(self, record: Record, crop: int, rng: np.random.Generator) -> list[tuple[str, str]]:
         """Returns the texts of user and assistant, with marks in place of images and cells."""
         match record.kind:
-            case "text_to_image" | "plan":
+            case "text_to_image" | "layout":
                 user = self._image_wanted(record, crop, rng)
-            case "edit" | "edit_plan":
+            case "edit" | "edit_layout":
                 user = f"{IMAGE} {SOURCE_CELL} " * len(record.sources) + f" {record.asked[0]}"
                 if record.pixel_diff is not None and record.draws:
                     user += f" {self._condition(record, crop, rng)}"
@@ -132,9 +132,9 @@ class Mixer:
             case _:
                 return [(_question(record), self._answered(record))]
         words, drawn = "Sure", f"{IMAGE_BEGIN}{CELL}{IMAGE_END}" if record.draws else NO_IMAGE
-        if record.kind in PLANNED:
-            user += f". {chat.PLAN}{_feedback(record)}"
-            words = self._plan_words(record)
+        if record.kind in WITH_LAYOUT:
+            user += f". {chat.LAYOUT}{_feedback(record)}"
+            words = self._layout_words(record)
         answer = drawn if record.form == "no_plan" else f"{words} {drawn}"
         return [(_image_first(user), answer)]
 
@@ -145,13 +145,13 @@ class Mixer:
     def _condition(self, record: Record, crop: int, rng: np.random.Generator) -> str:
         return condition_of(record, crop, rng) if self.settings.data.micro_condition else ""
 
-    def _plan_words(self, record: Record) -> str:
-        """Returns the words with which an answer states its plan."""
-        if record.kind == "plan":
-            return f"Sure I should place the objects in the following manner {record.plan}"
+    def _layout_words(self, record: Record) -> str:
+        """Returns the words with which an answer states its layout."""
+        if record.kind == "layout":
+            return f"Sure I should place the objects in the following manner {record.layout}"
         return (
             f"Sure I should consider {record.operation} the objects in these locations : "
-            f" {record.plan}"
+            f" {record.layout}"
         )
 
     def _code_weight(self, record: Record) -> Float[np.ndarray, "l g"] | None:
@@ -176,8 +176,8 @@ class Mixer:
     def example(self, record: Record, rng: np.random.Generator) -> Example:
         """Returns a record in the form used for sampling, with one response.
 
-        For an image with a plan, the response is the image, after its plan, in 4 of 5 draws, and
-        the plan in the others. For a conversation it is one answer, chosen at random with its
+        For an image with a layout, the response is the image, after its layout, in 4 of 5 draws,
+        and the layout in the others. For a conversation it is one answer, chosen at random with its
         question, as the release does without SELECT_ALL_INDEX (spec Sec. 0).
 
         Raises:
@@ -186,24 +186,24 @@ class Mixer:
         crop = int(rng.integers(max(len(record.target), 1)))
         seen, views = self._seen(record)
         shown = [one.part for one in seen]
-        if not record.draws or (record.plan and rng.random() >= CLEAN_TEXT):
+        if not record.draws or (record.layout and rng.random() >= CLEAN_TEXT):
             if record.kind == "dense_caption" and len(record.boxes):
                 return self._dense_boxes(record, shown[0], views)
             parts, ids, reach = self._text(record, crop, shown, rng)
             return _example(parts, ids[:, None], "text", views, reach=reach)
         codes, t = self._cells(record.target[crop]), self.tokenizer
-        plan = self._plan_words(record) if record.plan else ""
-        if record.kind in ("text_to_image", "plan"):
+        layout = self._layout_words(record) if record.layout else ""
+        if record.kind in ("text_to_image", "layout"):
             caption, condition = caption_of(record, rng), self._condition(record, crop, rng)
             attempts = [*zip(shown, record.feedback, strict=True)]
             parts = chat.draw(
-                t, caption, len(codes), condition=condition, plan=plan, attempts=attempts
+                t, caption, len(codes), condition=condition, layout=layout, attempts=attempts
             )
             return _example(parts, codes, "image", views)
-        if record.kind not in ("edit", "edit_plan"):
+        if record.kind not in ("edit", "edit_layout"):
             raise _unknown(record)
         sources = [self._cells(one) for one in record.sources]
-        parts = chat.edit(t, record.asked[0], shown, sources, len(codes), plan=plan)
+        parts = chat.edit(t, record.asked[0], shown, sources, len(codes), layout=layout)
         return _example(parts, codes, "image", views, code_weight=self._code_weight(record))
 
     def _text(
@@ -216,11 +216,11 @@ class Mixer:
         which = int(rng.integers(len(record.asked))) if record.kind == "understanding" else 0
         ids, reach = self._answer(self._answered(record, which), rng)
         match record.kind:
-            case "plan":
+            case "layout":
                 wanted = self._image_wanted(record, crop, rng)
-                user = f"{wanted}. {chat.PLAN}{_feedback(record)}"
-            case "edit_plan":
-                user = f"{' '.join([IMAGE] * len(shown))}\n{asked}. {chat.PLAN}"
+                user = f"{wanted}. {chat.LAYOUT}{_feedback(record)}"
+            case "edit_layout":
+                user = f"{' '.join([IMAGE] * len(shown))}\n{asked}. {chat.LAYOUT}"
             case "understanding":
                 question = record.asked[which].replace(IMAGE, "").strip()
                 return chat.ask(t, question, shown, len(ids)), ids, reach
@@ -231,8 +231,8 @@ class Mixer:
     def _answered(self, record: Record, turn: int = 0) -> str:
         """Returns the answer in words."""
         match record.kind:
-            case "plan" | "edit_plan":
-                return self._plan_words(record)
+            case "layout" | "edit_layout":
+                return self._layout_words(record)
             case "grounding":
                 return self._boxes_said(record)[0]
             case "dense_caption" if not record.answered:
@@ -323,8 +323,8 @@ class Mixer:
 def caption_of(record: Record, rng: np.random.Generator) -> str:
     """Returns a caption; a long one is sometimes cut to its first sentences (spec Sec. 9.4).
 
-    If there are several, one is chosen at random. The caption of a plan is never shortened like
-    this, only cut to the length limit, because the plan covers all of it.
+    If there are several, one is chosen at random. The caption of a layout is never shortened like
+    this, only cut to the length limit, because the layout covers all of it.
     """
     caption, *others = record.asked
     if others:

@@ -147,7 +147,7 @@ class _RowReader:
         captions = tuple(_checked_words("caption", one) for one in said)
         return self._drawn(self._record(captions), "image", crop=True)
 
-    def _plan(self) -> Draft:
+    def _layout(self) -> Draft:
         """LOC coordinates refer to the image padded to a square, so it is not cropped."""
         feedback = self._texts("feedback")
         shown = self._encoded("feedback_images")
@@ -155,13 +155,14 @@ class _RowReader:
             raise RecordError(f"it has {len(feedback)} feedback and {len(shown)} feedback_images")
         for contents in shown:
             image_files.read_bytes(contents)
-        plan = "" if self.dataset.form == "no_plan" else self._text("loc")
-        record = self._record((self._text("caption"),), plan=plan, feedback=feedback, images=shown)
+        layout = "" if self.dataset.form == "no_plan" else self._text("loc")
+        caption = (self._text("caption"),)
+        record = self._record(caption, layout=layout, feedback=feedback, images=shown)
         if self.dataset.form == "plan_only" and not self._has("image"):
             return Draft(record)
         return self._drawn(record, "image", crop=False)
 
-    def _edit(self, plan: str = "", operation: str = "") -> Draft:
+    def _edit(self, layout: str = "", operation: str = "") -> Draft:
         self._needs("source_images")
         encoded = self._encoded("source_images")
         if self.dataset.max_enc_images and len(encoded) > self.dataset.max_enc_images:
@@ -169,7 +170,7 @@ class _RowReader:
         shown = [image_files.read_bytes(contents) for contents in encoded]
         record = self._record(
             (self._text("instruction"),),
-            plan=plan,
+            layout=layout,
             operation=operation,
             images=encoded,
             size=images.size_of(shown[0]),
@@ -182,12 +183,12 @@ class _RowReader:
         drawn = self._drawn(record, "target_image", crop=False)
         return dataclasses.replace(drawn, sources=made.sources)
 
-    def _edit_plan(self) -> Draft:
+    def _edit_layout(self) -> Draft:
         operation = str(self.row.get("operation", "edit"))
         if operation not in (*OPERATIONS, *OPERATIONS.values()):
             raise RecordError(f"operation is {operation!r}, not one of {', '.join(OPERATIONS)}")
-        plan = "" if self.dataset.form == "no_plan" else self._text("loc")
-        return self._edit(plan, OPERATIONS.get(operation, operation))
+        layout = "" if self.dataset.form == "no_plan" else self._text("loc")
+        return self._edit(layout, OPERATIONS.get(operation, operation))
 
     def _drawn(self, record: Record, field: str, *, crop: bool) -> Draft:
         """Adds the squares of the image to draw, and the values of its micro-condition."""

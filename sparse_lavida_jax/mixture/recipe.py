@@ -22,27 +22,27 @@ from sparse_lavida_jax.schema import Allowed
 
 # Kinds of records.
 KINDS = (
-    "text_to_image", "plan", "edit", "edit_plan", "understanding", "reflection", "grounding",
+    "text_to_image", "layout", "edit", "edit_layout", "understanding", "reflection", "grounding",
     "dense_caption",
 )  # fmt: skip
-# Which of an image and its plan is learned: both, the plan, the image.
+# Which of an image and its layout is learned: both, the layout, the image.
 FORMS = ("", "plan_only", "no_plan")
 # Released preprocess functions, as the specification spells them, and the kinds of their records.
 FUNCTIONS = {
     "preproces_text_to_image_generation_s3": "text_to_image",
     "piat_hash": "text_to_image",
-    "preproces_text_to_image_generation_s3_loc": "plan",
+    "preproces_text_to_image_generation_s3_loc": "layout",
     "process_gpt_edit": "edit",
     "sharegpt_4o_edit": "edit",
     "pica_banana": "edit",
-    "process_gpt_edit_loc_gnd": "edit_plan",
+    "process_gpt_edit_loc_gnd": "edit_layout",
     "preproces_und_mammoth_si_10M": "understanding",
     "vw_instruct": "understanding",
     "preprocess_reflection_und": "reflection",
     "refcoco_rec": "grounding",
     "grandf": "dense_caption",
 } | {kind: kind for kind in KINDS}
-PLANNED = ("plan", "edit_plan")  # kinds that may be trained in one of `FORMS`
+WITH_LAYOUT = ("layout", "edit_layout")  # kinds that may be trained in one of `FORMS`
 BY_GROUP = ("weights", "batch_sizes")  # fields of a mixture with a number for each group
 RANDOM_SEED = 42  # of the strategy `random:N`, as released
 # The release has no strategy that is a bare number.
@@ -95,7 +95,7 @@ class Dataset(schema.Section):
         json_path: a .parquet, .jsonl, .json, .csv or .tar file, a pattern such as `a/*.tar`, or a
             tuple of these.
         preprocess_fn: one of `FUNCTIONS`.
-        process_fn_kwargs: `plan_only` or `no_plan`, for kinds with a plan.
+        process_fn_kwargs: `plan_only` or `no_plan`, for kinds with a layout.
         columns: names of columns to read; or, our extension, {our field: name of their column}, or
             names of which the first counts that has a value in a row.
         sampling_strategy: all | first:N | end:N | random:N | dup:K; N may be a percentage.
@@ -121,7 +121,7 @@ class Dataset(schema.Section):
     max_enc_images: int = 0
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        known = [form for form in FORMS if form] if self.kind in PLANNED else []
+        known = [form for form in FORMS if form] if self.kind in WITH_LAYOUT else []
         allowed = f"it may have {' or '.join(known)}" if known else "this function takes none"
         yield "process_fn_kwargs", set(self.process_fn_kwargs) <= set(known), allowed
         chosen = sum(self.process_fn_kwargs.values())
@@ -139,7 +139,7 @@ class Dataset(schema.Section):
 
     @property
     def form(self) -> str:
-        """Which part of a planned image is learned, one of `FORMS`."""
+        """Which part of an image with a layout is learned, one of `FORMS`."""
         return next((name for name, wanted in self.process_fn_kwargs.items() if wanted), "")
 
     @property

@@ -48,12 +48,13 @@ class Record:
         source: name of its dataset.
         name: the row it was made from, for messages.
         asked: what the user says, one string per turn: a caption, an instruction, a phrase, or
-            questions, in which `<image>` stands for an image. For an image to draw without a plan:
-            alternative captions.
-        answered: the answer of the assistant to each; empty if `plan` or `target` is the response.
-        plan: a layout in LOC tokens.
-        operation: what an edit does, in the words of its plan: "adding", "removing", ...
-        form: "plan_only": only the plan is learned; "no_plan": only the image.
+            questions, in which `<image>` stands for an image. For an image to draw without a
+            layout: alternative captions.
+        answered: the answer of the assistant to each; empty if `layout` or `target` is the
+            response.
+        layout: a layout in LOC tokens.
+        operation: what an edit does, in the words of its layout: "adding", "removing", ...
+        form: "plan_only": only the layout is learned; "no_plan": only the image.
         feedback: what is wrong with each of the earlier attempts that `images` shows.
         images: encoded images for the vision tower, in their original files.
         target: codes of the image to draw, in one crop or several.
@@ -71,7 +72,7 @@ class Record:
     name: str
     asked: tuple[str, ...]
     answered: tuple[str, ...] = ()
-    plan: str = ""
+    layout: str = ""
     operation: str = ""
     form: str = ""
     feedback: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ TEXTUAL = (
 )  # fmt: skip
 # Words of the prompts around the users' texts.
 TEMPLATES = (
-    chat.SYSTEM, "system", "user", "assistant", "\n\n", chat.DRAW, chat.PLAN, chat.FEEDBACK,
+    chat.SYSTEM, "system", "user", "assistant", "\n\n", chat.DRAW, chat.LAYOUT, chat.FEEDBACK,
     "Please locate something in this image. " + chat.BOXES_WANTED, chat.verdict_asked("something"),
 )  # fmt: skip
 
@@ -46,6 +46,6 @@ def learned(records: Iterable[Record]) -> frozenset[str]:
 
 def texts_of(record: Record) -> Iterator[str]:
     """Yields the texts of a record, each with a leading space, as in a prompt."""
-    for text in (*record.asked, *record.answered, record.plan, *record.feedback, *record.phrases):
+    for text in (*record.asked, *record.answered, record.layout, *record.feedback, *record.phrases):
         if text:
             yield f" {text}"

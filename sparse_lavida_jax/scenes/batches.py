@@ -148,15 +148,15 @@ class SceneBatches(Batches):
 
     def _example(self, task: str, sample: Sample, rng: np.random.Generator) -> Example:
         extra_blocks = int(rng.integers(4))
-        # Tasks derived from others have no plan to drop, and skip this draw.
-        with_plan = (
-            bool(self.world.TABLE[task].made_of) or rng.random() >= self.settings.data.plan_drop
+        # Tasks derived from others have no layout to drop, and skip this draw.
+        with_layout = (
+            bool(self.world.TABLE[task].made_of) or rng.random() >= self.settings.data.layout_drop
         )
-        share = self.settings.data.edit_keeps if task == "edit" and with_plan else 0.0
+        share = self.settings.data.edit_keeps if task == "edit" and with_layout else 0.0
         return self.encoder.scene_example(
             sample,
             extra_blocks=extra_blocks,
-            with_plan=with_plan,
+            with_layout=with_layout,
             keeps=share > 0 and rng.random() < share,
         )
 

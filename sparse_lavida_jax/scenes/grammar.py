@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language of the small world: phrases, requests, edits, plans, questions.
+"""The language of the small world: phrases, requests, edits, layouts, questions.
 
 Every class here is a meaning; `str` returns its words and `parse` reads them back. The language is
 small and regular: a noun phrase is always [size] [colour] shape, a place is always a box of four
@@ -210,7 +210,7 @@ def object_box(cell: int, thing: Object) -> Box:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Layout:
     """A layout in words: what each listed cell will contain; `None` is nothing."""
 
     entries: tuple[tuple[int, Object | None], ...]
@@ -226,11 +226,11 @@ class Plan:
         return {cell: thing.index if thing else 0 for cell, thing in self.entries}
 
     @staticmethod
-    def parse(text: str) -> "Plan":
+    def parse(text: str) -> "Layout":
         entries = tuple(_parse_entry(entry.strip()) for entry in text.split(","))
         if len({cell for cell, _ in entries}) < len(entries):
-            raise GrammarError("the plan gives a cell twice")
-        return Plan(entries)
+            raise GrammarError("the layout gives a cell twice")
+        return Layout(entries)
 
 
 def _parse_entry(text: str) -> tuple[int, Object | None]:
@@ -238,7 +238,7 @@ def _parse_entry(text: str) -> tuple[int, Object | None]:
     box = parse_box(bracket + rest)
     cell = box[1] // STRIPS * GRID + box[0] // STRIPS
     if box != cell_box(cell):
-        raise GrammarError(f"the plan's box {bracket}{rest} is not one cell")
+        raise GrammarError(f"the layout's box {bracket}{rest} is not one cell")
     if name == "nothing":
         return cell, None
     return cell, Phrase.parse(name).thing()

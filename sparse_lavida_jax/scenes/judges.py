@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sparse_lavida_jax.scenes import rules
-from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Phrase, Plan, SceneRequest, words
+from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Layout, Phrase, SceneRequest, words
 from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.scenes.world import EMPTY, EMPTY_SCENE, NUM_CELLS, Object, Scene, cell_name
 
@@ -108,7 +108,7 @@ def exact(sample: Sample, output: str) -> str:
 def cells(sample: Sample, output: str) -> str:
     """Compares the listed contents with the image, cell by cell."""
     assert sample.image is not None
-    listed = EMPTY_SCENE.changed(Plan.parse(output).appearances)
+    listed = EMPTY_SCENE.changed(Layout.parse(output).appearances)
     for cell, shown, said in _differences(sample.image, listed):
         return f"{cell_name(cell)} is {shown}, not {said}"
     return ""

@@ -2,7 +2,7 @@
 """The prompts of every task for a model of the small world: words, and sequences of tokens.
 
 The sequence of a text response is `<|user|> [image] prompt <|eot|> <|assistant|> response`, that
-of an image response `<|user|> [image, source cells] prompt <|eot|> <|assistant|> [plan]
+of an image response `<|user|> [image, source cells] prompt <|eot|> <|assistant|> [layout]
 response <|eot|>`: the form of the base model (spec Sec. 5), with one token in place of a header.
 An `ExampleMaker` makes them, for training too; `ScenePrompts` turns requests into them.
 """
@@ -36,7 +36,7 @@ from sparse_lavida_jax.scenes import rules, sentences, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
     LOCATIONS,
     GrammarError,
-    Plan,
+    Layout,
     box_text,
     cells_box,
     parse_box,
@@ -145,7 +145,7 @@ class ExampleMaker:
         prompt: str,
         codes: Int[np.ndarray, "l g"],
         *,
-        plan: str | None = None,
+        layout: str | None = None,
         image: UInt8[np.ndarray, "h w 3"] | None = None,
         source: Int[np.ndarray, "l g"] | None = None,
         given: Bool[np.ndarray, "*grid"] | None = None,
@@ -155,10 +155,10 @@ class ExampleMaker:
         Args:
             given: cells that are known beforehand, as a grid or in raster order.
         """
-        planned = () if plan is None else (self._text(self.tokenizer.encode(plan)),)
+        stated = () if layout is None else (self._text(self.tokenizer.encode(layout)),)
         parts = (
             *self._user(prompt, image, source),
-            *planned,
+            *stated,
             Response(len(codes)),
             self._headers[3],
         )
@@ -204,7 +204,7 @@ class ExampleMaker:
     def sequence(self, example: Example) -> objective.Sequence:
         """Returns an example as LaViDa-O trains on it (spec Sec. 9.1), without padding.
 
-        Everything after the assistant token is the answer, including a plan and the end of the
+        Everything after the assistant token is the answer, including a layout and the end of the
         turn; if the prompt is dropped, all of it is, with its headers. Given text is neither
         masked nor predicted; given cells of an image are treated like all others.
         """
@@ -226,13 +226,13 @@ class ExampleMaker:
         sample: tasks.Sample,
         *,
         extra_blocks: int = 0,
-        with_plan: bool = True,
+        with_layout: bool = True,
         keeps: bool = False,
     ) -> Example:
         """Returns the training example of a task on scenes.
 
         Args:
-            keeps: whether the cells that the plan of an edit does not name are given.
+            keeps: whether the cells that the layout of an edit does not name are given.
         """
         image = None if sample.image is None else self.seen(sample.image)
         if sample.target is None:
@@ -245,12 +245,12 @@ class ExampleMaker:
                 extra_blocks=extra_blocks,
             )
         given = sample.known_grid
-        if keeps and sample.image:  # a plan names the cells that change
+        if keeps and sample.image:  # a layout names the cells that change
             given = sample.image.appearances == sample.target.appearances
         return self.image_example(
             sample.prompt,
             self.scene_codes(sample.target),
-            plan=sample.plan if with_plan else None,
+            layout=sample.layout if with_layout else None,
             image=image,
             source=None if sample.image is None else self.scene_codes(sample.image),
             given=given,
@@ -314,7 +314,7 @@ class ScenePrompts(PromptLanguage):
         return f"this checkpoint was not trained to {task}: it was trained on {', '.join(trained)}."
 
     def lays_out(self, task: str) -> bool:
-        wanted = {"generate": "plan", "edit": "edit_plan"}.get(task, "fill_plan")
+        wanted = {"generate": "layout", "edit": "edit_layout"}.get(task, "fill_layout")
         return wanted in self.encoder.data.tasks
 
     @property
@@ -352,13 +352,13 @@ class ScenePrompts(PromptLanguage):
         prompt: str,
         codes: Int[np.ndarray, "l g"],
         *,
-        plan: str | None = None,
+        layout: str | None = None,
         attempts: Sequence[tuple[Pixels, str]] = (),
         grid: tuple[int, int] | None = None,
     ) -> Example:
         """Returns an example that draws an image; `attempts` and `grid` are not supported."""
-        self._check_layout(plan)
-        return self._fits(prompt, self.encoder.image_example(prompt, codes, plan=plan))
+        self._check_layout(layout)
+        return self._fits(prompt, self.encoder.image_example(prompt, codes, layout=layout))
 
     def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
         """Returns words that ask to inpaint (the mask) or outpaint (the rectangle of the image)."""
@@ -375,20 +375,20 @@ class ScenePrompts(PromptLanguage):
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
         mask: Grid | None,
-        plan: str | None = None,
+        layout: str | None = None,
     ) -> Example:
-        self._check_layout(plan)
+        self._check_layout(layout)
         given = None if mask is None else ~mask
-        if given is None and plan is not None and self.encoder.data.edit_keeps:
-            given = kept_cells(plan)
+        if given is None and layout is not None and self.encoder.data.edit_keeps:
+            given = kept_cells(layout)
         example = self.encoder.image_example(
-            instruction, codes, plan=plan, image=self._seen(image), source=codes, given=given
+            instruction, codes, layout=layout, image=self._seen(image), source=codes, given=given
         )
         return self._fits(instruction, example)
 
     # Text.
 
-    def plan(self, prompt: str, image: Pixels | None = None) -> Example:
+    def layout(self, prompt: str, image: Pixels | None = None) -> Example:
         return self.ask(prompt, () if image is None else (image,), self.long_answer_tokens)
 
     def ask(
@@ -477,10 +477,10 @@ class ScenePrompts(PromptLanguage):
         side = self.encoder.model.vision.image_size
         return resize(image, (side, side))
 
-    def _check_layout(self, plan: str | None) -> None:
-        used = len(self.tokenizer.encode(plan or ""))
+    def _check_layout(self, layout: str | None) -> None:
+        used = len(self.tokenizer.encode(layout or ""))
         if used > (most := self._longest_layout):
-            raise too_long(plan or "", used, most, "layout")
+            raise too_long(layout or "", used, most, "layout")
 
     def _fits(self, prompt: str, example: Example) -> Example:
         """Checks the length of the user's prompt, including the image."""
@@ -491,10 +491,10 @@ class ScenePrompts(PromptLanguage):
         return example
 
 
-def kept_cells(plan: str) -> Bool[np.ndarray, " l"] | None:
-    """Returns the cells that the plan of an edit does not name; None if it is not a plan."""
+def kept_cells(layout: str) -> Bool[np.ndarray, " l"] | None:
+    """Returns the cells that the layout of an edit does not name; None if it is not a layout."""
     try:
-        named = Plan.parse(plan.strip()).appearances
+        named = Layout.parse(layout.strip()).appearances
     except GrammarError:
         return None
     return np.array([cell not in named for cell in range(world.NUM_CELLS)])

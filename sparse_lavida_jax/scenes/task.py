@@ -22,7 +22,7 @@ class Sample(NamedTuple):
     image: Any = None  # input of the model: a scene of its world, or None
     answer: str | None = None  # a correct response of a text task
     target: Any = None  # a correct response of an image task: a scene, or None
-    plan: str | None = None  # the layout of `target`, for an image task
+    layout: str | None = None  # the layout of `target`, for an image task
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
     column: str | None = None  # the kind of request or question: `draw.COLUMNS`, `answer.COLUMNS`
@@ -34,9 +34,9 @@ class Sample(NamedTuple):
         return None if self.known is None else np.array(self.known).reshape(GRID, GRID)
 
 
-def planned(sample: Sample) -> Sample:
-    """Returns an example of an image task with its plan as the response."""
-    return sample._replace(answer=sample.plan, target=None, plan=None)
+def layout_sample(sample: Sample) -> Sample:
+    """Returns an example of an image task with its layout as the response."""
+    return sample._replace(answer=sample.layout, target=None, layout=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,8 @@ SPECIAL_TOKENS = (
 LOCATION_TOKENS = tuple(f"<LOC_{edge}>" for edge in range(LOCATIONS))
 # The training tasks, in this order. Tasks that were added later use the same words.
 TRAINED_ON = (
-    "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
-    "detect", "edit_plan", "draw", "edit", "inpaint", "outpaint",
+    "layout", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption",
+    "infill", "detect", "edit_layout", "draw", "edit", "inpaint", "outpaint",
 )  # fmt: skip
 _CUT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 EXAMPLES = 500  # per task and split
@@ -130,7 +130,7 @@ def corpus() -> Iterator[str]:
         for split in tasks.SPLITS:
             for index in range(EXAMPLES):
                 sample = tasks.sample(task, 0, index, split)
-                yield from filter(None, (sample.prompt, sample.answer, sample.plan))
+                yield from filter(None, (sample.prompt, sample.answer, sample.layout))
 
 
 def main() -> None:

@@ -307,7 +307,7 @@ def from_scratch(prepared: pathlib.Path) -> config.Config:
         ),
         diffusion=PLANNED,
         sampling=config.Sampling(
-            num_steps=min(12, sized[-1] ** 2), shift=2.0, temperature=0.5, plan=False
+            num_steps=min(12, sized[-1] ** 2), shift=2.0, temperature=0.5, layout=False
         ),
         optimizer=config.Optimizer(
             kind="muon", learning_rate=2e-3 if on_cpu else 1e-3, warmup_steps=50, b1=0.9, b2=0.99,
@@ -358,7 +358,9 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
         optimizer=config.Optimizer(
             learning_rate=1e-4, frozen_dtype="bfloat16" if large else "float32"
         ),
-        sampling=dataclasses.replace(base.sampling, num_steps=steps, plan=False, **released.SPARSE),
+        sampling=dataclasses.replace(
+            base.sampling, num_steps=steps, layout=False, **released.SPARSE
+        ),
         train=config.Train(init_from=init_from, batch_size=1 if large else 8, eval_prompts=24),
     )
 

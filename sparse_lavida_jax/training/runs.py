@@ -31,7 +31,7 @@ MAY_CHANGE = frozenset(
         "train.eval_every", "train.log_every", "train.eval_prompts", "train.keep_states",
         "train.keep_every", "train.model_dtype", "train.model_file_mb", "data.folder",
         "data.workers", "sampling.preset", "sampling.order_seed", "sampling.temperature",
-        "sampling.guidance", "sampling.guidance_edit", "sampling.plan", "sampling.guidance_image",
+        "sampling.guidance", "sampling.guidance_edit", "sampling.layout", "sampling.guidance_image",
         "sampling.text_temperature",
     }
 )  # fmt: skip

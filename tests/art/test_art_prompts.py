@@ -111,14 +111,14 @@ def test_all_words_of_examples_are_known():
     for task in tasks.TABLE:
         for index in range(30):
             sample = tasks.sample(task, 2, index)
-            words = " ".join(filter(None, (sample.prompt, sample.answer, sample.plan)))
+            words = " ".join(filter(None, (sample.prompt, sample.answer, sample.layout)))
             assert known.unknown(words) == []
     assert "dragon" in known.warning(["a dragon"])
     assert "120 things (animals, food, vehicles, objects and faces)" in known.warning(["x"])
 
 
 def test_texts_are_short(tokenizer):
-    longest = {"prompt": 24, "answer": 40, "plan": 40}
+    longest = {"prompt": 24, "answer": 40, "layout": 40}
     for task in tasks.TABLE:
         for index in range(60):
             sample = tasks.sample(task, 1, index)

@@ -148,8 +148,8 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["verify", "data"], "`sparse-lavida train --data=data` trains one"),
         (["generate", "a", "--save-steps=a.png"], "its name must end in .gif"),
         (
-            ["generate", "a", f"--plan={'<LOC_1>' * 4}", "--no-plan"],
-            "not allowed with argument --plan",
+            ["generate", "a", f"--layout={'<LOC_1>' * 4}", "--no-layout"],
+            "not allowed with argument --layout",
         ),
         (["generate", "a", "--batch=x.txt"], "leave those of the command line out"),
         (["generate", "--batch=x.csv"], "must end in .txt or .jsonl"),
@@ -162,8 +162,8 @@ def test_a_mode_takes_settings_with_a_space_or_with_an_equals_sign():
         (["generate", "--replay=a.png", "--num-images=2"], "leave --num-images out"),
         (["replay", "a.png", "--seed=1"], "unrecognized arguments: --seed=1"),
         (["generate", "a", "--checkpoint="], "argument --checkpoint: it is empty: give a value"),
-        (["generate", "a", "--plan", " "], "argument --plan: it is empty"),
-        (["generate", "a", "--plan=a red circle 16 16"], "it has no box. It is a layout to follow"),
+        (["generate", "a", "--layout", " "], "argument --layout: it is empty"),
+        (["generate", "a", "--layout=a red circle 16 16"], "it has no box. It is a layout to"),
         (["ask", "missing.png"], "`sparse-lavida ask` needs a question after the image missing"),
         (["chat", "--out=a.png"], "--out=a.png is no folder"),
         (["chat", "--out=../new"], "there is no folder ../new, and none is created outside the"),
@@ -300,7 +300,7 @@ def test_a_new_jax_is_fine(monkeypatch, found):
 def test_options_are_handed_on(asked, capsys):
     words = ["generate", "a", "--steps=3", "--guidance=2", "--sampler=pr", "--registers=4:1"]
     words += ["--layout-temperature=0.5"]
-    assert run(*words, "--temperature=0", "--order=halton", "--no-plan", "--num-images=2") == 0
+    assert run(*words, "--temperature=0", "--order=halton", "--no-layout", "--num-images=2") == 0
     loaded, (task, prompts, shown, given) = asked
     assert loaded == ("load", "scenes", 16)
     assert (task, prompts, shown) == ("generate", ["a"], None)
@@ -312,7 +312,7 @@ def test_options_are_handed_on(asked, capsys):
         "temperature": 0.0,
         "layout_temperature": 0.5,
         "order": "halton",
-        "plan": False,
+        "layout": False,
         "num_images": 2,
     }
 

@@ -19,7 +19,7 @@ from sparse_lavida_jax.models import fuse, image_codec, lora, parameters
 from sparse_lavida_jax.scenes import prompts, tasks, world
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 
-PLANS = {"draw": 1.0, "plan": 1.0, "edit": 1.0, "edit_plan": 1.0, "fill_plan": 1.0}
+LAID_OUT = {"draw": 1.0, "layout": 1.0, "edit": 1.0, "edit_layout": 1.0, "fill_layout": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +119,8 @@ def texts_in(made, example):
 
 
 def test_an_image_is_laid_out_before_it_is_drawn(pipe):
-    made = pipe(PLANS)
-    made.texts_told = [" a plan", " another"]
+    made = pipe(LAID_OUT)
+    made.texts_told = [" a layout", " another"]
     images = made.generate(["a red cross", "two blue crosses"]).pixels
     planned, drawn = made.asked
     assert [texts_in(made, example) for example in planned] == [
@@ -128,7 +128,7 @@ def test_an_image_is_laid_out_before_it_is_drawn(pipe):
         ["two blue crosses"],
     ]
     assert [texts_in(made, example) for example in drawn] == [
-        ["a red cross", " a plan"],
+        ["a red cross", " a layout"],
         ["two blue crosses", " another"],
     ]
     assert [len(example.response) for example in planned] == [40, 40]
@@ -138,10 +138,10 @@ def test_an_image_is_laid_out_before_it_is_drawn(pipe):
 def test_an_image_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe):
     untrained = pipe({"draw": 1.0})
     untrained.generate(["a red cross"])
-    unwanted = pipe(PLANS)
-    unwanted.generate(["a red cross"], sampling=config.Sampling(plan=False))
-    told = pipe(PLANS)
-    told.generate(["a red cross"], plan=[" mine"])
+    unwanted = pipe(LAID_OUT)
+    unwanted.generate(["a red cross"], sampling=config.Sampling(layout=False))
+    told = pipe(LAID_OUT)
+    told.generate(["a red cross"], layout=[" mine"])
     assert [texts_in(untrained, e) for (e,) in untrained.asked] == [["a red cross"]]
     assert [texts_in(unwanted, e) for (e,) in unwanted.asked] == [["a red cross"]]
     assert [texts_in(told, e) for (e,) in told.asked] == [["a red cross", " mine"]]
@@ -149,8 +149,8 @@ def test_an_image_is_not_laid_out_where_that_was_not_learned_or_not_wanted(pipe)
 
 @pytest.mark.parametrize("known", [False, True])
 def test_an_edit_shows_image_and_source_and_keeps_what_is_known(pipe, known):
-    made = pipe(PLANS | {"inpaint": 1.0})
-    made.texts_told = [" a plan"]
+    made = pipe(LAID_OUT | {"inpaint": 1.0})
+    made.texts_told = [" a layout"]
     sample = tasks.sample("inpaint" if known else "edit", 0, 0)
     shown = world.render(sample.image)
     if known:
@@ -163,14 +163,14 @@ def test_an_edit_shows_image_and_source_and_keeps_what_is_known(pipe, known):
         assert sum(isinstance(part, sequence.VisionTokens) for part in example.parts) == 1
     (source,) = [part for part in changed.parts if isinstance(part, sequence.Source)]
     np.testing.assert_array_equal(source.codes[:, 0], sample.image.cells)
-    assert texts_in(made, changed)[1] == " a plan"
+    assert texts_in(made, changed)[1] == " a layout"
     np.testing.assert_array_equal(changed.given, sample.known if known else [False] * 36)
     np.testing.assert_array_equal(edited, shown)
 
 
 def test_which_plan_an_edit_needs_depends_on_what_is_known(pipe):
     shown, known = [stand_ins.EMPTY], [np.zeros((6, 6), bool)]
-    made = pipe({"edit": 1.0, "edit_plan": 1.0, "inpaint": 1.0})
+    made = pipe({"edit": 1.0, "edit_layout": 1.0, "inpaint": 1.0})
     made.edit(shown, ["x"])
     assert len(made.asked) == 2
     made.inpaint(shown, ["x"], known=known)
@@ -215,11 +215,11 @@ def test_the_space_for_an_answer_is_whole_text_blocks(pipe, asked, given):
         ("generate", {"registers": 10**9}, "registers=1000000000 is out of range"),
         ("generate", {"registers": (4, 10**9)}, "registers=1000000000 is out of range"),
         ("generate", {"steps": 10**10}, "^steps=10000000000 is out of range"),
-        ("generate", {"plan": "\ud800"}, "of the layout is half a character"),
+        ("generate", {"layout": "\ud800"}, "of the layout is half a character"),
     ],
 )
 def test_numbers_without_bounds_end_before_anything_is_made(pipe, task, given, told):
-    made = pipe({"draw": 1.0, "answer": 1.0, "reflect": 1.0, "plan": 1.0})
+    made = pipe({"draw": 1.0, "answer": 1.0, "reflect": 1.0, "layout": 1.0})
     with pytest.raises((RequestError, config.ConfigError), match=told):
         made.requests(task, "a", **given)
 
@@ -291,7 +291,7 @@ def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
 
 def test_a_sampler_with_another_attention_than_in_training_is_warned_of_once(pipe, caplog):
     full = dataclasses.replace(stand_ins.settings().model, trained_attention="full")
-    made = pipe(PLANS | {"answer": 1.0}, model=full)
+    made = pipe(LAID_OUT | {"answer": 1.0}, model=full)
     text = dataclasses.replace(made.settings.sampling, text_preset="fast_dllm_dual")
     made.generate("a circle", sampling=text)
     shown = np.zeros((96, 96, 3), np.uint8)
@@ -303,7 +303,7 @@ def test_a_sampler_with_another_attention_than_in_training_is_warned_of_once(pip
     told = "this model was not trained with the attention of the sampler 'pr', which will draw"
     (message,) = caplog.messages
     assert told in message
-    trained = pipe(PLANS)
+    trained = pipe(LAID_OUT)
     trained.generate("a circle", sampling=config.Sampling(preset="pr", num_steps=2))
     assert caplog.messages == [message]
     trained.generate("a circle", sampling=config.Sampling(preset="dense", num_steps=2))
@@ -366,7 +366,7 @@ def test_a_model_that_is_loaded_for_images_keeps_what_they_read_and_writes_no_te
     )
     sizes = [fuse.parameter_bytes(pipe.model) for pipe in (whole, drawing)]
     assert sizes[1] < 0.9 * sizes[0]
-    sampling = dataclasses.replace(whole.settings.sampling, num_steps=1, plan=False)
+    sampling = dataclasses.replace(whole.settings.sampling, num_steps=1, layout=False)
     (image,) = drawing.generate("a red circle", sampling=sampling).pixels
     assert image.shape[-1] == 3
     with pytest.raises(ValueError, match="these parameters no understanding branch"):
@@ -402,9 +402,9 @@ def test_a_model_is_loaded_with_adapters_and_says_so(tmp_path):
 
 
 def test_parameters_for_images_alone_draw_without_a_layout_and_refuse_to_write_one():
-    given = stand_ins.settings(data={"tasks": PLANS})
+    given = stand_ins.settings(data={"tasks": LAID_OUT})
     narrow = fuse.for_inference(tiny.denoiser(given.model), task="image")
     pipe = pipeline.SparseLaViDa(narrow, given, stand_ins.prompts(given), stand_ins.Codec())
-    assert not pipe.generate("a red circle").plans
+    assert not pipe.generate("a red circle").layouts
     with pytest.raises(RequestError, match="use task='both'"):
-        pipe.generate("a red circle", plan=True)
+        pipe.generate("a red circle", layout=True)

@@ -999,7 +999,7 @@ def test_an_image_of_the_pipeline_runs_these_programs_and_one_that_decodes_it(gu
     pipe = pipeline.SparseLaViDa(model, given, stand_ins.prompts(given), codec)
     for first in (True, False):
         phases, before = [], len(ran)
-        pipe.generate("a red circle", plan=False, callback=phases.append)
+        pipe.generate("a red circle", layout=False, callback=phases.append)
         del phases[0]  # before the first step
         begin = ["pass_prompt"] * 2 if guidance else ["prefill", "apart"]
         own = [*(begin if first else []), "gather", *["run_phase"] * len(phases), "decode"]

@@ -539,7 +539,7 @@ def test_a_dropped_prompt_is_masks_between_its_headers():
 
 def test_plans_are_left_out_in_their_share():
     def lengths(share):
-        batches = make_batches(data={"tasks": {"draw": 1.0}, "plan_drop": share})
+        batches = make_batches(data={"tasks": {"draw": 1.0}, "layout_drop": share})
         return [batches.row("draw", index).length.understanding for index in range(20)]
 
     assert all(without < whole for without, whole in zip(lengths(1.0), lengths(0.0), strict=True))

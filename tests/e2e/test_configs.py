@@ -92,10 +92,12 @@ def test_tasks_are_known_and_of_the_source(name):
 @each_denoiser
 def test_what_is_laid_out_first_is_learned(name):
     given = read(name)
-    if given.sampling.plan:
-        needed = {"draw": "plan", "edit": "edit_plan", "inpaint": "fill_plan"}
+    if given.sampling.layout:
+        needed = {"draw": "layout", "edit": "edit_layout", "inpaint": "fill_layout"}
         assert all(
-            plan in given.data.tasks for task, plan in needed.items() if task in given.data.tasks
+            layout in given.data.tasks
+            for task, layout in needed.items()
+            if task in given.data.tasks
         )
 
 

@@ -41,7 +41,7 @@ ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftsh
 @pytest.fixture(scope="module")
 def service(every_task):
     pipe = SparseLaViDa.from_pretrained(every_task)
-    return Service(pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False)))
+    return Service(pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, layout=False)))
 
 
 @pytest.fixture(scope="module")

@@ -187,10 +187,10 @@ def test_control_tokens_in_a_prompt_are_reported(pipe):
 
 @pytest.mark.slow
 def test_a_plan_that_was_given_stands_before_the_image(pipe, monkeypatch):
-    assert pipe.generate("a robot").plans == ()
-    drawn = pipe.generate("a robot", plan="robot<LOC_0><LOC_0><LOC_8><LOC_8>")
-    assert drawn.plans == ("robot<LOC_0><LOC_0><LOC_8><LOC_8>",)
-    assert len(pipe.generate("a robot", plan=True).plans) == 1
+    assert pipe.generate("a robot").layouts == ()
+    drawn = pipe.generate("a robot", layout="robot<LOC_0><LOC_0><LOC_8><LOC_8>")
+    assert drawn.layouts == ("robot<LOC_0><LOC_0><LOC_8><LOC_8>",)
+    assert len(pipe.generate("a robot", layout=True).layouts) == 1
 
 
 def test_more_steps_than_codes_are_reported(pipe):

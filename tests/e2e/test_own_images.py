@@ -218,7 +218,7 @@ def test_three_commands_go_on_from_a_converted_model(images, tmp_path, capsys):
     assert front(*words) == 0
     assert "trained on" in capsys.readouterr().err
     assert model_folder.read_config(run / "model").data.source == "prepared"
-    asked = ("generate", "a red square", "--checkpoint", run, "--steps", 2, "--no-plan")
+    asked = ("generate", "a red square", "--checkpoint", run, "--steps", 2, "--no-layout")
     assert front(*asked, "--out", out) == 0
     assert "attention of the sampler" not in capsys.readouterr().err  # that it was trained with
     assert image_files.read(out).shape == (32, 32, 3)

@@ -96,7 +96,7 @@ class Page:
 @pytest.fixture(scope="module")
 def page(every_task):
     pipe = SparseLaViDa.from_pretrained(every_task)
-    sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
+    sampling = dataclasses.replace(pipe.settings.sampling, layout=False)
     service, guards = Service(pipe.with_sampling(sampling)), []
 
     def make(host, port):

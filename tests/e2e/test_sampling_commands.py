@@ -85,7 +85,7 @@ def test_guided_editing_takes_three_rows_and_keeps_what_is_known(rows, tmp_path)
     shown = [world.render(sample.image) for sample in filled]
     known = [sample.known_grid for sample in filled]
     words = [sample.prompt for sample in filled]
-    drawn = pipe.inpaint(shown, words, known=known, sampling=guided, seed=1, plan=False)
+    drawn = pipe.inpaint(shown, words, known=known, sampling=guided, seed=1, layout=False)
     assert rows == [(2, 6)]
     before, after = pipe.codec.encode(np.stack(shown)), pipe.codec.encode(np.stack(drawn.pixels))
     kept = np.stack(known).reshape(2, -1)

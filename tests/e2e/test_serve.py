@@ -48,7 +48,7 @@ slow_test = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def service(every_task):
     pipe = SparseLaViDa.from_pretrained(every_task)
-    pipe = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, plan=False))
+    pipe = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, layout=False))
     return Service(pipe, Limits(upload=200_000))
 
 

@@ -17,7 +17,7 @@ PATIENCE, PROGRAMS = 300, 3
 MOST_GROWTH = 100 * 2**20  # bytes; one more sampler without a bound takes twice as much
 # 20 settings, of which no two share a program.
 DRAWN = [
-    {"steps": steps, "registers": registers, "sampler": sampler, "plan": False}
+    {"steps": steps, "registers": registers, "sampler": sampler, "layout": False}
     for sampler, steps, registers in itertools.product((None, "dense"), (1, 2, 3, 4), (0, 1))
 ]
 SAID = [{"max_new_tokens": tokens} for tokens in (16, 32, 48, 64)]

@@ -19,7 +19,7 @@ from sparse_lavida_jax.scenes import grammar, tasks, world
 
 PROMPT = "a red circle above a blue square"
 LONG = f"{PROMPT} and {PROMPT} and {PROMPT}"
-ALL_TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
+ALL_TASKS = dict.fromkeys((*tasks.TASKS, "fill_layout"), 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_row_of_a_batch_is_replayed_alone(run, replay, tmp_path, capsys):
 def test_edit_shows_the_image_and_is_replayed_with_it(run, replay, tmp_path, image, capsys):
     out, again = tmp_path / "edited.png", tmp_path / "again.png"
     image = image.rename(tmp_path / "caf\udce9.png")  # not text in UTF-8
-    run("edit", image, "make the red circle green", f"--out={out}", "--no-plan")
+    run("edit", image, "make the red circle green", f"--out={out}", "--no-layout")
     assert replay("replay", out, f"--out={again}") == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
     image_files.write(image, stand_ins.EMPTY)
@@ -150,7 +150,7 @@ def test_reflect_draws_until_it_is_content(run, replay, tmp_path):
     np.testing.assert_array_equal(image_files.read(tmp_path / "all-0.png"), image_files.read(out))
     assert replay("replay", out, f"--out={again}") == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
-    at_once = ["reflect", "a red circle", "--rounds=1", "--steps=4", "--no-plan"]
+    at_once = ["reflect", "a red circle", "--rounds=1", "--steps=4", "--no-layout"]
     run(*at_once, f"--out={out}")
     assert replay("replay", out, f"--out={again}") == 0
     np.testing.assert_array_equal(image_files.read(again), image_files.read(out))
@@ -210,7 +210,7 @@ def test_a_conversation_is_about_the_last_image(run, tmp_path, monkeypatch, caps
 
 def test_a_warm_pipeline_compiles_nothing_for_its_first_image(model):
     pipe = SparseLaViDa.from_pretrained(model)
-    sampling = dataclasses.replace(pipe.settings.sampling, plan=False)
+    sampling = dataclasses.replace(pipe.settings.sampling, layout=False)
     pipe = pipe.with_sampling(sampling)
     pipe.warmup(["a", LONG])
     traced = sample.run_phase._cache_size()

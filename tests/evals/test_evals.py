@@ -97,7 +97,7 @@ def test_several_images_of_a_prompt_are_scored_and_their_layouts_counted():
 
 
 def test_everything_that_was_trained_is_evaluated(tmp_path):
-    trained = {"draw": 1.0, "answer": 1.0, "fill_plan": 1.0}
+    trained = {"draw": 1.0, "answer": 1.0, "fill_layout": 1.0}
     pipe = stand_ins.Knowing(
         stand_ins.settings(data={"tasks": trained}),
         [*asked("draw"), *asked("answer"), *asked("draw", "held_out")],

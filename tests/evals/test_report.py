@@ -18,7 +18,7 @@ from sparse_lavida_jax.sampling import costs
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.training import metrics
 
-TRAINED = {"draw": 1.0, "edit": 1.0, "answer": 1.0, "point": 1.0, "infill": 1.0, "fill_plan": 1.0}
+TRAINED = {"draw": 1.0, "edit": 1.0, "answer": 1.0, "point": 1.0, "infill": 1.0, "fill_layout": 1.0}
 
 
 def asked(count, *names):
@@ -103,7 +103,7 @@ def written(tmp_path_factory):
                 | ({"answer": 0.5} if step == 90 else {}),
             )
     given = stand_ins.settings(data={"tasks": TRAINED}, train={"eval_prompts": 14})
-    pipe = stand_ins.Knowing(given, asked(14, *TRAINED.keys() - {"fill_plan"}))
+    pipe = stand_ins.Knowing(given, asked(14, *TRAINED.keys() - {"fill_layout"}))
     path = report.write(pipe, folder, step=90, seconds=330.0)
     assert path == folder / "report.md"
     return path.read_text(), folder

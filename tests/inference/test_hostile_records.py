@@ -26,7 +26,7 @@ from sparse_lavida_jax.inference.results import SHOWN_KEY
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.schema import InputError
 
-TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
+TASKS = dict.fromkeys((*tasks.TASKS, "fill_layout"), 1.0)
 NASTY = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 1.5, -0.0, 1e308, float("nan"),
     float("inf"), "", "x", "\0", "\ud800", "a" * 10**6, "<LOC_1>" * 50_000, "../../etc/passwd",
@@ -67,15 +67,15 @@ def drawn():
     )
     image = world.render(tasks.sample("edit", 0, 0).image)
     small, how = image[:48, :48], {"seed": 3, "steps": 1}
-    plan = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
+    layout = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
     with stand_ins.quick_compilation():
         made = {
-            "generate": (pipe.generate("a red circle", plan=plan, **how), None),
-            "edit": (pipe.edit(image, "remove the circle", plan=False, **how), image),
+            "generate": (pipe.generate("a red circle", layout=layout, **how), None),
+            "edit": (pipe.edit(image, "remove the circle", layout=False, **how), image),
             "inpaint": (
-                pipe.inpaint(image, "a red circle", box=(0, 0, 32, 32), plan=False, **how), image
+                pipe.inpaint(image, "a red circle", box=(0, 0, 32, 32), layout=False, **how), image
             ),
-            "outpaint": (pipe.outpaint(small, "a red circle", plan=False, **how), small),
+            "outpaint": (pipe.outpaint(small, "a red circle", layout=False, **how), small),
         }  # fmt: skip
         yield (
             pipe,
@@ -133,7 +133,7 @@ def test_what_happened_to_nothing_draws_the_same(drawn):
         ("generate", ("bucket", "prompt_len"), [131072, 131072], "pads prompts to 131072 tokens"),
         ("generate", ("bucket", "prompt_len"), [0, 4096], "pads prompts to 4096 tokens"),
         ("generate", ("bucket", "rows"), 1025, r"must lie in 1\.\.1024"),
-        ("generate", ("plan",), "<LOC_1>" * 1200, "the layout '<LOC_1><LOC_1>.*at most"),
+        ("generate", ("layout",), "<LOC_1>" * 1200, "the layout '<LOC_1><LOC_1>.*at most"),
         ("generate", ("attention",), "\x1b[2J", "a name"),
     ],
 )  # fmt: skip

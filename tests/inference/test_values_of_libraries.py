@@ -239,7 +239,7 @@ def test_what_is_not_a_number_is_refused_by_its_name(pipe, name, wrong):
         ("generate", 5, {}, "prompt=5 is out of range"),
         ("generate", ["a", None], {}, "prompt=None is out of range"),
         ("edit", 5, {}, "instruction=5 is out of range"),
-        ("generate", PROMPT, {"plan": 5}, "plan=5 is out of range: it must be True, False or a"),
+        ("generate", PROMPT, {"layout": 5}, "layout=5 is out of range: it must be True, False or"),
         ("generate", PROMPT, {"order": 5}, "order=5 is out of range: it must be a text"),
         ("generate", PROMPT, {"sampling": {}}, "sampling={} is out of range"),
         ("generate", PROMPT, {"size": [96]}, "size=[96] is out of range: it must be height"),

@@ -26,8 +26,8 @@ PROMPT = "a red circle above a blue square"
 
 # By name: the task, its words, whether it is shown an image, and its options.
 CASES = {
-    "layout": ("generate", PROMPT, False, {"plan": True, "seed": 1}),
-    "no_layout": ("generate", PROMPT, False, {"plan": False, "seed": 2}),
+    "layout": ("generate", PROMPT, False, {"layout": True, "seed": 1}),
+    "no_layout": ("generate", PROMPT, False, {"layout": False, "seed": 2}),
     "guidance": ("generate", "three green triangles", False, {"guidance": 3.5, "seed": 3}),
     "temperature": (
         "generate", PROMPT, False, {"temperature": 1.0, "layout_temperature": 1.0, "seed": 4},
@@ -72,7 +72,7 @@ def digests(result):
         "sampler_version": results.SAMPLER_VERSION,
         "tokens": whole.hexdigest(),
         "texts": list(result.texts),
-        "plans": list(result.plans),
+        "layouts": list(result.layouts),
         "passed": list(result.passed),
     }
 

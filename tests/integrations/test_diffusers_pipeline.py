@@ -19,7 +19,7 @@ from sparse_lavida_jax.integrations.diffusers_pipeline import SparseLaViDaPipeli
 from sparse_lavida_jax.scenes import tasks, world
 
 PROMPT = "a red circle above a blue square"
-QUICK = {"num_inference_steps": 2, "plan": False}
+QUICK = {"num_inference_steps": 2, "layout": False}
 # Torch tensors in place of a prompt, of initial masks, or of noise levels.
 TENSORS = {"latents", "prompt_embeds", "negative_prompt_embeds", "sigmas"}
 IMAGE_PIPELINES = (
@@ -47,7 +47,7 @@ def shown():
 def test_images_are_those_of_our_own_interface(pipe):
     """Their scale is ours plus one: uncond + s (cond - uncond), (1+g) cond - g uncond."""
     made = pipe(PROMPT, guidance_scale=2.5, num_images_per_prompt=2, generator=3, **QUICK)
-    wanted = pipe.model.generate(PROMPT, steps=2, guidance=1.5, num_images=2, seed=3, plan=False)
+    wanted = pipe.model.generate(PROMPT, steps=2, guidance=1.5, num_images=2, seed=3, layout=False)
     assert [image.size for image in made.images] == [(96, 96)] * 2
     np.testing.assert_array_equal(made.images, wanted.pixels)
     assert made.result.seeds == (3, 4)

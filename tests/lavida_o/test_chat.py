@@ -71,8 +71,8 @@ IMAGES = {
         f"Generate an image with the caption:\n a red robot {SIZE}; SCORE : 7.110;"
         f"{ASSISTANT}{CELLS}{ASSISTANT}",
     ),
-    "draw with another condition, after a plan": (
-        lambda t: chat.draw(t, "a red robot", 3, condition="TOP : 1", plan="robot <LOC_2>"),
+    "draw with another condition, after a layout": (
+        lambda t: chat.draw(t, "a red robot", 3, condition="TOP : 1", layout="robot <LOC_2>"),
         "Generate an image with the caption:\n a red robot TOP : 1"
         f"{ASSISTANT}robot <LOC_2>{CELLS}{ASSISTANT}",
     ),
@@ -100,19 +100,19 @@ IMAGES = {
         lambda t: chat.edit(t, "make it blue", [IMAGE], [SOURCE], 3),
         f"[0]{SOURCE_CELLS}\n make it blue{ASSISTANT}{CELLS}{ASSISTANT}",
     ),
-    "edit after a plan": (
-        lambda t: chat.edit(t, "make it blue", [IMAGE], [SOURCE], 3, plan="Sure <LOC_0>"),
+    "edit after a layout": (
+        lambda t: chat.edit(t, "make it blue", [IMAGE], [SOURCE], 3, layout="Sure <LOC_0>"),
         f"[0]{SOURCE_CELLS}\n make it blue{ASSISTANT}Sure <LOC_0>{CELLS}{ASSISTANT}",
     ),
 }
 ANSWERS = {
-    "plan an image": (
-        lambda t: chat.plan_image(t, "a robot", 5),
+    "layout an image": (
+        lambda t: chat.layout_of_image(t, "a robot", 5),
         f"Generate an image with the caption: a robot {SIZE}; SCORE : 7.110;."
         " Please first think and plan the layout in LOC format.",
     ),
-    "plan an edit": (
-        lambda t: chat.plan_edit(t, "make it blue", IMAGE, 5),
+    "layout an edit": (
+        lambda t: chat.layout_of_edit(t, "make it blue", IMAGE, 5),
         "[0]make it blue. Please first think and plan the layout in LOC format.",
     ),
     "ask": (lambda t: chat.ask(t, "What is it?", [IMAGE], 5), "[0]What is it?"),
@@ -176,7 +176,7 @@ def test_boxes_of_several_things_are_one_response_whose_words_are_known(tokenize
 
 @pytest.mark.parametrize("build, said", [*IMAGES.values(), *ANSWERS.values()])
 def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, said):
-    """With a plan, everything up to the image."""
+    """With a layout, everything up to the image."""
     parts = build(tokenizer)
     mask, end_of_turn = tokenizer.id_of(chat.MASK), tokenizer.id_of(chat.END_OF_TURN)
     settings = {"text_mask_id": mask, "codes_per_token": 4}
@@ -184,7 +184,7 @@ def test_guidance_drops_what_stands_up_to_the_end_of_the_user(tokenizer, build, 
     dropped = sequence.prompt_row(parts, drop_prompt=True, **settings)
     _, user = np.flatnonzero(whole.ids == end_of_turn)[:2]
     last = whole.position[user]
-    if "<LOC_" in said:  # a plan
+    if "<LOC_" in said:  # a layout
         last = whole.response_position - 1
     assert (dropped.ids[dropped.position <= last] == mask).all()
     after = whole.position > last
@@ -205,12 +205,12 @@ def test_features_of_a_second_image_stand_after_those_of_the_first(tokenizer):
     [
         lambda t, words: chat.draw(t, words, 3),
         lambda t, words: chat.draw(t, "", 3, condition=words),
-        lambda t, words: chat.draw(t, "", 3, plan=words),
+        lambda t, words: chat.draw(t, "", 3, layout=words),
         lambda t, words: chat.draw(t, "", 3, attempts=[(IMAGE, words)]),
         lambda t, words: chat.edit(t, words, [IMAGE], [SOURCE], 3),
-        lambda t, words: chat.edit(t, "", [IMAGE], [SOURCE], 3, plan=words),
-        lambda t, words: chat.plan_image(t, words, 5),
-        lambda t, words: chat.plan_edit(t, words, IMAGE, 5),
+        lambda t, words: chat.edit(t, "", [IMAGE], [SOURCE], 3, layout=words),
+        lambda t, words: chat.layout_of_image(t, words, 5),
+        lambda t, words: chat.layout_of_edit(t, words, IMAGE, 5),
         lambda t, words: chat.ask(t, words, [IMAGE], 5),
         lambda t, words: chat.judge(t, words, IMAGE, 5),
         lambda t, words: chat.locate(t, words, IMAGE),
@@ -229,8 +229,8 @@ def test_no_phrase_is_refused(tokenizer):
 
 def test_a_cleaned_plan_can_be_drawn_from(tokenizer):
     answer = "robot <LOC_1><|eot_id|><|endoftext|><|endoftext|><image_gen_fake><|mdm_mask|>."
-    assert chat.clean_plan(answer) == "robot <LOC_1>."
-    assert chat.draw(tokenizer, "a robot", 3, plan=chat.clean_plan(answer))
+    assert chat.clean_layout(answer) == "robot <LOC_1>."
+    assert chat.draw(tokenizer, "a robot", 3, layout=chat.clean_layout(answer))
 
 
 def test_conditions_are_spelled_as_released():

@@ -104,7 +104,7 @@ PREFIX = (
 ASSISTANT = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 BEGIN, END = "<|reserved_token_126095|>", "<|reserved_token_126096|>"
 IMAGE = f"{BEGIN}}}[4 drawn]{{{END}"  # inside an answer
-PLAN = "Please first think and plan the layout in LOC format."
+LAYOUT = "Please first think and plan the layout in LOC format."
 FEEDBACK = "Please also consider past generations and their feedbacks. Do not repeat these errors"
 TWO = {"images": (raw_data.png(0), raw_data.png(1)), "size": (48, 40)}
 SOURCES = {"sources": CODES, **SEEN}
@@ -115,28 +115,28 @@ RELEASED = {
         f"Generate an image with the caption: a robot ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480;"
         f" TOP : 0; LEFT : 5{ASSISTANT}{{Sure {IMAGE}<|eot_id|>}}",
     ),
-    "plan and image": (
-        record("plan", "a robot", plan="robot <LOC_1>", **DRAWN),
+    "layout and image": (
+        record("layout", "a robot", layout="robot <LOC_1>", **DRAWN),
         "Generate an image with the caption: a robot ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480;"
-        f" TOP : 0; LEFT : 5. {PLAN}{ASSISTANT}{{Sure I should place the objects in the following"
+        f" TOP : 0; LEFT : 5. {LAYOUT}{ASSISTANT}{{Sure I should place the objects in the following"
         f" manner robot <LOC_1> {IMAGE}<|eot_id|>}}",
     ),
-    "plan alone": (
-        record("plan", "a robot", plan="robot <LOC_1>", form="plan_only"),
-        f"Generate an image with the caption: a robot . {PLAN}{ASSISTANT}{{Sure I should place the"
-        " objects in the following manner robot <LOC_1> <|reserved_token_7|><|eot_id|>}",
+    "layout alone": (
+        record("layout", "a robot", layout="robot <LOC_1>", form="plan_only"),
+        f"Generate an image with the caption: a robot . {LAYOUT}{ASSISTANT}{{Sure I should place"
+        " the objects in the following manner robot <LOC_1> <|reserved_token_7|><|eot_id|>}",
     ),
-    "after feedback, without a plan": (
-        record("plan", "a robot", form="no_plan", feedback=("blue", "no arms"), **(DRAWN | TWO)),
+    "after feedback, without a layout": (
+        record("layout", "a robot", form="no_plan", feedback=("blue", "no arms"), **(DRAWN | TWO)),
         "Generate an image with the caption: a robot ORIGINAL WIDTH : 48; ORIGINAL HEIGHT : 40;"
-        f" TOP : 0; LEFT : 5. {PLAN} {FEEDBACK} Generation 1: [seen]\n Feedback 1: blue\n"
+        f" TOP : 0; LEFT : 5. {LAYOUT} {FEEDBACK} Generation 1: [seen]\n Feedback 1: blue\n"
         f"Generation 2: [seen]\n Feedback 2: no arms{ASSISTANT}{{{IMAGE}<|eot_id|>}}",
     ),
     "after one feedback, whose image moves to the front": (
-        record("plan", "a robot", plan="x", feedback=("blue",), form="plan_only", **SEEN),
-        f"[seen]\nGenerate an image with the caption: a robot . {PLAN} {FEEDBACK} Generation 1: \n"
-        f" Feedback 1: blue{ASSISTANT}{{Sure I should place the objects in the following manner x"
-        " <|reserved_token_7|><|eot_id|>}",
+        record("layout", "a robot", layout="x", feedback=("blue",), form="plan_only", **SEEN),
+        f"[seen]\nGenerate an image with the caption: a robot . {LAYOUT} {FEEDBACK} Generation 1:"
+        f" \n Feedback 1: blue{ASSISTANT}{{Sure I should place the objects in the following manner"
+        " x <|reserved_token_7|><|eot_id|>}",
     ),
     "edit": (
         record("edit", "make it blue", **(DRAWN | SOURCES)),
@@ -151,10 +151,10 @@ RELEASED = {
         "[seen] [4 source]  blue ORIGINAL WIDTH : 64; ORIGINAL HEIGHT : 64; TOP : 0; LEFT : 5;"
         f" PIXEL_DIFF : 0.500 ;{ASSISTANT}{{Sure {IMAGE}<|eot_id|>}}",
     ),
-    "planned edit": (
-        record("edit_plan", "blue", plan="<LOC_1>", operation="adding", **(DRAWN | SOURCES)),
-        f"[seen] [4 source]  blue. {PLAN}{ASSISTANT}{{Sure I should consider adding the objects in"
-        f" these locations :  <LOC_1> {IMAGE}<|eot_id|>}}",
+    "edit with a layout": (
+        record("edit_layout", "blue", layout="<LOC_1>", operation="adding", **(DRAWN | SOURCES)),
+        f"[seen] [4 source]  blue. {LAYOUT}{ASSISTANT}{{Sure I should consider adding the objects"
+        f" in these locations :  <LOC_1> {IMAGE}<|eot_id|>}}",
     ),
     "conversation": (
         record("understanding", "what is <image>?", "sure?", answered=("A dog.", "Yes."), **SEEN),
@@ -211,8 +211,8 @@ def test_sequences_are_spelled_as_released(mixer, tokenizer, made, said):
     np.testing.assert_array_equal(sequence.codes, expected if made.draws else np.zeros((0, 4)))
 
 
-def test_text_of_a_planned_image_mostly_stays_clean(mixer, tokenizer):
-    made = RELEASED["plan and image"][0]
+def test_text_of_an_image_with_a_layout_mostly_stays_clean(mixer, tokenizer):
+    made = RELEASED["layout and image"][0]
     said = spelled(tokenizer, mixer.sequence(made, Always()).parts)
     assert "{" not in said
     kept = f"(Sure I should place the objects in the following manner robot <LOC_1> {BEGIN})"
@@ -222,7 +222,7 @@ def test_text_of_a_planned_image_mostly_stays_clean(mixer, tokenizer):
         for i in range(300)
     )
     assert abs(clean - 240) < 35  # five standard errors of 7
-    alone = RELEASED["plan alone"][0]
+    alone = RELEASED["layout alone"][0]
     assert "{" in spelled(tokenizer, mixer.sequence(alone, Always()).parts)
 
 
@@ -269,8 +269,8 @@ def test_long_captions_are_now_and_then_their_first_sentences():
     assert abs(found[caption] / 1000 - (0.8 + 0.2 / 3)) < 0.06
     short = record("text_to_image", caption[:150], **DRAWN)
     assert examples.caption_of(short, Always()) == caption[:150]
-    assert examples.caption_of(record("plan", caption, **DRAWN), Always()) == caption
-    assert len(examples.caption_of(record("plan", "x" * 900, **DRAWN), Never())) == 800
+    assert examples.caption_of(record("layout", caption, **DRAWN), Always()) == caption
+    assert len(examples.caption_of(record("layout", "x" * 900, **DRAWN), Never())) == 800
 
 
 def test_one_of_several_crops_is_drawn(mixer):
@@ -374,13 +374,13 @@ def test_an_edit_is_trained_as_it_is_sampled(mixer, tokenizer):
 
 
 def test_a_plan_is_trained_before_the_image_or_alone(mixer, tokenizer):
-    made = record("plan", "a robot", plan="robot <LOC_1>", **DRAWN)
+    made = record("layout", "a robot", layout="robot <LOC_1>", **DRAWN)
     words = "Sure I should place the objects in the following manner robot <LOC_1>"
     drawn, planned = mixer.example(made, Always()), mixer.example(made, Never())
-    sampled = chat.draw(tokenizer, "a robot", 4, condition="", plan=words)
+    sampled = chat.draw(tokenizer, "a robot", 4, condition="", layout=words)
     assert spelled(tokenizer, drawn.parts) == spelled(tokenizer, sampled)
     condition = "ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480; TOP : 0; LEFT : 5"
-    asked = chat.plan_image(tokenizer, "a robot", len(planned.response), condition=condition)
+    asked = chat.layout_of_image(tokenizer, "a robot", len(planned.response), condition=condition)
     assert spelled(tokenizer, planned.parts) == spelled(tokenizer, asked)
     assert answer_of(tokenizer, planned) == f"{words}<|eot_id|>"
 

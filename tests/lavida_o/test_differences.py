@@ -232,16 +232,16 @@ def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked)
 
 
 def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked):
-    """The release plans edits at temperature 0."""
+    """The release lays out edits at temperature 0."""
     sampling = options.changed(converted.settings.sampling, draws=True, sampler="released")
-    converted.generate("a cat", sampling=sampling, plan=True)
-    converted.edit(IMAGE, "a dog", sampling=sampling, plan=True)
+    converted.generate("a cat", sampling=sampling, layout=True)
+    converted.edit(IMAGE, "a dog", sampling=sampling, layout=True)
     texts = [temperature for settings, _, temperature in asked if settings.kind == "text"]
     assert texts == [0.5, 0.0]
 
 
 def test_a_text_is_what_stands_before_its_end_without_special_tokens(converted, tokenizer):
-    """The release returns everything, and leaves its image placeholder in a plan."""
+    """The release returns everything, and leaves its image placeholder in a layout."""
     said = f"a cat{examples.NO_IMAGE} sits{chat.END_OF_TURN} and on"
     assert converted.prompts.text(np.array(tokenizer.encode(said))[:, None]) == "a cat sits"
 

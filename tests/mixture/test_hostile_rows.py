@@ -113,9 +113,9 @@ NUMBERS = [10**400, -(10**400), "nan", [], {}, True, [10**400] * 4, "x" * 10**6,
         ("grounding", {"image": "0.png", "label": "a"}, ["box", "loc_string"]),
         ("dense_caption", {"image": "0.png", "phrases": ["a"]}, ["boxes", "loc_caption"]),
         ("understanding", {"image": "0.png"}, ["conversations", "question"]),
-        ("edit_plan", {"source_images": "0.png", "instruction": "a", "target_image": "0.png",
+        ("edit_layout", {"source_images": "0.png", "instruction": "a", "target_image": "0.png",
                        "loc": "x"}, ["operation", "pixel_diff", "edit_boxes", "source_images"]),
-        ("plan", {"image": "0.png", "caption": "a"}, ["loc", "hpsv2", "score", "feedback"]),
+        ("layout", {"image": "0.png", "caption": "a"}, ["loc", "hpsv2", "score", "feedback"]),
     ],
 )  # fmt: skip
 def test_hostile_fields_of_every_kind(tmp_path, kind, row, fields):

@@ -38,12 +38,12 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A prepared folder: 10 captions and 7 plans to draw, 12 texts, 5 edits."""
+    """A prepared folder: 10 captions and 7 layouts to draw, 12 texts, 5 edits."""
     folder = tmp_path_factory.mktemp("mixture")
     names = raw_data.images(folder / "pictures")
     tables = {
         "captions": [{"image": name, "caption": f"caption {name}"} for name in names],
-        "plans": [
+        "layouts": [
             {"image": n, "caption": "x", "loc": f"robot <LOC_{i}>"} for i, n in enumerate(names[:7])
         ],
         "talk": [
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
         ],
     }  # fmt: skip
     how = {
-        "captions": ("text_to_image", "draw"), "plans": ("plan", "draw"),
+        "captions": ("text_to_image", "draw"), "layouts": ("layout", "draw"),
         "talk": ("understanding", "understand"), "boxes": ("grounding", "understand"),
         "edits": ("edit", "change"),
     }  # fmt: skip

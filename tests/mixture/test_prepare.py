@@ -99,21 +99,21 @@ def test_a_planned_edit_says_what_it_does(tmp_path, one_row):
         "loc": "<LOC_1>", "operation": "remove",
     }  # fmt: skip
     record = one_row("process_gpt_edit_loc_gnd", row)
-    assert (record.operation, record.plan, len(record.target)) == ("removing", "<LOC_1>", 1)
+    assert (record.operation, record.layout, len(record.target)) == ("removing", "<LOC_1>", 1)
     alone = {name: value for name, value in row.items() if name != "target_image"}
     record = one_row("process_gpt_edit_loc_gnd", alone, process_fn_kwargs={"plan_only": True})
     assert record.form == "plan_only" and len(record.target) == 0
-    assert "operation is 'paint'" in one_row("edit_plan", row | {"operation": "paint"})
+    assert "operation is 'paint'" in one_row("edit_layout", row | {"operation": "paint"})
 
 
-def test_a_planned_image_is_padded_and_may_have_feedback(tmp_path, one_row):
+def test_an_image_with_a_layout_is_padded_and_may_have_feedback(tmp_path, one_row):
     row = {"image": "0.png", "caption": "x", "loc": "<LOC_1>", "fltLaionAesthScore": 6,
            "hpsv2": 0.25, "feedback": ["bad"], "feedback_images": ["1.png"]}  # fmt: skip
     record = one_row("preproces_text_to_image_generation_s3_loc", row)
     assert (record.score, record.hps) == (6.0, 2.5)
     assert record.feedback == ("bad",) and record.images == (contents(tmp_path, 1),)
     np.testing.assert_array_equal(record.target, [padded(tmp_path, 0)])
-    assert "1 feedback and 0 feedback_images" in one_row("plan", row | {"feedback_images": []})
+    assert "1 feedback and 0 feedback_images" in one_row("layout", row | {"feedback_images": []})
 
 
 def test_a_conversation_has_turns_and_images(tmp_path, one_row):

@@ -25,8 +25,8 @@ datasets:
     preprocess_fn: process_gpt_edit_loc_gnd
     process_fn_kwargs: {plan_only: true}
     columns: {loc: layout}
-weights: {t2i: 250, edit_plan: 30}
-batch_sizes: {edit_plan: 0.5}
+weights: {t2i: 250, edit_layout: 30}
+batch_sizes: {edit_layout: 0.5}
 """
 
 
@@ -45,11 +45,11 @@ def test_a_released_file_is_understood(tmp_path):
     assert first.image_root == str(tmp_path / "images")
     assert (first.min_size, first.aes_cutoff) == (512, 5.0)
     assert first.columns == ("image", "caption")
-    assert (second.kind, second.group, second.form) == ("edit_plan", "edit_plan", "plan_only")
+    assert (second.kind, second.group, second.form) == ("edit_layout", "edit_layout", "plan_only")
     assert second.patterns == ("/data/b-*.tar",)
     assert second.columns == {"loc": "layout"}
-    assert made.weights == {"t2i": 250.0, "edit_plan": 30.0}
-    assert made.batch_sizes == {"t2i": 1.0, "edit_plan": 0.5}
+    assert made.weights == {"t2i": 250.0, "edit_layout": 30.0}
+    assert made.batch_sizes == {"t2i": 1.0, "edit_layout": 0.5}
 
 
 def test_yaml_makes_no_objects(tmp_path):
@@ -163,12 +163,12 @@ def test_a_weight_that_is_no_number_is_seen_wherever_it_stands(tmp_path, order):
         read(tmp_path, {"datasets": groups, "weights": weights})
 
 
-def test_a_planned_image_is_learned_in_one_form(tmp_path):
+def test_an_image_with_a_layout_is_learned_in_one_form(tmp_path):
     both = {"plan_only": True, "no_plan": True}
     with pytest.raises(RecipeError, match="both plan_only and no_plan"):
         read(
             tmp_path,
-            {"datasets": [DATASET | {"preprocess_fn": "plan", "process_fn_kwargs": both}]},
+            {"datasets": [DATASET | {"preprocess_fn": "layout", "process_fn_kwargs": both}]},
         )
 
 

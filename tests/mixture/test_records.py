@@ -16,12 +16,12 @@ from sparse_lavida_jax.mixture.records import Record, RecordError, ShardedRecord
 
 def record(number=0, **changes):
     full = Record(
-        kind="edit_plan",
+        kind="edit_layout",
         source="edits",
         name=f"edits.parquet:{number}",
         asked=("make it blue", "und grün, 青"),
         answered=("a", ""),
-        plan="<LOC_1>",
+        layout="<LOC_1>",
         operation="adding",
         form="plan_only",
         feedback=("no",),

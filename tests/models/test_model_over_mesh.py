@@ -65,7 +65,7 @@ def test_fused_parameters_over_a_mesh_give_the_same_logits(by_layer, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["", "int8"])
 def test_images_over_a_mesh_are_those_of_one_device(folder, method):
-    how = {"steps": 2, "seed": 3, "plan": False, "quantize": method or None}
+    how = {"steps": 2, "seed": 3, "layout": False, "quantize": method or None}
     alone = SparseLaViDa.from_pretrained(folder)
     spread = SparseLaViDa.from_pretrained(folder, mesh=SIZES, task="image")
     assert alone.mesh is None and spread.mesh is not None

@@ -153,5 +153,5 @@ def test_eight_samplers_draw_the_same_image_at_the_costs_on_the_page(method):
     for result in drawn.values():
         np.testing.assert_array_equal(result.pixels[0], drawn["none"].pixels[0])
         np.testing.assert_array_equal(result.tokens[0], drawn["none"].tokens[0])
-        assert result.plans == drawn["none"].plans
+        assert result.layouts == drawn["none"].layouts
     assert method.table(drawn) in (ROOT / "docs/method.md").read_text()

@@ -105,7 +105,7 @@ def results(folder, callback=None) -> list[np.ndarray]:
     state._keys.jitted.clear_cache()  # jax finds programs without looking at all settings
     pipe = SparseLaViDa.from_pretrained(folder)
     how = {"temperature": 1.5, "callback": callback}
-    drawn = pipe.generate(WORDS, seed=5, plan=False, **how)
+    drawn = pipe.generate(WORDS, seed=5, layout=False, **how)
     again = pipe.replay(drawn.records[0])
     text = pipe.ask(drawn.pixels[0], "how many crosses are there?", seed=5, **how)
     seen = pipe.preview(drawn.tokens[0])
@@ -266,7 +266,7 @@ def test_commands_draw_and_answer_the_same_under_variables(tmp_path):
         return done
 
     out, again = tmp_path / "out.png", tmp_path / "again.png"
-    run("generate", WORDS, "--seed=5", "--temperature=1.5", "--no-plan", f"--out={out}")
+    run("generate", WORDS, "--seed=5", "--temperature=1.5", "--no-layout", f"--out={out}")
     answer = run("ask", str(out), "how many crosses are there?").stdout
     for line in VARIABLES:
         variables = dict(one.split("=") for one in line.split())

@@ -56,7 +56,7 @@ def test_bfloat16_moves_logits_little_and_modes_hardly(pipe, residual, mean, mos
     for layers in (in_half.joint_layers, in_half.split_layers):
         layers.understanding.dtype = layers.generation.dtype = "bfloat16"
     sampling = dataclasses.replace(
-        pipe.settings.sampling, preset="sparse", num_steps=1, guidance=0.0, plan=False
+        pipe.settings.sampling, preset="sparse", num_steps=1, guidance=0.0, layout=False
     )
     settings = tiny.step_settings(sampling, model, "image")
     cells = np.zeros((len(WORDS), model.num_cells, model.codes_per_token), np.int32)

@@ -343,7 +343,7 @@ def pipes(folder):
     return kept, SparseLaViDa.from_pretrained(folder, batch_size=4, content_cache_gb=0)
 
 
-GUIDED = {"steps": 2, "plan": False, "guidance": 2.0, "guidance_image": 0.5}
+GUIDED = {"steps": 2, "layout": False, "guidance": 2.0, "guidance_image": 0.5}
 
 
 def test_results_are_those_of_a_pipeline_that_keeps_nothing(pipes, monkeypatch):
@@ -406,7 +406,7 @@ def test_the_cache_is_shared_by_copies_and_freed_with_the_pipeline(folder):
     other = pipe.with_model(pipe.model)
     assert other.content_cache is not pipe.content_cache
     assert other.content_cache.most_bytes == 5e8
-    pipe.generate("a", steps=1, plan=False, guidance=1.0, as_written=True)
+    pipe.generate("a", steps=1, layout=False, guidance=1.0, as_written=True)
     pipe.content_cache.add("codes", ["an image"], [array := np.zeros(3)])
     assert len(pipe.content_cache) == 3 and len(other.content_cache) == 0
     freed = weakref.ref(array)

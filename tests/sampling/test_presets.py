@@ -16,7 +16,7 @@ from sparse_lavida_jax.inference import engine
 from sparse_lavida_jax.inference.results import SAMPLER_VERSION
 from sparse_lavida_jax.sampling import options, presets
 
-TASKS = {"draw": 1.0, "plan": 1.0, "answer": 1.0, "check": 1.0}
+TASKS = {"draw": 1.0, "layout": 1.0, "answer": 1.0, "check": 1.0}
 
 
 @pytest.fixture
@@ -96,14 +96,14 @@ def test_more_registers_than_were_trained_are_refused(ran):
     pipe, _ = ran
     most = pipe.settings.model.num_registers
     with pytest.raises(config.ConfigError, match=f"more than the {most} that this model was train"):
-        pipe.generate("a circle", plan=False, registers=most + 1)
+        pipe.generate("a circle", layout=False, registers=most + 1)
     dense = config.Sampling(preset="dense", registers=most + 1)
     assert presets.step_settings(dense, pipe.settings.model, "image").num_registers == 0
 
 
 def test_a_record_of_another_sampler_is_not_drawn_again(ran):
     pipe, _ = ran
-    (record,) = pipe.generate("a circle", plan=False).records
+    (record,) = pipe.generate("a circle", layout=False).records
     assert record["sampler"] == SAMPLER_VERSION
     older = {key: value for key, value in record.items() if key not in ("sampler", "version")}
     with pytest.raises(RequestError, match="it was drawn by version 1 of the sampler, of sparse-l"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes examples cheap changes nothing: words, generators and plans are kept, rows shared."""
+"""What makes examples cheap changes nothing: words, generators, layouts are kept, rows shared."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def texts() -> list[str]:
     """Texts of the language, and of arbitrary pieces and characters."""
     rng = random.Random(0)
     samples = [tasks.sample(task, 1, index) for task in ALL for index in range(20)]
-    found = [text for s in samples for text in (s.prompt, s.answer, s.plan) if text is not None]
+    found = [text for s in samples for text in (s.prompt, s.answer, s.layout) if text is not None]
     pieces = ["red", " circle", "<LOC_3>", "<LOC_25>", "<|user|>", ",", "?", "12", " ", "  ", "\t"]
     characters = [*" abC09,:?<>_LOC'\t\n\0é🔺"]
     for alphabet in (pieces, characters):

@@ -9,7 +9,7 @@ import stand_ins
 
 from sparse_lavida_jax import sequence
 from sparse_lavida_jax.scenes import prompts, tasks, world
-from sparse_lavida_jax.scenes.grammar import Plan
+from sparse_lavida_jax.scenes.grammar import Layout
 from sparse_lavida_jax.tags import NO_FEATURE
 
 
@@ -86,7 +86,7 @@ def test_given_words_become_exactly_their_tokens(encoder, task):
 
 
 def test_without_given_spans_nothing_is_given(encoder):
-    for task in ("answer", "plan", "draw", "edit"):
+    for task in ("answer", "layout", "draw", "edit"):
         assert not any(encoder.scene_example(sample).given.any() for sample in samples(task))
 
 
@@ -94,7 +94,7 @@ def test_an_edit_may_keep_what_its_layout_does_not_name(encoder):
     for sample in samples("edit"):
         example = encoder.scene_example(sample, keeps=True)
         named = np.zeros(world.NUM_CELLS, bool)
-        named[list(Plan.parse(sample.plan).appearances)] = True
+        named[list(Layout.parse(sample.layout).appearances)] = True
         np.testing.assert_array_equal(example.given, ~named)
         source = encoder.scene_codes(sample.image)
         np.testing.assert_array_equal(example.response[example.given], source[example.given])
@@ -105,9 +105,9 @@ def test_an_edit_is_sampled_as_it_was_trained(encoder):
     keeping = prompts.ScenePrompts(dataclasses.replace(encoder, data=data))
     codes = np.zeros((world.NUM_CELLS, 1), np.int32)
     how = "remove the red circle", codes, world.render(world.EMPTY_SCENE), None
-    plan = " nothing<LOC_0><LOC_0><LOC_4><LOC_4>"
-    np.testing.assert_array_equal(np.flatnonzero(~keeping.change(*how, plan).given), [0])
-    assert not prompts.ScenePrompts(encoder).change(*how, plan).given.any()
+    layout = " nothing<LOC_0><LOC_0><LOC_4><LOC_4>"
+    np.testing.assert_array_equal(np.flatnonzero(~keeping.change(*how, layout).given), [0])
+    assert not prompts.ScenePrompts(encoder).change(*how, layout).given.any()
     for none in (None, "", " a red", " red circle<LOC_0><LOC_0><LOC_4><LOC_4>"):
         assert not keeping.change(*how, none).given.any()
 
@@ -132,14 +132,14 @@ def test_an_image_example_holds_image_source_prompt_plan_and_response_in_order(e
     texts = [part.ids.tolist() for part in example.parts if isinstance(part, sequence.Text)]
     assert texts == [
         [t.user_id], t.encode(sample.prompt), [t.end_of_turn_id, t.assistant_id],
-        t.encode(sample.plan), [t.end_of_turn_id],
+        t.encode(sample.layout), [t.end_of_turn_id],
     ]  # fmt: skip
     assert example.kind == "image"
     np.testing.assert_array_equal(example.response[:, 0], sample.target.cells)
     np.testing.assert_array_equal(example.parts[2].codes[:, 0], sample.image.cells)
     side = encoder.model.vision.image_size
     np.testing.assert_array_equal(example.pixels, world.render(sample.image, side))
-    without = encoder.scene_example(sample, with_plan=False)
+    without = encoder.scene_example(sample, with_layout=False)
     assert [type(part).__name__ for part in without.parts] == [*kinds[:5], "Response", "Text"]
 
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from sparse_lavida_jax.scenes import grammar
-from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Phrase, Plan, SceneRequest
+from sparse_lavida_jax.scenes.grammar import Edit, GrammarError, Layout, Phrase, SceneRequest
 from sparse_lavida_jax.scenes.world import COLOURS, OBJECTS, SHAPES, SIZES
 
 PHRASES = [
@@ -47,8 +47,8 @@ def test_an_edit_is_read_as_it_was_meant():
 def test_a_plan_is_read_as_it_was_meant():
     for cell in range(36):
         for thing, other in itertools.pairwise([None, *OBJECTS, None]):
-            plan = Plan(((cell, thing), ((cell + 17) % 36, other), ((cell + 5) % 36, None)))
-            assert Plan.parse(str(plan)) == plan
+            layout = Layout(((cell, thing), ((cell + 17) % 36, other), ((cell + 5) % 36, None)))
+            assert Layout.parse(str(layout)) == layout
 
 
 def test_the_words_are_these():
@@ -61,7 +61,7 @@ def test_the_words_are_these():
     assert str(Edit("add", red, cross, relation="left of")) == (
         "add a small blue cross left of the red circle"
     )
-    assert str(Plan(((1, OBJECTS[0]), (35, None)))) == (
+    assert str(Layout(((1, OBJECTS[0]), (35, None)))) == (
         " small red circle<LOC_4><LOC_0><LOC_8><LOC_4>, nothing<LOC_20><LOC_20><LOC_24><LOC_24>"
     )
 
@@ -97,7 +97,7 @@ def test_a_bad_request_is_refused_with_a_reason(text, reason):
 )
 def test_a_bad_plan_is_refused_with_a_reason(text, reason):
     with pytest.raises(GrammarError, match=reason):
-        Plan.parse(text)
+        Layout.parse(text)
 
 
 def test_boxes_of_objects_are_rounded_to_location_steps():

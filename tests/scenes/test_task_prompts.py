@@ -11,7 +11,7 @@ from sparse_lavida_jax.inference.requests import paired
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import ScenePrompts
 
-ALL = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
+ALL = dict.fromkeys((*tasks.TASKS, "fill_layout"), 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ import json
 import numpy as np
 import pytest
 
+from sparse_lavida_jax import old_names
 from sparse_lavida_jax.scenes import dice, tasks, world
 from sparse_lavida_jax.scenes.tasks import draw
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 PINNED = (
-    "draw", "edit", "inpaint", "outpaint", "plan", "edit_plan", "answer", "arithmetic", "point",
+    "draw", "edit", "inpaint", "outpaint", "layout", "edit_layout", "answer", "arithmetic", "point",
     "detect", "locate", "name", "quiz", "caption", "constrained_caption", "infill", "reflect",
 )  # fmt: skip
 FIRST_THOUSAND = "6da3bc1d1b23505162a83c2cc4d61aa3914bc990b9695ff13146a0b446f68578"
@@ -28,7 +29,7 @@ def examples(task, count, split="train", seed=0):
 
 
 def texts(sample):
-    return [words for words in (sample.prompt, sample.answer, sample.plan) if words is not None]
+    return [words for words in (sample.prompt, sample.answer, sample.layout) if words is not None]
 
 
 def images(sample):
@@ -44,7 +45,9 @@ def test_the_first_thousand_examples_are_pinned():
             name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
             for name, value in sample._asdict().items()
         }
-        fields["picture"] = fields.pop("image")  # its name when the digest was computed
+        # Their names when the digest was computed.
+        fields["picture"], fields["plan"] = fields.pop("image"), fields.pop("layout")
+        fields["task"] = old_names.stream_of(task)
         if task == "answer":
             fields["column"] = None  # questions had no kind then
         digest.update(json.dumps(fields, sort_keys=True).encode())
@@ -118,7 +121,7 @@ def test_texts_are_short_and_scenes_small(task):
         for sample in examples(task, 150, split):
             assert sample.task == task
             assert len(tokenizer.encode(sample.prompt)) <= 48
-            for words in (sample.answer, sample.plan):
+            for words in (sample.answer, sample.layout):
                 assert words is None or len(tokenizer.encode(words)) < 40
             assert (sample.target is not None) == tasks.TABLE[task].is_image
             assert (sample.answer is None) == tasks.TABLE[task].is_image
@@ -185,7 +188,7 @@ def test_given_spans_are_whole_tokens_and_leave_a_gap(task):
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"no task 'paint'. Choose one of plan, answer"):
+    with pytest.raises(ValueError, match=r"no task 'paint'. Choose one of layout, answer"):
         tasks.sample("paint", 0, 0)
     with pytest.raises(ValueError, match=r"no split 'dev'. Choose one of train, test, held_out"):
         tasks.sample("draw", 0, 0, "dev")

@@ -32,7 +32,7 @@ def test_every_word_of_the_language_is_one_token():
         for split in tasks.SPLITS:
             for index in range(25):
                 sample = tasks.sample(task, 7, index, split)
-                for words in filter(None, (sample.prompt, sample.answer, sample.plan)):
+                for words in filter(None, (sample.prompt, sample.answer, sample.layout)):
                     assert TOKENIZER.decode(TOKENIZER.encode(words)) == words
                     vocabulary |= {*re.findall(r"^\w+| \w+|[,?:]|<LOC_\d+>", words)}
     assert len(vocabulary) > 90

@@ -29,7 +29,7 @@ def test_the_words_of_the_small_world_are_those_of_its_examples():
     for name in tasks.TABLE:
         for index in range(60):
             sample = tasks.sample(name, 0, index)
-            for text in filter(None, (sample.prompt, sample.answer, sample.plan)):
+            for text in filter(None, (sample.prompt, sample.answer, sample.layout)):
                 # Descriptions of a crowd may count further than any request.
                 assert {*KNOWN.unknown(text)} <= {"five", "six"}, text
                 assert KNOWN.spelled(text) == text
@@ -79,7 +79,7 @@ def test_many_unknown_words_are_counted():
     ("task", "words", "given"),
     [
         ("generate", "a Red hexagon", {}),
-        ("generate", "a Red circle", {"plan": " hexagon<LOC_0><LOC_0><LOC_4><LOC_4>"}),
+        ("generate", "a Red circle", {"layout": " hexagon<LOC_0><LOC_0><LOC_4><LOC_4>"}),
         ("ground", ["Red circle", "hexagon"], {"shown": np.zeros((8, 8, 3), np.uint8)}),
         ("infill", "a Red hexagon is ___", {}),
         ("constrained_caption", None, {"required": ["Red", "hexagon"]}),

@@ -70,7 +70,7 @@ def test_rows_of_other_shapes_are_decoded_apart_and_told_by_number(pipe):
     image = world.render(tasks.sample("edit", 0, 0).image)
     boxes = ([0, 0, 16, 16], [0, 0, 48, 48], [0, 0, 16, 16])
     made = [
-        pipe.requests("inpaint", "a red circle", image, box=box, seed=i, steps=2, plan=False)[0]
+        pipe.requests("inpaint", "a red circle", image, box=box, seed=i, steps=2, layout=False)[0]
         for i, box in enumerate(boxes)
     ]
     assert kind_of(made[0]) == kind_of(made[2]) != kind_of(made[1])
@@ -96,7 +96,7 @@ def test_programs_are_entered_by_what_chooses_them(pipe):
             pass
 
     for number in (1, 2, 2):
-        made = pipe.requests("generate", ["a red circle"] * number, steps=2, plan=False)
+        made = pipe.requests("generate", ["a red circle"] * number, steps=2, layout=False)
         served(pipe, made, programs=Entered)
     assert len(entered) == 3
     assert entered[1] == entered[2] != entered[0]

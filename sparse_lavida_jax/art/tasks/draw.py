@@ -22,7 +22,7 @@ def make(dice: ArtDice) -> Sample | None:
     language = dice.pick(LANGUAGES[1:]) if column == "language" else "en"
     layout = str(ArtLayout.of(scene))
     words = request.said(language, dice.sheet)
-    return Sample(words, target=scene, plan=layout, column=column)
+    return Sample(words, target=scene, layout=layout, column=column)
 
 
 _MOST = {"counting": 5, "position": 2, "language": 3}

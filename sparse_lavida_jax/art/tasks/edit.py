@@ -42,7 +42,7 @@ def make(dice: ArtDice) -> Sample | None:
     target = ArtScene.of(source.background, [*kept, *([new] if new else [])])
     erased = kind != "add" and (new is None or new.box != old.box)
     entries = [(NOTHING, old.box)] * erased + ([(new.name, new.box)] if new else [])
-    return Sample(str(edit), source, target=target, plan=str(ArtLayout(tuple(entries))))
+    return Sample(str(edit), source, target=target, layout=str(ArtLayout(tuple(entries))))
 
 
 _SEEN = {"restyle": "style", "mirror": "facing"}

@@ -10,7 +10,7 @@ from sparse_lavida_jax.scenes.task import Sample, Task
 
 def make(dice: ArtDice) -> Sample | None:
     drawn = draw.make(dice)
-    return drawn and drawn._replace(answer=drawn.plan, plan=None)
+    return drawn and drawn._replace(answer=drawn.layout, layout=None)
 
 
 def judge(sample: Sample, output: str) -> str:

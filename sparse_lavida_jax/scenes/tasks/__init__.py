@@ -20,6 +20,7 @@ import re
 import numpy as np
 from jaxtyping import UInt8
 
+from sparse_lavida_jax import old_names
 from sparse_lavida_jax.scenes import judges, world
 from sparse_lavida_jax.scenes.dice import HELD_OUT, Dice
 from sparse_lavida_jax.scenes.grammar import GrammarError
@@ -29,9 +30,9 @@ from sparse_lavida_jax.scenes.world import COLOURS, SHAPES
 # The order decides which task a random number picks. These keep their places, so that runs can be
 # repeated; new ones follow by the alphabet.
 _FIXED_ORDER = (
-    "plan", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption", "infill",
-    "detect", "locate", "name", "quiz", "edit_plan", "fill_plan", "draw", "edit", "inpaint",
-    "outpaint",
+    "layout", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption",
+    "infill", "detect", "locate", "name", "quiz", "edit_layout", "fill_layout", "draw", "edit",
+    "inpaint", "outpaint",
 )  # fmt: skip
 SPLITS = ("train", "test", "held_out")
 
@@ -68,7 +69,7 @@ def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
         made = make(sample(others[index % len(others)], seed, index, split))
         assert made is not None
         return made._replace(task=task)
-    dice = Dice(seed, f"{split}/{task}", index, held_out=split == "held_out")
+    dice = Dice(seed, f"{split}/{old_names.stream_of(task)}", index, held_out=split == "held_out")
     while True:
         made = make(dice)
         if made is not None and is_held_out(made) == dice.held_out:
@@ -78,7 +79,7 @@ def sample(task: str, seed: int, index: int, split: str = "train") -> Sample:
 def is_held_out(sample: Sample) -> bool:
     """Says whether a held-out pair occurs with company: see the top of this file."""
     scenes = [scene for scene in (sample.image, sample.target) if scene is not None]
-    texts = [text for text in (sample.prompt, sample.answer, sample.plan) if text]
+    texts = [text for text in (sample.prompt, sample.answer, sample.layout) if text]
     looks, words = [_HELD_OUT_LOOKS.isdisjoint(scene.cells) for scene in scenes], ". ".join(texts)
     if all(looks) and not any([name in words for name in _HELD_OUT_NAMES]):
         return False

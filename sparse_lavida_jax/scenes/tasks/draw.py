@@ -3,7 +3,7 @@
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import RELATIONS, Phrase, Plan, SceneRequest
+from sparse_lavida_jax.scenes.grammar import RELATIONS, Layout, Phrase, SceneRequest
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.world import GRID, NUM_CELLS, SIZES, Scene
 
@@ -15,15 +15,15 @@ def make(dice: Dice) -> Sample:
     return make_with_request(dice)[0]
 
 
-def make_with_request(dice: Dice) -> tuple[Sample, SceneRequest, Plan]:
+def make_with_request(dice: Dice) -> tuple[Sample, SceneRequest, Layout]:
     """Makes an example; returns it with what its words and its layout mean."""
     column = dice.pick(COLUMNS[2:] if dice.held_out else COLUMNS)
     request = make_request(dice, column)
     placed = zip(_places(dice, request), request.phrases, strict=True)
     entries = [(cell, phrase.thing(phrase.size or dice.pick(SIZES))) for cell, phrase in placed]
-    scene, plan = Scene.of(dict(entries)), Plan(tuple(entries))
-    made = Sample(str(request), target=scene, plan=str(plan), column=column)
-    return made, request, plan
+    scene, layout = Scene.of(dict(entries)), Layout(tuple(entries))
+    made = Sample(str(request), target=scene, layout=str(layout), column=column)
+    return made, request, layout
 
 
 def make_request(dice: Dice, column: str) -> SceneRequest:

@@ -9,8 +9,8 @@ from sparse_lavida_jax.scenes.grammar import (
     EDITS,
     RELATIONS,
     Edit,
+    Layout,
     Phrase,
-    Plan,
 )
 from sparse_lavida_jax.scenes.rules import outcomes, reference
 from sparse_lavida_jax.scenes.task import Sample, Task
@@ -32,8 +32,9 @@ def make(dice: Dice) -> Sample | None:
         return None
     outcome = dice.pick(allowed) if kind == "add" else allowed[0]
     size = old.size if kind == "replace" else new.size  # where the words say none
-    plan = Plan(tuple((cell, phrase and phrase.thing(size)) for cell, phrase in outcome.items()))
-    return Sample(str(edit), source, target=source.changed(plan.appearances), plan=str(plan))
+    entries = ((cell, phrase and phrase.thing(size)) for cell, phrase in outcome.items())
+    layout = Layout(tuple(entries))
+    return Sample(str(edit), source, target=source.changed(layout.appearances), layout=str(layout))
 
 
 def _worded(dice: Dice, kind: str, anchor: Phrase, new: Object) -> Edit:

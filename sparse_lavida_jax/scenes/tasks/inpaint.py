@@ -5,7 +5,7 @@ import functools
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import Plan, box_text, cells_box
+from sparse_lavida_jax.scenes.grammar import Layout, box_text, cells_box
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks import draw
 from sparse_lavida_jax.scenes.world import EMPTY, GRID, NUM_CELLS
@@ -22,17 +22,17 @@ def make_hole(dice: Dice, *, word: str) -> Sample | None:
     )
     inside = [y * GRID + x for y in range(top, top + height) for x in range(left, left + width)]
     known = tuple((cell in inside) == (word == "extend") for cell in range(NUM_CELLS))
-    drawn, _, plan = draw.make_with_request(dice)
+    drawn, _, layout = draw.make_with_request(dice)
     whole = drawn.target
     assert whole is not None
-    missing = tuple(entry for entry in plan.entries if not known[entry[0]])
+    missing = tuple(entry for entry in layout.entries if not known[entry[0]])
     if not missing:
         return None
     return Sample(
         f"{drawn.prompt}, {word}{box_text(cells_box(inside[0], inside[-1]))}",
         whole.changed({cell: EMPTY for cell in range(NUM_CELLS) if not known[cell]}),
         target=whole,
-        plan=str(Plan(missing)),
+        layout=str(Layout(missing)),
         known=known,
         column=drawn.column,
     )

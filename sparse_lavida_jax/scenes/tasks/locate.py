@@ -8,7 +8,7 @@ import functools
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import Plan, spans_of
+from sparse_lavida_jax.scenes.grammar import Layout, spans_of
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks.detect import MOST_DETECTED
 
@@ -24,7 +24,7 @@ def make_listing(dice: Dice, *, prompt: str, known: str) -> Sample:
     looks = sorted({thing.index for _, thing in objects})
     order = {look: place for place, look in enumerate(dice.several(looks, len(looks)))}
     objects.sort(key=lambda one: (order[one[1].index], one[0]))
-    text = str(Plan(tuple(objects)))
+    text = str(Layout(tuple(objects)))
     return Sample(prompt, scene, text, given=spans_of(known, text))
 
 

@@ -2,7 +2,7 @@
 """Names what stands in some cells of a crowd: of `name`, where few names follow from the others."""
 
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import Plan, spans_of
+from sparse_lavida_jax.scenes.grammar import Layout, spans_of
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks.detect import MOST_DETECTED
 
@@ -13,7 +13,7 @@ def make(dice: Dice) -> Sample:
     scene = dice.scene(high=MOST_SHOWN)
     objects = list(scene.objects())
     asked = dice.several(objects, min(len(objects), MOST_DETECTED))
-    text = str(Plan(tuple(asked)))
+    text = str(Layout(tuple(asked)))
     return Sample("what is there?", scene, text, given=spans_of(r"(<LOC_\d+>)+,?", text))
 
 

@@ -13,7 +13,7 @@ from sparse_lavida_jax.scenes.tasks import answer
 from sparse_lavida_jax.scenes.world import COLOURS, SHAPES, Scene
 
 QUESTIONS = 4
-MOST_ASKED = 36  # words, so that no plan is shorter
+MOST_ASKED = 36  # words, so that no layout is shorter
 
 
 def make(dice: Dice) -> Sample | None:

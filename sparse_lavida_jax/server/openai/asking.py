@@ -258,7 +258,7 @@ def notes(ticket: Ticket, result: Result) -> dict[str, Any]:
     return {
         "warnings": [warning] if warning else [],
         "seeds": list(result.seeds),
-        "plans": list(result.plans),
+        "layouts": list(result.layouts),
         "seconds": round(ticket.seconds, 4),
         "tokens_passed": sum(result.passed),
         "layout_tokens_passed": sum(result.layout_passed),

@@ -188,7 +188,7 @@ def _usage(waiting: asking.Asked, result: Result) -> dict[str, Any]:
     tokenizer = asking.service_of(waiting.request).pipe.prompts.tokenizer
     text, image = result.prompted[0]
     cells = sum(map(len, result.tokens))
-    laid_out = sum(len(tokenizer.encode(plan)) for plan in result.plans)
+    laid_out = sum(len(tokenizer.encode(layout)) for layout in result.layouts)
     return {
         "input_tokens": text + image,
         "input_tokens_details": {"text_tokens": text, "image_tokens": image},

@@ -3,20 +3,20 @@
 
 from sparse_lavida_jax.scenes import judges, world
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import Plan, SceneRequest
-from sparse_lavida_jax.scenes.task import Sample, Task, planned
+from sparse_lavida_jax.scenes.grammar import Layout, SceneRequest
+from sparse_lavida_jax.scenes.task import Sample, Task, layout_sample
 from sparse_lavida_jax.scenes.tasks import draw
 
 
 def make(dice: Dice) -> Sample:
-    return planned(draw.make(dice))
+    return layout_sample(draw.make(dice))
 
 
 def judge(sample: Sample, output: str) -> str:
-    plan = Plan.parse(output)
-    if any(thing is None for _, thing in plan.entries):
-        return "the plan gives a cell to nothing"
-    layout = world.EMPTY_SCENE.changed(plan.appearances)
+    layout = Layout.parse(output)
+    if any(thing is None for _, thing in layout.entries):
+        return "the layout gives a cell to nothing"
+    layout = world.EMPTY_SCENE.changed(layout.appearances)
     return judges.request_fault(SceneRequest.parse(sample.prompt), layout)
 
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What names of before December 2026 are called now, for what was written or is typed with them.
+
+PNGs, model folders, run directories and benchmark rows keep their bytes and are renamed when read.
+On the command line and in Python an old name is refused with the new one.
+"""
+
+from typing import Any
+
+NAMES = {
+    "plan": "layout",  # in words; a plan is the sampler's
+    "plans": "layouts",
+    "no_plan": "no_layout",
+    "plan_drop": "layout_drop",
+    "edit_plan": "edit_layout",
+    "fill_plan": "fill_layout",
+}
+# Tasks of the small world whose random numbers follow from the old name, so that runs repeat.
+_FIRST_NAMES = {name: old for old, name in NAMES.items() if name.endswith("layout")}
+
+
+def current(values: Any) -> Any:
+    """Returns settings, a record or a row with today's names.
+
+    Keys of dictionaries are renamed, and names of tasks: the items of lists and the value of
+    `task`. Other values are not: `diffusion.blocks` may be "plan".
+    """
+    if isinstance(values, list):
+        return [NAMES.get(one, one) if isinstance(one, str) else current(one) for one in values]
+    if not isinstance(values, dict):
+        return values
+    renamed = {}
+    for key, value in values.items():
+        is_task = key == "task" and isinstance(value, str)
+        renamed[NAMES.get(key, key)] = NAMES.get(value, value) if is_task else current(value)
+    return renamed
+
+
+def before(values: Any) -> Any:
+    """Returns settings with the names of before, from which older digests were made."""
+    if isinstance(values, list):
+        return [_OLD.get(one, one) if isinstance(one, str) else before(one) for one in values]
+    if not isinstance(values, dict):
+        return values
+    return {_OLD.get(key, key): before(value) for key, value in values.items()}
+
+
+_OLD = {name: old for old, name in NAMES.items()}
+
+
+def stream_of(task: str) -> str:
+    """Returns the name of a task's stream of random numbers: the first name that it had."""
+    return _FIRST_NAMES.get(task, task)
+
+
+def hint(name: str, dashes: str = "") -> str:
+    """Returns "`--plan` is now `--layout`." for an old name, else "".
+
+    Args:
+        name: of a setting, an option or a task, with underscores or dashes between its words.
+        dashes: "--" for an option of the command line.
+    """
+    new = NAMES.get(name.replace("-", "_"))
+    if new is None:
+        return ""
+    spelled = new.replace("_", "-") if dashes else new
+    return f"`{dashes}{name}` is now `{dashes}{spelled}`."

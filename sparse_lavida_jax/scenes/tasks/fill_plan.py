@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Lays out in text what is missing of an image."""
-
-from sparse_lavida_jax.scenes.task import Task, planned
-
-TASK = Task(planned, None, "tell", made_of=("inpaint", "outpaint"))
