@@ -30,7 +30,8 @@ from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import fuse, parameters, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.programs.kept import OVER_TPUS
-from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, rows_of
+from sparse_lavida_jax.sampling.prompts import padded_lengths
+from sparse_lavida_jax.sampling.state import capacity, prefill, rows_of
 from sparse_lavida_jax.sequence import Response, Text
 from sparse_lavida_jax.training import memory
 
@@ -336,9 +337,10 @@ def sampling(
     example = dataclasses.replace(case.example, parts=parts)
     case = dataclasses.replace(case, example=example, batch=images)
     chosen, steps, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    room = capacity(prompt, steps, chosen, slot_multiple(model.attention_implementation))
+    room, _ = capacity(
+        padded_lengths(prompt), steps, chosen, slot_multiple(model.attention_implementation)
+    )
     longest = max(steps, key=lambda part: len(part.block))
-    step = StepTokens.of(longest)
     as_loaded = functools.partial(fuse.for_inference, by_layer=False, mesh=mesh)
     fused = jax.eval_shape(as_loaded, denoiser_shapes(model))
     own = parameters.mapped(parameter, fused)
@@ -357,9 +359,9 @@ def sampling(
         traced = prefill.over_tpus.trace(own, *rest, settings=chosen, capacity=room)
         prefilled = compiled(traced, own, *rest)
         state = _laid(traced.out_info, prefilled.program.output_shardings)
-        given = (own, state, _whole(step, mesh), rest[-1])
-        now = dataclasses.replace(chosen, guided=bool(longest.guided[0]))
-        return prefilled, compiled(sample.run_phase.over_tpus.trace(*given, settings=now), *given)
+        given = (own, state, _whole(longest, mesh), (rest[-1],))
+        traced = sample.run_phase.over_tpus.trace(*given, settings=chosen)
+        return prefilled, compiled(traced, *given)
 
 
 def _laid(tree: Any, shardings: Any) -> Any:

@@ -176,17 +176,13 @@ def programs(
     settings, plan = case.settings(model.settings), case.plan(model.settings)
     laid = case.laid(model.settings, range(case.batch))
     batch = calls.prepared(model, laid, plan, settings=settings, in_trips=True)
-    trips = [trip for phase in plan for trip in batch.begun.trips(phase)]
+    trips = [trip for phase in batch.begun.phases for trip in batch.begun.trips(phase)]
     runs, steps = collections.Counter(), collections.Counter()
     for trip in trips:
         runs[trip.program] += 1
         steps[trip.program] += int(trip.options["number"])
     first = {trip.program: trip for trip in reversed(trips)}
-    widths = [
-        sum(x.shape[-1] for x in (trip.steps.clean, trip.steps.decode, trip.steps.rest))
-        + trip.options["settings"].num_registers
-        for trip in first.values()
-    ]
+    widths = [trip.steps.width for trip in first.values()]
     keys = [*first]
     found: list[tuple[LoweredProgram, tuple]] = []
 
@@ -221,9 +217,9 @@ def programs(
         found.append((program, (args, named)))
         return typed(traced.out_info)
 
-    first_trip = 1 if len(batch.parts) <= 1 else len(batch.parts) + 1
+    first_trip = len(batch.parts) + 1 if batch.one_by_one else 1
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh), unchecked():
-        finish(sample.calls_of(batch, [*first.values()]), lower)
+        finish(batch.all_calls(sample.run_phase, [*first.values()]), lower)
     return found
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.record import Bench, differing, path_of, read_row
-from sparse_lavida_jax import config, old_names, sample, schema, train
+from sparse_lavida_jax import config, old_names, schema, train
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.training import runs
 
 AFTER = 1000  # added to the seed of runs that start from another way, to give them other batches
@@ -215,7 +216,7 @@ class Passes:
         self._steps: collections.Counter[str] = collections.Counter()
         self._before = 0
 
-    def __call__(self, now: sample.Progress) -> None:
+    def __call__(self, now: Progress) -> None:
         self._batches[now.making] += not now.steps
         self._steps[now.making] += max(now.steps - self._before, 0)
         self._before = now.steps

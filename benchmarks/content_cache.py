@@ -105,7 +105,7 @@ def counted(case: suites.RequestCase, model: config.Model) -> dict[str, Any]:
     settings, (laid,) = case.settings(model), case.laid(model, [0])
     passed = laid.prompt_tokens
     total = costs.total(costs.costs(case.plan(model), settings, passed))
-    parts = prompts.parted(case.prompt(model), settings.guidance_rows, keeping=True)
+    parts = prompts.parted(case.laid(model, range(case.batch)), model, keeping=True)
     kept = (state.prompt_bytes(model, part.prompt, settings.kind) for part in parts)
     return {
         "task": case.task,

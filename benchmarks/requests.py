@@ -23,7 +23,6 @@ from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.prompts import padded_lengths
-from sparse_lavida_jax.sampling.state import num_registers
 
 Row = dict[str, Any]
 Split = dict[str, float]  # seconds for each part of a request
@@ -154,7 +153,7 @@ class Timed:
         state = jax.block_until_ready(begun.state)
         ends("prefill")
         assert state is not None
-        for phase in plan:
+        for phase in begun.phases:
             state = sample.advance(model, begun, state, phase)
             if turn == 0:  # nothing runs while the next program is compiled
                 jax.block_until_ready(state)
@@ -225,18 +224,12 @@ class Timed:
         """Returns how far 8 bits change the logits of the first step, and how many modes remain."""
         case, whole = self.case, self.subject.model
         settings, plan = case.settings(whole.settings), case.plan(whole.settings)
-        first, laid = plan[0].steps(0, 1), case.laid(whole.settings, range(case.batch))
-        now = jax.tree.map(lambda x: jnp.asarray(x)[0], sample.StepTokens.of(first))
+        laid = case.laid(whole.settings, range(case.batch))
+        now = jax.tree.map(jnp.asarray, plan[0][0])
 
         def logits(model: Denoiser) -> np.ndarray:
             begun = sample.begin(model, laid, plan, settings=settings)
-            program = dataclasses.replace(
-                begun.program,
-                guided=bool(first.guided[0]),
-                refreshing=bool(first.refresh[0]),
-                num_registers=num_registers(first, begun.program),
-            )
-            found, _ = _step_logits(model, begun.state, now, begun.prompt, program)
+            found, _ = _step_logits(model, begun.state, now, begun.prompts, begun.program)
             return np.asarray(found)[np.asarray(now.decode) >= 0]
 
         plain, moved = logits(whole), logits(self.model)

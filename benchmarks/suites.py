@@ -90,7 +90,7 @@ class RequestCase:
         rows = [presets.RowRequest(seed=seed, **scales) for seed in seeds]
         return [prompts.lay_out(example, row, model, settings) for row in rows]
 
-    def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Phase]:
+    def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Steps]:
         """Returns the steps of a batch with these seeds, by default those of the first turn."""
         seeds = list(range(self.batch)) if seeds is None else seeds
         given, settings = np.stack([self.example.given] * len(seeds)), self.settings(model)
@@ -98,7 +98,7 @@ class RequestCase:
 
     def timed_plan(
         self, model: config.Model, seeds: Sequence[int] | None = None
-    ) -> list[plans.Phase]:
+    ) -> list[plans.Steps]:
         """Returns the steps that are timed."""
         plan = self.plan(model, seeds)
         if not self.steps_timed:
@@ -106,7 +106,7 @@ class RequestCase:
         timed = self.timed_steps(model)
         longest = max(range(len(plan)), key=lambda number: plan[number].num_steps)
         before = sum(part.num_steps for part in plan[:longest])
-        return [plan[longest].steps(timed.start - before, timed.stop - before)]
+        return [plan[longest][timed.start - before : timed.stop - before]]
 
     def timed_steps(self, model: config.Model) -> range:
         """Returns the numbers of the steps that are timed."""

@@ -17,9 +17,7 @@ import numpy as np
 from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
-from sparse_lavida_jax.sampling import presets
-from sparse_lavida_jax.sampling.prompts import Prompt, parted
-from sparse_lavida_jax.sampling.state import num_registers
+from sparse_lavida_jax.sampling.prompts import Prompt, batched, parted
 from sparse_lavida_jax.training import flops
 
 
@@ -66,27 +64,28 @@ class RequestWork:
 
 def of_case(case: RequestCase, model: config.Model) -> RequestWork:
     """Counts a batch of requests."""
-    settings, plan, prompt = case.settings(model), case.plan(model), case.prompt(model)
-    kept, prefills = case.keeps_prefix, []
+    settings, plan, kept, prefills = case.settings(model), case.plan(model), case.keeps_prefix, []
+    laid = case.laid(model, range(case.batch))
     if settings.caches_prompt:
-        parts = parted(prompt, settings.guidance_rows, keeping=kept)
+        parts = parted(laid, model, keeping=kept)
         prefills = [_pass(case, model, p.prompt) for p in parts if not (kept and p.keeps)]
+    together = [batched(laid, model)]
+    if not settings.uses_cache:  # guidance rows are passed in shapes of their own
+        together = [part.prompt for part in parted(laid, model)]
+    full_rows = [jax.tree.map(lambda x: x[-case.batch :], together[-1])]
     steps, committed = [], 0.0
     for part in plan:
-        registers = num_registers(part, settings)
-        uses = (part.clean, part.decode, part.rest)
-        slots = sum(positions.shape[-1] for positions in uses) + registers
         for i in range(part.num_steps):
-            used = [float((positions[i] >= 0).sum(axis=-1).mean()) for positions in uses]
+            used = part.tokens()[i].mean(axis=0).tolist()
             own = {
-                "own": (sum(used) + registers, slots),
+                "own": (sum(used) + part.registers, part.width),
                 "predicted": used[1],
                 "committed": committed,
-                "passes_prompt": not settings.preset.cache_prompt or bool(part.refresh[i]),
+                "passes_prompt": settings.passes_prompt(part),
             }
-            together = _together(prompt, settings, guided=bool(part.guided[i]))
-            steps.append(_as_one([_pass(case, model, rows, **own) for rows in together]))
-            if part.refresh[i]:
+            passed = together if settings.passes_all_rows(part) else full_rows
+            steps.append(_as_one([_pass(case, model, rows, **own) for rows in passed]))
+            if part.refreshes:
                 committed = used[0]
             elif settings.preset.cache_response and not settings.preset.refreshes:
                 committed += used[0]
@@ -137,15 +136,6 @@ def _operations(jaxpr: Any) -> float:
             runs = params["length"] if name == "scan" else 1
             total += runs * sum(_operations(one) for one in within if hasattr(one, "eqns"))
     return total
-
-
-def _together(prompt: Prompt, settings: presets.StepSettings, *, guided: bool) -> list[Prompt]:
-    """Returns the guidance rows of a step, separately if it passes them in different shapes."""
-    if settings.uses_cache:
-        return [prompt]
-    parts = [part.prompt for part in parted(prompt, settings.guidance_rows, keeping=False)]
-    full_rows = len(prompt.length) // settings.guidance_rows
-    return parts if guided else [jax.tree.map(lambda x: x[-full_rows:], parts[-1])]
 
 
 def _as_one(passes: list[Pass]) -> Pass:

@@ -9,7 +9,7 @@ from sparse_lavida_jax.inference.requests import TASKS, Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sample import Callback
+from sparse_lavida_jax.sampling.progress import Callback
 
 
 class Conversation:

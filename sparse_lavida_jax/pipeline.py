@@ -52,10 +52,10 @@ from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.prompting.protocol import PromptFormat, prompt_format
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import MOST_GB, ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest
+from sparse_lavida_jax.sampling.progress import Callback
 
 S = TypeVar("S", bound="SparseLaViDa")
 
@@ -329,7 +329,7 @@ class SparseLaViDa:
         Args:
             size: height and width in pixels, or the side of a square; by default the largest.
             callback: called before the first step and after each phase of each stage
-                (`sample.Progress`).
+                (`sampling.progress.Progress`).
             options: see `ImageOptions`; likewise for all tasks.
 
         Raises:
@@ -613,7 +613,8 @@ class SparseLaViDa:
         """Executes requests of one task with the same sampling settings.
 
         Args:
-            callback: called before the first step and after each phase (`sample.Progress`).
+            callback: called before the first step and after each phase
+                (`sampling.progress.Progress`).
             bucket: the shapes to pad images to, for `replay`; by default as `padding` says.
             padding: see `batches.Padding`.
             programs: entered around each batch, with the key of its compiled programs.

@@ -12,45 +12,42 @@ are those whose canvas entry is the mask id, and a token is decoded when all its
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import StepTables
-from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.programs.kept import Call, finish, kept, make
-from sparse_lavida_jax.sampling import draw, plans
+from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.sampling import draw
 from sparse_lavida_jax.sampling.calls import (
     Begun,
     ModelConstants,
-    Prepared,
-    Trip,
-    first_canvas,
     mask_id_of,
     over_mesh,
     prepared,
 )
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.draw import Draws
+from sparse_lavida_jax.sampling.forward import step_hidden, step_logits, tables_ahead
+from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt
+from sparse_lavida_jax.sampling.progress import Callback, ProgressReporter
+from sparse_lavida_jax.sampling.prompts import LaidOut
 from sparse_lavida_jax.sampling.state import (
-    NOT_DECODED,
+    Prompts,
     SamplerState,
-    StepTokens,
     attention,
-    response_stream,
-    step_hidden,
-    take,
+    cut_at_end,
+    has_ended,
+    open_codes,
 )
-from sparse_lavida_jax.tags import GIVEN_BLOCK, AnyArray, TokenTags
+from sparse_lavida_jax.tags import AnyArray
 
 OWN_DRAWS = Draws()  # drawn here, not read from a record
 
@@ -58,10 +55,9 @@ OWN_DRAWS = Draws()  # drawn here, not read from a record
 def step(
     model: Denoiser,
     state: SamplerState,
-    now: StepTokens,
-    prompt: Prompt,
+    now: Steps,
+    prompts: Prompts,
     *,
-    policy: draw.Policy,
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
     tables: StepTables | None = None,
@@ -71,31 +67,20 @@ def step(
     The body of the phase loop, for image and text and for every preset.
 
     Args:
-        policy: chooses which candidates to commit.
         draws: where random numbers come from.
-        tables: for attention, if they were made before the loop (`_tables_ahead`).
+        tables: for attention, if they were made before the loop (`forward.tables_ahead`).
     """
-    how = settings.choice.confidence
     if settings.head_tile:
-        hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
-        by_tiles = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
-        drawn = by_tiles.token[..., None]
-
-        def sure():
-            return by_tiles.confidence(how)[..., None]
+        hidden, cache = step_hidden(model, state, now, prompts, settings, tables)
+        proposal = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
     else:
-        logits, cache = step_logits(model, state, now, prompt, settings, tables)
-        logits = draw.allowed(logits, state.rows, now, model.settings, settings)
-        drawn = draws.codes(state.rows, now, logits, settings)
-
-        def sure():
-            return draw.confidence(how, logits, drawn)
-
+        logits, cache = step_logits(model, state, now, prompts, settings, tables)
+        proposal = draw.draw_from(logits, state.rows, now, model.settings, settings, draws)
     mask_id = mask_id_of(model.settings, settings.kind)
-    known, masked, candidate = _open(state, now, mask_id)
-    confidence = draw.confidences(state.rows.key, now, sure, settings.choice, draws)
-    commit = masked & policy(confidence, candidate, now.count)
-    codes = jnp.where(commit, drawn, known)
+    known, masked, candidate = open_codes(state, now, mask_id)
+    confidence = draw.confidences(state.rows.key, now, proposal, settings.commit, draws)
+    commit = masked & settings.commit(confidence, candidate, now.count)
+    codes = jnp.where(commit, proposal.codes, known)
     changed = commit.any(axis=-1)
     finished = changed & (codes != mask_id).all(axis=-1)
     # Positions outside the response are dropped by the scatter.
@@ -111,82 +96,12 @@ def step(
     )
 
 
-def _open(
-    state: SamplerState, now: StepTokens, mask_id: int
-) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
-    """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
-    known = take(state.canvas, jnp.maximum(now.decode, 0))
-    masked = (known == mask_id) & (now.decode >= 0)[..., None]
-    together = now.candidates.shape[-1] == 1
-    any_masked = masked.any(axis=-1, keepdims=True) if together else masked
-    return known, masked, any_masked & now.candidates
-
-
-def step_logits(
-    model: Denoiser,
-    state: SamplerState,
-    now: StepTokens,
-    prompt: Prompt,
-    settings: StepSettings,
-    tables: StepTables | None = None,
-) -> tuple[Float[Array, "b w g v"], KVCache | None]:
-    """Returns guided logits of the tokens to decode, in float32, and the cache after this step."""
-    hidden, cache = step_hidden(model, state, now, prompt, settings, tables)
-    candidates = hidden.reshape(-1, *hidden.shape[2:])
-    if settings.kind == "text":
-        logits = model.text_logits(candidates)[:, :, None]
-    else:
-        logits = model.image_logits(candidates)
-    logits = logits.reshape(*hidden.shape[:2], *logits.shape[1:])
-    return draw.guided(logits, settings, state.rows, now.guidance), cache
-
-
-# ---------------------------------------------------------------------------------------------
-# Compiled programs.
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """The state of a batch before its first step, or between two phases.
-
-    Attributes:
-        making: what is being made: "layout", "image" or "text".
-        steps, total: forward passes done so far, and in the whole plan.
-        canvas: the responses; `mask_id` where nothing is decoded yet.
-        decoded_at: the block that decoded each token (`SamplerState`).
-        blocks: those of the phase that has just ended; none before the first step.
-        rows: request numbers of the first rows; any further rows fill the batch up.
-        plan, settings: what each step passes.
-        prompted: for each of `rows`, the tokens of its prompts (`LaidOut.prompt_tokens`).
-    """
-
-    making: str
-    steps: int
-    total: int
-    canvas: Int[np.ndarray, "b l g"]
-    decoded_at: Int[np.ndarray, "b l"]
-    blocks: range
-    mask_id: int
-    rows: tuple[int, ...] = ()
-    plan: Sequence[plans.Phase] = ()
-    settings: StepSettings | None = None
-    prompted: tuple[tuple[int, ...], ...] = ()
-
-    def after(self, block: int) -> Int[np.ndarray, "b l g"]:
-        """Returns the canvas as it was after a block, whole tokens at a time."""
-        later = self.decoded_at > block
-        return np.where(later[..., None], self.mask_id, self.canvas)
-
-
-Callback = Callable[[Progress], None]
-
-
 @kept(static=("settings",), donate=("state",), depends=attention)
 def run_phase(
     model: Denoiser,
     state: SamplerState,
-    phase: StepTokens,
-    prompt: Prompt,
+    phase: Steps,
+    prompts: Prompts,
     *,
     settings: StepSettings,
     draws: Draws = OWN_DRAWS,
@@ -199,74 +114,31 @@ def run_phase(
     Args:
         number: of the steps to run, from the first; None: all.
     """
-    policy = draw.policy_of(settings.choice)
     num_steps = phase.block.shape[0]
     asked = num_steps if number is None else number
-    ahead = _tables_ahead(model, state, phase, prompt, settings)
+    ahead = tables_ahead(model, state, phase, prompts, settings)
 
     def body(i, state):
-        now, drawn, tables = jax.tree.map(lambda x: x[i], (phase, draws, ahead))
-        how = {"policy": policy, "settings": settings, "draws": drawn, "tables": tables}
-        return step(model, state, now, prompt, **how)
+        drawn, tables = jax.tree.map(lambda x: x[i], (draws, ahead))
+        how = {"settings": settings, "draws": drawn, "tables": tables}
+        return step(model, state, phase[i], prompts, **how)
 
-    if not settings.choice.ends_early:
+    if not settings.commit.ends_early:
         return jax.lax.fori_loop(0, asked, body, state)
 
     def goes_on(carry):
         i, state = carry
-        now = jax.tree.map(lambda x: x[jnp.minimum(i, num_steps - 1)], phase)
-        *_, candidate = _open(state, now, mask_id_of(model.settings, settings.kind))
+        now = phase[jnp.minimum(i, num_steps - 1)]
+        *_, candidate = open_codes(state, now, mask_id_of(model.settings, settings.kind))
         return (i < asked) & candidate.any()
 
     return jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), state))[1]
 
 
-def _tables_ahead(
-    model: Denoiser,
-    state: SamplerState,
-    phase: StepTokens,
-    prompt: Prompt,
-    settings: StepSettings,
-) -> StepTables | None:
-    """Returns the attention tables of every step, stacked along a first axis.
-
-    None if each step makes its own: if decoding times depend on what is drawn, if the prompt is
-    passed again, or if devices share the work. The reference implementation needs no tables.
-    """
-    cache, whole = state.cache, phase.candidates.shape[-1] == 1
-    known = settings.kind == "image" and settings.choice.commit == "all" and whole
-    alone = settings.preset.cache_prompt and not settings.refreshing
-    possible = settings.tables_ahead and known and alone
-    if cache is None or not possible or jax.sharding.get_abstract_mesh().size > 1:
-        return None
-    # The time at which each token is decoded, in this phase or before it.
-    candidates = phase.candidates[..., 0] & (phase.decode >= 0)
-    at = jnp.where(candidates, phase.decode, state.decoded_at.shape[1])
-    rows = jnp.arange(at.shape[1])[None, :, None]
-    decoded_at = state.decoded_at.at[rows, at].set(phase.block[:, None, None], mode="drop")
-
-    def tags_of(now: StepTokens) -> tuple[AnyArray, ...]:
-        until_now = jnp.where(decoded_at > now.block, NOT_DECODED, decoded_at)
-        before = dataclasses.replace(state, decoded_at=until_now)
-        tags = response_stream(model.settings, before, now, prompt, settings).tags
-        return tags.position, tags.block, tags.horizon
-
-    tags = jax.vmap(tags_of)(phase)
-    stays = phase.clean.shape[-1] if settings.preset.cache_response else 0
-    clean = jnp.moveaxis(tags[1][:, :, :stays], 0, 1)
-    # Steps beyond those that are run may find no slots.
-    stored = cache.tagged(clean.reshape(clean.shape[0], -1)) if stays else cache
-
-    def tables_of(i, *tags) -> StepTables:
-        return model.step_tables(TokenTags(*tags), stored.commit(i * stays))
-
-    return jax.vmap(tables_of)(jnp.arange(phase.block.shape[0]), *tags)
-
-
 def sample(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    phases: list[plans.Phase],
+    phases: list[Steps],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -301,47 +173,33 @@ def sample(
     Raises:
         ValueError: the examples differ in response length, or the plan is for another batch.
     """
-    ends = settings.kind == "text" and not settings.released
-
-    def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
-        assert callback is not None
-        how = {"plan": phases, "settings": settings}
-        total = sum(len(phase.block) for phase in phases)
-        callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id, **how))
-
     constants = constants or ModelConstants.of(model)
-    mask_id = constants.mask_ids[settings.kind]
+    report, mask_id = None, constants.mask_ids[settings.kind]
     if callback is not None:
-        canvas, given = first_canvas(laid, mask_id)
-        tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
+        report = ProgressReporter(callback, making, phases, settings, mask_id)
+        report.before(laid)
     how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
     begun = begin(model, laid, phases, **how)
     state = begun.state
     if state is None:  # everything is given
         return begun.canvas
-    start, ended = 0, None
-    for phase in phases:
+    ends = settings.kind == "text" and not settings.released
+    start, ended, end = 0, None, constants.settings.end_of_text_id
+    for phase in begun.phases:
         own = slice(start, start + len(phase.block))
         recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
         state = advance(model, begun, state, phase, draws=recorded)
         start = own.stop
-        if callback is not None:
-            blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
-            seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
-            tell(int(seen[0]), seen[1], seen[2], blocks)
+        if report is not None:
+            report.after(phase, state)
         # One phase is started ahead, and no more, so that an interrupt is noticed early.
         jax.block_until_ready(ended)
         ended = _copy(state.passes)  # the next phase overwrites the state
         runtime.check_interrupt()
-        if stop_early and ends and _has_ended(state, model.settings.end_of_text_id):
+        if stop_early and ends and has_ended(state, end):
             break
-    canvas = np.array(state.canvas)
-    if ends:
-        # Anything after the first end-of-text would depend on when the batch stopped.
-        ended = np.cumsum(_ends(state, model.settings.end_of_text_id), axis=1) > 0
-        canvas[ended] = model.settings.end_of_text_id
-    return canvas
+    return cut_at_end(state, end) if ends else np.array(state.canvas)
 
 
 @kept()
@@ -349,43 +207,10 @@ def _copy(x: Array) -> Array:
     return jnp.copy(x)
 
 
-def _ends(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
-    """Returns where texts have an end-of-text that counts."""
-    decoded = np.asarray(state.decoded_at) != NOT_DECODED
-    may_end = np.arange(decoded.shape[1]) >= np.asarray(state.rows.ends_from)[:, None]
-    return (np.asarray(state.canvas)[..., 0] == end) & decoded & may_end
-
-
-def _has_ended(state: SamplerState, end: int) -> bool:
-    """Whether every text has an end-of-text with everything before it decoded."""
-    ended, decoded = _ends(state, end), np.asarray(state.decoded_at) != NOT_DECODED
-    first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
-    before = np.arange(ended.shape[1])[None] < first_end[:, None]
-    return bool(ended.any(1).all() and decoded[before].all())
-
-
-def calls_of(
-    batch: Prepared, trips: Sequence[Trip] = (), cache: ContentCache | None = None
-) -> Generator[Call, Any, SamplerState]:
-    """Yields the calls of the prefill and of some trips; is sent the result, or type, of each.
-
-    Args:
-        cache: what is found there is not called for.
-
-    Returns:
-        The state after the last call.
-    """
-    state = yield from batch.calls(cache)
-    for trip in trips:
-        given = batch.arrays[0], state, trip.steps, batch.begun.prompt
-        state = yield Call(run_phase, given, trip.options)
-    return state
-
-
 def begin(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    phases: list[plans.Phase],
+    phases: list[Steps],
     *,
     content_cache: ContentCache | None = None,
     **how: Any,
@@ -393,31 +218,19 @@ def begin(
     """Makes the arrays of a batch (`calls.prepared`), and passes its prompts."""
     most = None if content_cache is None else content_cache.most_bytes
     batch = prepared(model, laid, phases, most_kept=most, **how)
-    begun = batch.begun
-    if not phases:
-        return begun
-    with over_mesh(model):
-        alone = jax.sharding.get_abstract_mesh().empty
-        if alone and side_by_side.are_made_ahead():
-            trips = {trip.program: trip for part in phases for trip in begun.trips(part)}
-            make(calls_of(batch, [*trips.values()]), 2 * len(batch.parts) + 2 + len(trips))
-        state = finish(batch.calls(content_cache if most else None), Call.__call__)
-    return dataclasses.replace(begun, state=state)
+    return batch.passed(run_phase, content_cache if most else None) if phases else batch.begun
 
 
 def advance(
     model: Denoiser,
     begun: Begun,
     state: SamplerState,
-    phase: plans.Phase,
+    phase: Steps,
     *,
     draws: Draws | None = None,
 ) -> SamplerState:
     """Runs the steps of a phase (`sample`) with the `draws` of these steps."""
-    for trip in begun.trips(phase):
-        recorded = {}
-        if draws is not None:
-            recorded["draws"] = jax.tree.map(lambda x, own=trip.own: x[own], draws)
+    for trip in begun.trips(phase, draws):
         with over_mesh(model):
-            state = run_phase(model, state, trip.steps, begun.prompt, **trip.options, **recorded)
+            state = run_phase(model, state, trip.steps, begun.prompts, **trip.options)
     return state

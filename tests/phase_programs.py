@@ -25,7 +25,7 @@ from sparse_lavida_jax.models import fuse, parameters
 from sparse_lavida_jax.models import sharding as rules
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import presets, prompts
-from sparse_lavida_jax.sampling.state import StepTokens, capacity, prefill, rows_of
+from sparse_lavida_jax.sampling.state import capacity, prefill, rows_of
 
 CELLS, TEXT_LEN, TEXT_BLOCK_LEN = 1024, 256, 32
 WORDS = 500  # of the prompt: no matrix has as many rows as it needs slots
@@ -140,18 +140,19 @@ def compiled(
     laid = tiny.laid(requests, model, chosen)
     prompt = prompts.batched(laid, model)
     phase = max(plan, key=lambda part: len(part.block))
-    steps = jax.tree.map(jnp.asarray, StepTokens.of(phase))
+    steps = jax.tree.map(jnp.asarray, phase)
     stored = given(model_shapes)
-    room = capacity(prompt, plan, chosen, slot_multiple(model.attention_implementation))
+    room, _ = capacity(
+        prompts.padded_lengths(prompt), plan, chosen, slot_multiple(model.attention_implementation)
+    )
     canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         state = jax.eval_shape(
             lambda *arrays: prefill(*arrays, settings=chosen, capacity=room),
             stored, canvas, known.astype(np.int32), rows_of(laid, chosen), prompt,
         )  # fmt: skip
-        now = dataclasses.replace(chosen, guided=bool(phase.guided[0]))
-        arrays = stored, given(state), given(steps), given(jax.tree.map(jnp.asarray, prompt))
-        lowered = sample.run_phase.trace(*arrays, settings=now).lower(
+        arrays = stored, given(state), given(steps), (given(jax.tree.map(jnp.asarray, prompt)),)
+        lowered = sample.run_phase.trace(*arrays, settings=chosen).lower(
             lowering_platforms=(platform,)
         )
         done = lowered.compile()

@@ -15,9 +15,9 @@ from sparse_lavida_jax.inference.requests import TASKS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.content_cache import ContentCache
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.sampling.state import NOT_DECODED
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
@@ -104,6 +104,7 @@ def after(making, steps, rows=1, total=3):
     decode = np.where(step < CELLS, step, plans.PAD_POSITION)[:, None, None].repeat(rows, axis=1)
     plan = plans.SamplingPlan(decode, blocks[None].repeat(rows, axis=0))
     phases = plans.phases(plan, passes_clean="newest", passes_rest=False)
+    phases = plans.with_steps(phases, registers=np.array([SETTINGS.num_registers]))
     more = {"plan": phases, "settings": SETTINGS, "prompted": ((2,),) * rows}
     return Progress(making, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)
 

@@ -16,8 +16,9 @@ from sparse_lavida_jax.data.batch import RowShape, TrainingRow, stack
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
-from sparse_lavida_jax.sampling import draw, presets, prompts
-from sparse_lavida_jax.sampling.state import StepTokens, take
+from sparse_lavida_jax.sampling import commit, draw, presets, prompts
+from sparse_lavida_jax.sampling.plans import Steps
+from sparse_lavida_jax.sampling.state import take
 
 # A tiny program runs only a few times: compilation dominates its cost.
 _QUICK_TO_COMPILE = {
@@ -189,14 +190,26 @@ def prepare(
     edit_guidance: str = "source",
     with_given: bool = True,
 ) -> prompts.Prompt:
-    """Returns the prompts of a batch."""
+    """Returns the prompts of a batch, in one shape."""
+    how = {"edit_guidance": edit_guidance, "with_given": with_given}
+    return prompts.batched(rows_laid(examples, model, guidance_rows, **how), model, prompt_len)
+
+
+def rows_laid(
+    examples,
+    model: config.Model,
+    guidance_rows: int = 1,
+    *,
+    edit_guidance: str = "source",
+    with_given: bool = True,
+) -> list[prompts.LaidOut]:
+    """Returns examples laid out with so many guidance rows."""
     settings = presets.step_settings(config.Sampling(), model, examples[0].kind)
     preset = presets.preset("sparse" if with_given else "prefix")
     settings = dataclasses.replace(
         settings, preset=preset, guidance_rows=guidance_rows, edit_guidance=edit_guidance
     )
-    laid = [prompts.lay_out(one, RowRequest(), model, settings) for one in examples]
-    return prompts.batched(laid, model, prompt_len)
+    return [prompts.lay_out(one, RowRequest(), model, settings) for one in examples]
 
 
 @flax.struct.dataclass
@@ -239,7 +252,7 @@ def gumbel(uniform: np.ndarray) -> np.ndarray:
     The released text sampler takes the argmax of exp(logit) / (-log u)^T: the same choice as the
     argmax of logit / T + this noise.
     """
-    return -np.log(-np.log(np.maximum(uniform.astype(np.float64), draw.LEAST_PROBABILITY)))
+    return -np.log(-np.log(np.maximum(uniform.astype(np.float64), commit.LEAST_PROBABILITY)))
 
 
 def without_tiles(settings, draws):
@@ -248,11 +261,11 @@ def without_tiles(settings, draws):
     return dataclasses.replace(settings, head_tile=0) if recorded else settings
 
 
-def step_at(decode: jax.Array) -> StepTokens:
+def step_at(decode: jax.Array) -> Steps:
     """Returns a step that decodes these tokens and passes no others."""
     batch = decode.shape[0]
     nothing, one = jnp.zeros((batch, 0), jnp.int32), jnp.float32(1)
-    return StepTokens(
+    return Steps(
         jnp.int32(5), nothing, decode, jnp.ones((*decode.shape, 1), bool), nothing,
         jnp.ones(batch, jnp.int32), one, one, one,
     )  # fmt: skip

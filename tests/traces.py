@@ -18,7 +18,8 @@ import tiny
 
 from sparse_lavida_jax import config, diffusion, orders, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.sampling import calls, draw, plans, presets
+from sparse_lavida_jax.sampling import calls, plans, presets
+from sparse_lavida_jax.sampling.state import NOT_DECODED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def plan(
     block_len: int = tiny.TEXT_BLOCK_LEN,
     cell_passes: int = 1,
     **options,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     """Returns the phases of a preset; for images, each row has its own stratified order.
 
     For text, there are `num_steps` steps per text block.
@@ -66,10 +67,12 @@ def plan(
         "passes_rest": not settings.preset.truncate,
     }
     if settings.kind == "text":
-        return plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
+        parts = plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
+        return [dataclasses.replace(part, registers=settings.num_registers) for part in parts]
     cells = np.stack([orders.order("stratified", 3, 3, one.request.seed) for one in requests])
     whole = plans.image_plan(cells, schedule="shift", num_steps=num_steps, shift=3.0, given=given)
     parts = plans.phases(whole, **passes, **({"max_phases": 1} | options))
+    parts = [dataclasses.replace(part, registers=settings.num_registers) for part in parts]
     stored = settings.preset.cache_response
     return plans.in_passes(parts, cell_passes, side=2, clean_once=stored)
 
@@ -90,7 +93,7 @@ _run_phase = tiny.quick_jit(functools.partial(sample.run_phase), static_argnames
 def finished(
     model,
     requests: list[Example],
-    phases: list[plans.Phase],
+    phases: list[plans.Steps],
     settings: tiny.StepSettings,
     **options,
 ) -> np.ndarray:
@@ -104,19 +107,19 @@ def finished(
 def moments(
     model,
     requests: list[Example],
-    phases: list[plans.Phase],
+    phases: list[plans.Steps],
     settings: presets.StepSettings,
     **options,
 ) -> tuple[list[Moment], np.ndarray]:
     """Returns every step of `sample.sample`, and the finished canvas."""
     steps = []
 
-    def step_by_step(model, state, phase, prompt, *, settings):
+    def step_by_step(model, state, phase, prompts, *, settings):
         for i in range(len(phase.block)):
             now = step_of(phase, i)
-            logits, after = _step(model, state, now, prompt, settings)
+            logits, after = _step(model, state, now, prompts, settings)
             if state.cache is not None:
-                assert_room(state.cache, after.cache, now, prompt, settings)
+                assert_room(state.cache, after.cache, now, prompts, settings)
             steps.append(_moment(state, now, logits))
             state = after
         return state
@@ -148,7 +151,7 @@ def _patched(**functions):
 
 
 @functools.partial(tiny.quick_jit, static_argnames=("settings",))
-def _step(model, state, now, prompt, settings):
+def _step(model, state, now, prompts, settings):
     """Runs `sample.step`; returns the state, and the logits for its draws."""
     step_logits, seen = sample.step_logits, []
 
@@ -157,22 +160,20 @@ def _step(model, state, now, prompt, settings):
         seen.append(logits)
         return logits, cache
 
-    policy = draw.policy_of(settings.choice)
     with _patched(step_logits=observed):
-        after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
+        after = sample.step(model, state, now, prompts, settings=settings)
     return seen[0], after
 
 
-def assert_room(before, after, now, prompt, settings):
+def assert_room(before, after, now, prompts, settings):
     """Fails if the step wrote past the end of the region it decodes into."""
+    (prompt,) = prompts
     own = prompt.understanding if settings.kind == "text" else prompt.generation
-    start = 0 if settings.refreshing else int(before.offset)
-    written = sum(part.shape[-1] for part in (now.clean, now.decode, now.rest))
-    written += settings.num_registers
+    start, written = 0 if now.refreshes else int(before.offset), now.width
     kept = now.clean.shape[-1] if settings.preset.cache_response else 0
-    if (settings.refreshing or not settings.preset.cache_prompt) and own is not None:
+    if settings.passes_prompt(now) and own is not None:
         written += own.index.shape[1]
-        kept += own.index.shape[1] * settings.refreshing
+        kept += own.index.shape[1] * now.refreshes
     assert start + written <= before.split[0].shape[2]
     assert int(after.offset) == start + kept
 
@@ -183,7 +184,7 @@ def _moment(state, now, logits) -> Moment:
     spread = np.zeros((*decoded_at.shape, *logits.shape[2:]), np.float32)
     for row, positions in enumerate(np.asarray(now.decode)):
         for slot, position in enumerate(positions):
-            if position >= 0 and decoded_at[row, position] == sample.NOT_DECODED:
+            if position >= 0 and decoded_at[row, position] == NOT_DECODED:
                 masked[row, position] = True
                 spread[row, position] = logits[row, slot]
     return Moment(int(now.block), canvas, decoded_at, masked, spread)
@@ -242,7 +243,7 @@ def blocks_of(moment: Moment, row: int, with_rest: bool, mask_id: int | None) ->
         mask_id: of codes; a masked cell may have some known codes.
     """
     decoded_at = moment.decoded_at[row]
-    is_masked = decoded_at == sample.NOT_DECODED
+    is_masked = decoded_at == NOT_DECODED
     masked = is_masked if with_rest else moment.masked[row]
     block = np.where(is_masked, diffusion.ABSENT, decoded_at)
     block = np.where(masked, moment.block, block).astype(np.int32)

@@ -13,9 +13,10 @@ import tiny
 
 from benchmarks import ablation_report, comparison, record
 from benchmarks.comparison import Study
-from sparse_lavida_jax import config, sample, train
+from sparse_lavida_jax import config, train
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.scenes import scene_batches as data_batches
 from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.visibility import PAD_BLOCK
@@ -212,7 +213,7 @@ def test_passes_are_counted_batch_by_batch():
         ("layout", 0), ("layout", 4), ("image", 0), ("image", 6),
     ):  # fmt: skip
         canvas = np.zeros((1, 1, 1), np.int32)
-        passes(sample.Progress(making, done, 8, canvas, canvas[..., 0], range(0), 0))
+        passes(Progress(making, done, 8, canvas, canvas[..., 0], range(0), 0))
     assert passes.of_a_batch == {"layout": 3.5, "image": 6.0}
 
 

@@ -371,7 +371,7 @@ def test_the_page_counts_programs():
             for part in plan:
                 steps = calls.STEPS if own else part.num_steps
                 shapes = [x.shape[1:] for x in (part.clean, part.decode, part.rest)]
-                found.add((case.method, case.batch, steps, *shapes, bool(part.refresh[0])))
+                found.add((case.method, case.batch, steps, *shapes, part.refreshes))
         return len(found)
 
     for suite in ("headline", "edit", "reasoning", "batch"):

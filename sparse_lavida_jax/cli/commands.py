@@ -31,8 +31,8 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs import compiling, executables, kept, side_by_side
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
-from sparse_lavida_jax.sample import Callback, Progress
 from sparse_lavida_jax.sampling import options
+from sparse_lavida_jax.sampling.progress import Callback, Progress
 
 Form = Literal["text", "JSON", "full JSON"]
 SMALL, SMALL_SCALE = 128, 4  # images with sides below that many pixels are saved so much enlarged

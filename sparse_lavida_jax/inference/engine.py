@@ -18,11 +18,11 @@ from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.program_arguments import taken_apart
-from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import costs, plans, presets
 from sparse_lavida_jax.sampling.calls import ModelConstants
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
+from sparse_lavida_jax.sampling.progress import Callback
 from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
 from sparse_lavida_jax.sequence import Kind
 
@@ -205,7 +205,7 @@ def _plan_of(
     settings: StepSettings,
     model: config.Model,
     text_block_len: int,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     """Returns the plan of a batch of one shape."""
     given = np.stack([one.example.given for one in laid])
     length, grid = given.shape[1], laid[0].example.grid

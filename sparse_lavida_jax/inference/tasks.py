@@ -31,10 +31,10 @@ from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_K
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.prompting.protocol import PromptFormat
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import digest
 from sparse_lavida_jax.sampling.presets import RowRequest
+from sparse_lavida_jax.sampling.progress import Callback
 
 _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
 

@@ -21,9 +21,9 @@ from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.inference.requests import TASKS, Request, grid_of
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.presets import RowRequest
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.sampling.prompts import PROMPT_BUCKET, lay_out
 from sparse_lavida_jax.scenes.grammar import Layout
 

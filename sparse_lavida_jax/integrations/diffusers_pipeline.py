@@ -25,7 +25,7 @@ from sparse_lavida_jax.inference.requests import Shown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sample import Callback, Progress
+from sparse_lavida_jax.sampling.progress import Callback, Progress
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
 StepCallback = Callable[["SparseLaViDaPipeline", int, int, dict[str, Any]], dict[str, Any] | None]

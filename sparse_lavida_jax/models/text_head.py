@@ -58,7 +58,7 @@ class Drawn:
     score: Float[Array, "b w"]
 
     def confidence(self, name: str) -> Float[Array, "b w"]:
-        """Returns how sure the model is of each token (`sampling.draw.confidence`)."""
+        """Returns how sure the model is of each token (`sampling.commit.confidence`)."""
         if name == "margin":
             apart = self.second - self.first
             return jnp.log1p(-jnp.exp(apart)) - jnp.logaddexp(apart, jnp.log(self.rest))

@@ -39,7 +39,7 @@ PARTS = {
 
 def plan_of(
     sampling: config.Sampling, model: config.Model
-) -> tuple[list[plans.Phase], presets.StepSettings]:
+) -> tuple[list[plans.Steps], presets.StepSettings]:
     """Returns the plan of one image of the model's own size, and the settings of its steps."""
     settings = presets.step_settings(sampling, model, "image")
     given = np.zeros((1, model.grid_size**2), bool)
@@ -77,7 +77,7 @@ def visibility_matrix(tags: TokenTags, names: Sequence[str] = ()) -> Image.Image
     return image
 
 
-def order_grid(phases: Sequence[plans.Phase], rows: int) -> Image.Image:
+def order_grid(phases: Sequence[plans.Steps], rows: int) -> Image.Image:
     """Draws the step that decodes each cell of the first row of a plan: dark early, light late."""
     first = {}
     for part in phases:

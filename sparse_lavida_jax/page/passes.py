@@ -15,8 +15,8 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.page import figures
-from sparse_lavida_jax.sample import Progress
 from sparse_lavida_jax.sampling import costs, plans, presets
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.server.batching import Ticket
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
@@ -215,7 +215,7 @@ def frame(
     return np.array(canvas)
 
 
-def _at(phases: Sequence[plans.Phase], step: int) -> tuple[plans.Phase, int]:
+def _at(phases: Sequence[plans.Steps], step: int) -> tuple[plans.Steps, int]:
     """Returns the phase of a step, and the number of the step in it."""
     for part in phases:
         if step < part.num_steps:

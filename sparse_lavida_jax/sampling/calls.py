@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.attention import (
@@ -26,36 +26,35 @@ from sparse_lavida_jax.kernels.attention import (
 )
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
+from sparse_lavida_jax.models.stack import STREAMS, implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.programs.kept import Call
+from sparse_lavida_jax.programs.kept import Call, finish, make
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.content_cache import ContentCache, digest, num_tokens, row_digests
+from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import (
     LaidOut,
     Prompt,
     PromptPart,
     batched,
-    guidance_shapes,
+    lengths_of,
     padded_lengths,
     parted,
 )
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     Features,
+    Prompts,
     SamplerState,
-    StepTokens,
     apart,
     capacity,
     decodes,
+    first_canvas,
     gather,
-    num_registers,
-    own_len,
     pass_prompt,
     prefill,
     prompt_bytes,
-    reaches,
     rows_of,
     see,
 )
@@ -107,56 +106,53 @@ class Begun:
 
     Attributes:
         canvas: the initial responses, on the host.
-        prompt: on the device.
+        prompts: what steps need of them, on the device.
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
-        reach: by the first step of a phase: the slots that it reads, if these are not all.
+        phases: the steps, padded to what the kernels need.
         in_trips: see `sample.sample`.
-        multiple: of the tokens that a step passes.
     """
 
     canvas: Int[np.ndarray, "b l g"]
-    prompt: Prompt | None
+    prompts: Prompts
     program: StepSettings
     state: SamplerState | None
-    reach: dict[int, int] = dataclasses.field(default_factory=dict)
+    phases: Sequence[Steps] = ()
     in_trips: bool = False
-    multiple: int = 1
 
-    def trips(self, phase: plans.Phase) -> Iterator["Trip"]:
-        """Yields the calls of `run_phase` for a phase."""
-        phase = _in_groups(phase, self.program, self.multiple)
-        settings = dataclasses.replace(
-            self.program,
-            guided=bool(phase.guided[0]),
-            refreshing=bool(phase.refresh[0]),
-            num_registers=num_registers(phase, self.program),
-            reach=self.reach.get(int(phase.block[0])),
-        )
-        steps, end = StepTokens.of(phase), len(phase.block)
+    def trips(self, phase: Steps, draws: Any = None) -> Iterator["Trip"]:
+        """Yields the calls of `sample.run_phase` for a phase.
+
+        Args:
+            draws: recorded random numbers of its steps (`draw.Draws`); None: there are none.
+        """
+        end, options = len(phase.block), dict[str, Any](settings=self.program)
+        if draws is not None:
+            options["draws"] = draws
         if not self.in_trips:
-            yield Trip(np.arange(end), steps, {"settings": settings})
+            yield Trip(phase, options)
             return
         for start in range(0, end, STEPS):
             # The last step is repeated to fill the program, and not run again.
             own = np.minimum(np.arange(start, start + STEPS), end - 1)
-            number = np.int32(min(STEPS, end - start))
-            part = jax.tree.map(lambda x, own=own: np.asarray(x)[own], steps)
-            yield Trip(own, part, {"settings": settings, "number": number})
+            options["number"] = np.int32(min(STEPS, end - start))
+            if draws is not None:
+                options["draws"] = jax.tree.map(lambda x, own=own: x[own], draws)
+            yield Trip(phase[own], {**options})
 
 
 @dataclasses.dataclass(frozen=True)
 class Trip:
-    """A call of `run_phase`: the numbers of its steps in the phase, the steps, and options."""
+    """A call of `sample.run_phase`: steps of a phase, and options."""
 
-    own: Int[np.ndarray, " n"]
-    steps: StepTokens
+    steps: Steps
     options: dict[str, Any]
 
     @property
     def program(self) -> Hashable:
         """What its program depends on, within a batch."""
-        return tuple(x.shape for x in jax.tree.leaves(self.steps)), self.options["settings"]
+        leaves, structure = jax.tree.flatten(self.steps)
+        return tuple(x.shape for x in leaves), structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +163,9 @@ class Prepared:
         begun: without a state.
         constants: of the model.
         arrays: the model, the canvas, when it was decoded, and the values of its rows.
-        parts: of the prompt, which are passed one by one; none or one: it is passed as a whole.
+        parts: of the prompt, each of one shape.
+        one_by_one: whether each part is passed by itself, before the first step.
+        prompt_len: slots of the decoded stream's prompt in the longest part.
         room: slots of the two regions of the cache.
         kept: the indices of the parts whose rows may be kept.
         pixels: of the images, if they are encoded by themselves; else they are in the prompt.
@@ -177,9 +175,36 @@ class Prepared:
     constants: ModelConstants
     arrays: tuple = ()
     parts: Sequence[PromptPart] = ()
+    one_by_one: bool = False
+    prompt_len: int = 0
     room: tuple[int, int] = (0, 0)
     kept: frozenset[int] = frozenset()
     pixels: SeenBatch | None = None
+
+    def passed(self, run_phase: Callable[..., Any], cache: ContentCache | None) -> Begun:
+        """Runs the prefill; where programs are made ahead, makes those of all steps with it."""
+        model, begun = self.arrays[0], self.begun
+        with over_mesh(model):
+            if jax.sharding.get_abstract_mesh().empty and side_by_side.are_made_ahead():
+                trips = {trip.program: trip for part in begun.phases for trip in begun.trips(part)}
+                calls = self.all_calls(run_phase, [*trips.values()])
+                make(calls, 2 * len(self.parts) + 2 + len(trips))
+            state = finish(self.calls(cache), Call.__call__)
+        return dataclasses.replace(begun, state=state)
+
+    def all_calls(
+        self, run_phase: Callable[..., Any], trips: Sequence[Trip]
+    ) -> Generator[Call, Any, SamplerState]:
+        """Yields the calls of the prefill and of some trips; is sent the result, or type, of each.
+
+        Returns:
+            The state after the last call.
+        """
+        state = yield from self.calls()
+        for trip in trips:
+            given = self.arrays[0], state, trip.steps, self.begun.prompts
+            state = yield Call(run_phase, given, trip.options)
+        return state
 
     def calls(self, cache: ContentCache | None = None) -> Generator[Call, Any, SamplerState]:
         """Yields the calls of the prefill; is sent the result, or its type, of each.
@@ -190,10 +215,8 @@ class Prepared:
         Returns:
             The state before the first step.
         """
-        program, prompt = self.begun.program, self.begun.prompt
-        assert prompt is not None
-        if len(self.parts) <= 1 and not self.kept:
-            return (yield (yield from self._passed(None, cache)))
+        if not self.one_by_one and not self.kept:
+            return (yield (yield from self._pass(self.parts[-1], cache)))
         caches, first = [], []
         for number, part in enumerate(self.parts):
             keeps = number in self.kept
@@ -201,9 +224,9 @@ class Prepared:
             first += [part.first + i for i in range(keeps * len(part.prompt.length) or 1)]
         joining = {
             "first": tuple(first),
-            "kind": program.kind,
+            "kind": self.begun.program.kind,
             "capacity": self.room,
-            "prompt_len": own_len(prompt, decodes(program.kind)),
+            "prompt_len": self.prompt_len,
         }
         return (yield Call(gather, (*self.arrays, tuple(caches)), joining))
 
@@ -212,33 +235,29 @@ class Prepared:
     ) -> Generator[Call, Any, KVCache | tuple[KVCache, ...]]:
         """Returns the cache of a part; if its rows are kept, that of each: found, or new ones."""
         if not keeps:
-            return (yield (yield from self._passed(part, cache)))
+            return (yield (yield from self._pass(part, cache)))
         names, rows, prompt = [], None, part.prompt
         if cache is not None:
             how = *self._by, len(prompt.length), *self._pass_options.items()
             names = [(*how, one) for one in row_digests(prompt, self._images)]
             rows = cache.get("prefill", names, num_tokens(prompt))
         if rows is None:
-            passed = yield (yield from self._passed(part, cache))
+            passed = yield (yield from self._pass(part, cache))
             rows = (passed,)
-            if len(prompt.length) > 1 or len(self.parts) == 1:
+            if len(prompt.length) > 1 or not self.one_by_one:
                 rows = yield Call(apart, (passed,), {"lengths": padded_lengths(prompt)})
             if cache is not None:
                 cache.add("prefill", names, rows)
         return rows
 
-    def _passed(
-        self, part: PromptPart | None, cache: ContentCache | None
-    ) -> Generator[Call, Any, Call]:
-        """Returns the call that passes a part, or all of the prompt if there are no others."""
-        (model, *_), whole, seen = self.arrays, len(self.parts) <= 1, {}
-        prompt = self.begun.prompt if whole or part is None else part.prompt
-        assert prompt is not None
-        if self.pixels is not None and (whole or prompt.pixels is not None):
+    def _pass(self, part: PromptPart, cache: ContentCache | None) -> Generator[Call, Any, Call]:
+        """Returns the call that passes a part: into a cache of its own if there are others."""
+        (model, *_), prompt, seen = self.arrays, part.prompt, {}
+        if self.pixels is not None and prompt.pixels is not None:
             prompt = dataclasses.replace(prompt, pixels=None)
             seen = {"features": (yield from self._features(cache))}
-        given = (*self.arrays, prompt) if whole else (model, prompt)
-        return Call(prefill if whole else pass_prompt, given, self._pass_options | seen)
+        given = (model, prompt) if self.one_by_one else (*self.arrays, prompt)
+        return Call(pass_prompt if self.one_by_one else prefill, given, self._pass_options | seen)
 
     def _features(self, cache: ContentCache | None) -> Generator[Call, Any, Features]:
         """Returns the vision features of each request: kept ones if all are there."""
@@ -255,7 +274,7 @@ class Prepared:
     @property
     def _pass_options(self) -> dict[str, Any]:
         """The options of the call that passes a part."""
-        if len(self.parts) > 1:
+        if self.one_by_one:
             return {"kind": self.begun.program.kind}
         return {"settings": self.begun.program, "capacity": self.room}
 
@@ -273,7 +292,7 @@ class Prepared:
 def prepared(
     model: Denoiser,
     laid: Sequence[LaidOut],
-    phases: list[plans.Phase],
+    phases: list[Steps],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
@@ -300,40 +319,62 @@ def prepared(
     rows = rows_of(laid, settings, making)
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not phases:
-        return Prepared(Begun(canvas, None, program, None), constants)
-    prompt = batched(laid, constants.settings, prompt_len)
+        return Prepared(Begun(canvas, (), program, None), constants)
+    with over_mesh(model):
+        alone = jax.sharding.get_abstract_mesh().empty
+    keeping = alone and most_kept is not None
+    parts = _parts(laid, constants.settings, settings, prompt_len, keeping=keeping, alone=alone)
     if in_trips is None:
         in_trips = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
-    multiple = constants.query_multiple if settings.uses_cache else 1
-    phases = [_in_groups(phase, settings, multiple) for phase in phases]
-    room = capacity(prompt, phases, settings, constants.slot_multiple)
-    reach = {}
+    if settings.uses_cache and constants.query_multiple > 1:
+        phases = [plans.in_groups(phase, constants.query_multiple) for phase in phases]
+    lengths, own = lengths_of(laid, prompt_len), STREAMS.index(decodes(settings.kind))
+    room, used = capacity(lengths, phases, settings, constants.slot_multiple)
     if settings.uses_cache and not in_trips and not constants.takes_tables:
-        reach = _read_slots(prompt, phases, settings, room[settings.kind == "image"])
-    parts, pixels = [], None
-    with over_mesh(model):
-        # Over a mesh, rows are split over devices; parts with few rows could not be.
-        if jax.sharding.get_abstract_mesh().empty:
-            if settings.caches_prompt:
-                keeping = most_kept is not None
-                apart = keeping and keeps_rows_apart()
-                parts = parted(prompt, settings.guidance_rows, keeping=keeping, apart=apart)
-            elif not settings.uses_cache:
-                shapes = guidance_shapes(prompt, settings.guidance_rows)
-                program = dataclasses.replace(program, shapes=shapes)
-            pixels = None if most_kept is None else prompt.pixels
+        phases = _reading_less(phases, used, settings.kind, room[own])
     kept_parts = frozenset(
         number
         for number, part in enumerate(parts)
-        if prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
+        if keeping
+        and settings.caches_prompt
+        and prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
     )
-    if pixels is not None:
-        prompt = dataclasses.replace(prompt, pixels=None)
-    on_device, rows = jax.device_put((prompt, rows))
-    begun = Begun(canvas, on_device, program, None, reach, in_trips, multiple)
+    on_device, rows = jax.device_put((_for_steps(parts, settings), rows))
+    begun = Begun(canvas, on_device, program, None, phases, in_trips)
     arrays = model, canvas, decoded_at, rows
-    return Prepared(begun, constants, arrays, parts, room, kept_parts, pixels)
+    pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
+    how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
+    return Prepared(begun, constants, arrays, parts, one_by_one, lengths[own], **how)
+
+
+def _parts(
+    laid: Sequence[LaidOut],
+    model: config.Model,
+    settings: StepSettings,
+    prompt_len: tuple[int, int],
+    *,
+    keeping: bool,
+    alone: bool,
+) -> list[PromptPart]:
+    """Returns the prompt in parts that are passed one by one, in the prefill or in each step."""
+    # Over a mesh, rows are split over devices; parts with few rows could not be.
+    if not alone or (settings.uses_cache and not settings.caches_prompt):
+        return [PromptPart(0, batched(laid, model, prompt_len))]
+    keeping = keeping and settings.caches_prompt
+    apart = keeping and keeps_rows_apart()
+    return parted(laid, model, prompt_len, keeping=keeping, apart=apart)
+
+
+def _for_steps(parts: Sequence[PromptPart], settings: StepSettings) -> Prompts:
+    """Returns what steps need: where rows continue, and the streams unless they are cached."""
+    if not settings.caches_prompt:
+        return tuple(dataclasses.replace(part.prompt, pixels=None) for part in parts)
+    position, length = (
+        np.concatenate([getattr(part.prompt, name) for part in parts])
+        for name in ("response_position", "length")
+    )
+    return (Prompt(None, None, None, position, length),)
 
 
 def keeps_rows_apart() -> bool:
@@ -344,36 +385,16 @@ def keeps_rows_apart() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def _in_groups(phase: plans.Phase, settings: StepSettings, multiple: int) -> plans.Phase:
-    if multiple == 1:
-        return phase
-    return plans.in_groups(phase, num_registers(phase, settings), multiple)
-
-
-def _read_slots(
-    prompt: Prompt, phases: list[plans.Phase], settings: StepSettings, room: int
-) -> dict[int, int]:
-    """Returns `Begun.reach` for a region of `room` slots."""
+def _reading_less(phases: list[Steps], used: list[int], kind: Kind, room: int) -> list[Steps]:
+    """Returns phases that read only the slots in use (`Steps.reach`) of a region of `room`."""
     unit = READ_SLOTS
-    if settings.kind == "text":
+    if kind == "text":
         unit = max(4 * unit, -(-room // TEXT_LENGTHS))
-    used = zip(phases, reaches(prompt, phases, settings), strict=True)
-    read = {int(phase.block[0]): -(-slots // unit) * unit for phase, slots in used}
-    return {block: slots for block, slots in read.items() if slots < room}
-
-
-def first_canvas(
-    laid: Sequence[LaidOut], mask_id: int
-) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
-    """Returns the initial responses, and which of their tokens are known."""
-    lengths = sorted({len(one.example.given) for one in laid})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"requests of one batch have one response length, got {lengths}: sample them apart."
-        )
-    given = np.stack([one.example.given for one in laid])
-    tokens = np.stack([one.example.response for one in laid])
-    return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
+    slots = [-(-number // unit) * unit for number in used]
+    return [
+        dataclasses.replace(phase, reach=number if number < room else None)
+        for phase, number in zip(phases, slots, strict=True)
+    ]
 
 
 def over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:

@@ -134,6 +134,7 @@ def row_digests(prompt: Prompt, images: Sequence[str]) -> list[str]:
         images: digests of the images of each request; a row that sees none depends on none.
     """
     streams = jax.tree.leaves((prompt.understanding, prompt.generation))
+    assert prompt.understanding is not None  # before it is cached
     seen = [np.any(row >= 0) for row in np.asarray(prompt.understanding.index)]
     own = [digest(*(stream[row] for stream in streams)) for row in range(len(seen))]
     return [one + images[row % len(images)] * bool(seen[row]) for row, one in enumerate(own)]

@@ -8,7 +8,6 @@ import numpy as np
 
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.state import num_registers
 
 # Repeated word for word wherever numbers are shown.
 DEFINITION = (
@@ -32,7 +31,7 @@ class StepCost(NamedTuple):
 
 
 def costs(
-    phases: Sequence[plans.Phase],
+    phases: Sequence[plans.Steps],
     settings: StepSettings,
     prompts: Sequence[int],
     row: int = 0,
@@ -51,14 +50,10 @@ def costs(
         phases = phases[: len(used) - used[::-1].index(True)] if any(used) else ()
     steps = [StepCost(sum(prompts))] if phases and settings.caches_prompt else []
     for part in phases:
-        # Without a cache, a step without guidance passes only the last row.
-        rows = len(prompts) if settings.uses_cache or part.guided[0] else 1
-        again = bool(part.refresh[0]) or not settings.preset.cache_prompt
-        registers = rows * num_registers(part, settings)
-        positions = (one[:, row] for one in (part.clean, part.decode, part.rest))
-        kinds = [rows * (one != plans.PAD_POSITION).sum(axis=-1) for one in positions]
-        for newest, decode, rest in np.stack(kinds, axis=-1).tolist():
-            steps.append(StepCost(again * sum(prompts[-rows:]), newest, decode, rest, registers))
+        rows = len(prompts) if settings.passes_all_rows(part) else 1
+        again = settings.passes_prompt(part) * sum(prompts[-rows:])
+        for newest, decode, rest in (rows * part.tokens()[:, row]).tolist():
+            steps.append(StepCost(again, newest, decode, rest, rows * part.registers))
     return steps
 
 

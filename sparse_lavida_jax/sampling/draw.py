@@ -1,194 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step may draw, how sure it is of what it drew, and how much of that it commits.
+"""The random numbers of a step, and what it draws with them from guided logits."""
 
-Policies are pure functions on arrays, in the terms of the released samplers (spec Sec. 6 and 7.2).
-A candidate is a code, or a whole token if all its codes are committed together: the axis `u`.
-"""
-
-import functools
+import dataclasses
 from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling.presets import Choice, StepSettings
-from sparse_lavida_jax.sampling.state import Rows, StepTokens
+from sparse_lavida_jax.sampling.commit import CommitRule, confidence, filtered, log_odds, with_noise
+from sparse_lavida_jax.sampling.plans import Steps
+from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.state import Rows
 from sparse_lavida_jax.tags import AnyArray
 
 RANKING = 2**31 - 1  # key of the noise on confidences, not of draws; no block has this number
 AVERAGED = ("no_source", "no_image")  # rows averaged with the full one (spec Sec. 7.2)
-LEAST_PROBABILITY = 1e-20  # smaller probabilities count as equal in "confidence" orders
 FEW = 1024  # codes; more of them need precise noise, or rare codes would be drawn too seldom
-
-# Chooses candidates to commit: (confidence, whether it is a candidate, how many) -> choice.
-Policy = Callable[
-    [Float[Array, "b w u"], Bool[Array, "b w u"], Int[AnyArray, " b"]], Bool[Array, "b w u"]
-]
-
-# ---------------------------------------------------------------------------------------------
-# What may be drawn.
-
-
-def filtered(logits: Float[Array, "*b c"], top_k: int, top_p: float) -> Float[Array, "*b c"]:
-    """Returns logits with -inf for every code that may not be drawn.
-
-    Args:
-        top_k: keeps this many of the most probable codes; 0: all.
-        top_p: of those, keeps the fewest whose probabilities add up to at least this; 1: all. Of
-            equally probable ones the first.
-    """
-    if top_k and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if top_p < 1:
-        order = jnp.argsort(-logits, axis=-1)  # stable: among equals, the first
-        probability = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-        # A code is kept while those before it add up to at most top_p: the first one always is.
-        kept = jnp.cumsum(probability, axis=-1) - probability <= top_p
-        rank = jnp.argsort(order, axis=-1)
-        logits = jnp.where(jnp.take_along_axis(kept, rank, axis=-1), logits, -jnp.inf)
-    return logits
-
-
-# ---------------------------------------------------------------------------------------------
-# Confidence.
-
-
-def confidence(
-    name: str, logits: Float[Array, "b w g v"], drawn: Int[Array, "b w g"]
-) -> Float[Array, "b w g"]:
-    """Returns how sure the model is of each code; more is surer.
-
-    A probability or a margin p is returned as its log-odds log(p / (1 - p)): in float32
-    the probabilities 1 - 1e-8 and 1 - 1e-12 are equal, as log-odds they are 18.4 and 27.6.
-
-    Args:
-        name: "probability" of what was drawn; "margin" between the two most probable; "entropy":
-            the negative entropy in nats. All are computed from the softmax of `logits`, whatever
-            the temperature of the draw.
-        logits: with -inf for every code that may not be drawn.
-    """
-    chosen = drawn if name == "probability" else jnp.argmax(logits, axis=-1)
-    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    is_chosen = column == chosen[..., None]
-    own = jnp.max(jnp.where(is_chosen, logits, -jnp.inf), axis=-1)
-    others = jnp.where(is_chosen, -jnp.inf, logits)
-    rest = jax.nn.logsumexp(others, axis=-1) - own
-    if name == "probability":
-        return -rest
-    if name == "margin":
-        second = jnp.max(others, axis=-1) - own
-        return jnp.log1p(-jnp.exp(second)) - jnp.logaddexp(second, rest)
-    apart = others - own[..., None]
-    weighted = jnp.sum(jnp.where(jnp.isinf(apart), 0.0, apart * jnp.exp(apart)), axis=-1)
-    return weighted / (1 + jnp.exp(rest)) - jax.nn.softplus(rest)
-
-
-def log_odds(p: float | AnyArray) -> Array:
-    """Returns log(p / (1 - p)) of a probability; -inf and inf at and beyond its ends."""
-    p = jnp.clip(jnp.asarray(p, jnp.float32), 0, 1)
-    return jnp.log(p) - jnp.log1p(-p)
-
-
-def with_noise(
-    confidence: Float[Array, "b w u"], noise: Float[Array, "b w u"], scale: Float[AnyArray, ""]
-) -> Float[Array, "b w u"]:
-    """Returns log probability plus scaled Gumbel noise (the released "mmada", spec Sec. 7.2).
-
-    Args:
-        confidence: log-odds.
-    """
-    return jnp.maximum(jax.nn.log_sigmoid(confidence), np.log(LEAST_PROBABILITY)) + scale * noise
-
-
-# ---------------------------------------------------------------------------------------------
-# How many candidates are committed.
-
-
-def commit_all(confidence, candidate, count):
-    """Commits every candidate: the plan chose them before the forward pass."""
-    del confidence, count
-    return candidate
-
-
-def commit_most_confident(confidence, candidate, count):
-    """Commits the `count` surest candidates of each row; among equals, the first."""
-    return candidate & (_rank(confidence, candidate) < count[:, None, None])
-
-
-def commit_above(confidence, candidate, count, *, threshold: float):
-    """Commits candidates at least as probable as `threshold`, and always the surest one."""
-    del count
-    sure = confidence >= log_odds(threshold)
-    return candidate & (sure | (_rank(confidence, candidate) == 0))
-
-
-def commit_by_factor(confidence, candidate, count, *, factor: float, released: bool = False):
-    """Commits the n surest, with the largest n that keeps all above 1 - factor / (n + 1).
-
-    This is Fast-dLLM's rule. The surest one is always committed.
-
-    Args:
-        released: if only the least sure one falls short, it is committed as well. That saves a
-            pass for one token, and commits the last two together however unsure they are.
-    """
-    del count
-    rank = _rank(confidence, candidate)
-    bound = log_odds(1 - factor / (rank + 2))
-    falls_short = candidate & (confidence < bound) & (rank > 0)
-    number = jnp.sum(candidate, axis=(1, 2), keepdims=True)
-    first = jnp.min(jnp.where(falls_short, rank, number), axis=(1, 2), keepdims=True)
-    if released:
-        first = jnp.where(first == number - 1, number, first)
-    return candidate & (rank < first)
-
-
-def commit_within_entropy(confidence, candidate, count, *, bound: float):
-    """Commits the candidates of least entropy: the first one, and as many more as the bound allows.
-
-    The entropies of all committed candidates except the largest add up to at most `bound`. That
-    sum limits the error made by decoding them together, independently of each other (Ben-Hamu et
-    al. 2025, arXiv:2505.24857).
-
-    Args:
-        confidence: negative entropies, nats.
-        bound: nats.
-    """
-    del count
-    flat = jnp.where(candidate, -confidence, jnp.inf).reshape(confidence.shape[0], -1)
-    ascending = jnp.sort(flat, axis=-1)  # non-candidates come last
-    entropy = jnp.where(jnp.isinf(ascending), 0, ascending)
-    within = jnp.cumsum(entropy, axis=-1) - entropy <= bound
-    number = jnp.sum(within & ~jnp.isinf(ascending), axis=-1)
-    return candidate & (_rank(confidence, candidate) < number[:, None, None])
-
-
-def at_most(policy: Policy, most: int) -> Policy:
-    """Returns a policy that commits the `most` surest candidates of those `policy` commits."""
-
-    def capped(confidence, candidate, count):
-        chosen = policy(confidence, candidate, count)
-        return chosen & (_rank(confidence, chosen) < most)
-
-    return capped
-
-
-def _rank(
-    confidence: Float[Array, "b w u"], candidate: Bool[Array, "b w u"]
-) -> Int[Array, "b w u"]:
-    """Returns how many candidates of the row are surer; non-candidates come last."""
-    flat = jnp.where(candidate, confidence, -jnp.inf).reshape(confidence.shape[0], -1)
-    return jnp.argsort(jnp.argsort(-flat, axis=-1), axis=-1).reshape(confidence.shape)
-
-
-# ---------------------------------------------------------------------------------------------
-# A step's draws.
 
 
 @flax.struct.dataclass
@@ -199,7 +31,7 @@ class Draws:
     """
 
     def codes(
-        self, rows: Rows, now: StepTokens, logits: Float[Array, "b w g v"], settings: StepSettings
+        self, rows: Rows, now: Steps, logits: Float[Array, "b w g v"], settings: StepSettings
     ) -> Int[Array, "b w g"]:
         """Draws each code independently; at temperature 0, takes the most probable one."""
         if settings.greedy:
@@ -208,50 +40,36 @@ class Draws:
         return jnp.argmax(_scores(rows, now, logits, drawn), axis=-1).astype(jnp.int32)
 
     def noise(
-        self, row_key: Key[Array, " b"], now: StepTokens, shape: tuple[int, ...]
+        self, row_key: Key[Array, " b"], now: Steps, shape: tuple[int, ...]
     ) -> Float[Array, "b w *v"]:
         """Returns the Gumbel noise that decides what is drawn."""
         return noise(row_key, now, shape)
 
-    def ranking(self, row_key: Key[Array, " b"], now: StepTokens) -> Float[Array, "b w u"]:
+    def ranking(self, row_key: Key[Array, " b"], now: Steps) -> Float[Array, "b w u"]:
         """Returns the Gumbel noise on the confidence."""
         apart = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_key, RANKING)
         return noise(apart, now, now.candidates.shape[2:])
 
-    def random(self, row_key: Key[Array, " b"], now: StepTokens) -> Float[Array, "b w u"]:
+    def random(self, row_key: Key[Array, " b"], now: Steps) -> Float[Array, "b w u"]:
         """Returns a random confidence, uniform in [0, 1]."""
         return jnp.exp(-jnp.exp(-self.ranking(row_key, now)))
 
 
-def policy_of(choice: Choice) -> Policy:
-    """Returns the function that chooses what is committed."""
-    policy = {
-        "all": commit_all,
-        "count": commit_most_confident,
-        "threshold": functools.partial(commit_above, threshold=choice.level),
-        "factor": functools.partial(
-            commit_by_factor, factor=choice.level, released=choice.released
-        ),
-        "entropy": functools.partial(commit_within_entropy, bound=choice.level),
-    }[choice.commit]
-    return at_most(policy, choice.most) if choice.most else policy
-
-
 def guided(
-    logits: Float[Array, "r b *w v"], settings: StepSettings, rows: Rows, share: Float[AnyArray, ""]
+    logits: Float[Array, "r b *w v"], rows: Rows, now: Steps, settings: StepSettings
 ) -> Float[Array, "b *w v"]:
     """Classifier-free guidance over the leading axis (spec Sec. 7.2: (1+g) cond - g uncond)."""
     full = logits[-1]
-    if not settings.guided:
+    if not now.guided:
         return full
     if settings.guidance_rows == 3:
-        g = _of_row(rows.guidance_image, full) * share
+        g = _of_row(rows.guidance_image, full) * now.guidance
         if settings.edit_guidance in AVERAGED:
             full = (full + g * logits[1]) / (1 + g)
         else:
             full = (1 + g) * full - g * logits[1]
     if settings.guidance_rows > 1:
-        g = _of_row(rows.guidance, full) * share
+        g = _of_row(rows.guidance, full) * now.guidance
         full = (1 + g) * full - g * logits[0]
     return full
 
@@ -264,7 +82,7 @@ def _of_row(values: Float[AnyArray, " b"], like: Array) -> Array:
 def allowed(
     logits: Float[Array, "b w g v"],
     rows: Rows,
-    now: StepTokens,
+    now: Steps,
     model: config.Model,
     settings: StepSettings,
 ) -> Float[Array, "b w g v"]:
@@ -276,7 +94,7 @@ def allowed(
 
 
 def _barred(
-    ids: Int[Array, " v"], rows: Rows, now: StepTokens, model: config.Model
+    ids: Int[Array, " v"], rows: Rows, now: Steps, model: config.Model
 ) -> Bool[Array, "b w v"]:
     """Returns what no text may draw: masks, and an end before its last given token."""
     early = now.decode < jnp.asarray(rows.ends_from)[:, None]
@@ -285,7 +103,7 @@ def _barred(
 
 
 def _scores(
-    rows: Rows, now: StepTokens, logits: Float[Array, "b *w v"], noise: Float[Array, "b *w v"]
+    rows: Rows, now: Steps, logits: Float[Array, "b *w v"], noise: Float[Array, "b *w v"]
 ) -> Float[Array, "b *w v"]:
     """Scores whose maximum is drawn: Gumbel-max, or at temperature 0 the most probable token."""
     temperature = _of_row(rows.temperature, logits)
@@ -293,19 +111,46 @@ def _scores(
     return jnp.where(temperature > 0, drawn, logits)
 
 
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What a step drew, of which it commits some.
+
+    Attributes:
+        codes: of every token to decode.
+        confidence: returns how sure the model is of each code, by a name of `commit.confidence`.
+    """
+
+    codes: Int[Array, "b w g"]
+    confidence: Callable[[str], Float[Array, "b w g"]]
+
+
+def draw_from(
+    logits: Float[Array, "b w g v"],
+    rows: Rows,
+    now: Steps,
+    model: config.Model,
+    settings: StepSettings,
+    draws: Draws,
+) -> Proposal:
+    """Draws every code from guided logits."""
+    logits = allowed(logits, rows, now, model, settings)
+    codes = draws.codes(rows, now, logits, settings)
+    return Proposal(codes, lambda name: confidence(name, logits, codes))
+
+
 def draw_by_tiles(
     model: Denoiser,
     hidden: Float[Array, "r b w e"],
     rows: Rows,
-    now: StepTokens,
+    now: Steps,
     settings: StepSettings,
-) -> text_head.Drawn:
-    """Draws text as `Draws.codes` does from `allowed` logits, computed one tile at a time."""
+) -> Proposal:
+    """Draws text as `draw_from` does, from logits that are computed one tile at a time."""
 
     def logits_of(hidden, columns, start):
         hidden = hidden.astype(model.settings.compute_dtype)
         logits = (hidden @ columns.astype(hidden.dtype)).astype(jnp.float32)
-        logits = guided(logits, settings, rows, now.guidance)
+        logits = guided(logits, rows, now, settings)
         if settings.released:
             return logits
         ids = start + jnp.arange(logits.shape[-1])
@@ -317,14 +162,15 @@ def draw_by_tiles(
         drawn = noise(rows.key, now, (settings.head_tile,), number)[..., : logits.shape[-1]]
         return _scores(rows, now, logits, drawn)
 
-    return text_head.draw(
+    drawn = text_head.draw(
         hidden, model.text_kernel, logits_of=logits_of, score_of=score_of, tile=settings.head_tile
     )
+    return Proposal(drawn.token[..., None], lambda name: drawn.confidence(name)[..., None])
 
 
 def noise(
     row_key: Key[Array, " b"],
-    now: StepTokens,
+    now: Steps,
     shape: tuple[int, ...],
     tile: Int[Array, ""] | int | None = None,
 ) -> Array:
@@ -346,24 +192,18 @@ def noise(
 
 def confidences(
     row_key: Key[Array, " b"],
-    now: StepTokens,
-    sure: Callable[[], Float[Array, "b w g"]],
-    choice: Choice,
+    now: Steps,
+    proposal: Proposal,
+    rule: CommitRule,
     draws: Draws,
 ) -> Float[Array, "b w u"]:
-    """How sure the model is of each candidate; of a whole token, that of its least sure code.
-
-    Args:
-        sure: how sure it is of each code.
-    """
+    """How sure the model is of each candidate; of a whole token, that of its least sure code."""
     shape = now.candidates.shape
-    if choice.commit == "all":
+    if rule.name == "all":
         return jnp.zeros(shape)
-    if choice.confidence == "random":
+    if rule.confidence == "random":
         return log_odds(draws.random(row_key, now))
-    confidence = sure()
+    sure = proposal.confidence(rule.confidence)
     if shape[-1] == 1:
-        confidence = confidence.min(axis=-1, keepdims=True)
-    if not choice.noisy:
-        return confidence
-    return with_noise(confidence, draws.ranking(row_key, now), now.noise)
+        sure = sure.min(axis=-1, keepdims=True)
+    return with_noise(sure, draws.ranking(row_key, now), now.noise) if rule.noisy else sure

@@ -10,12 +10,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import flax.struct
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from sparse_lavida_jax.orders import counts, merged
 from sparse_lavida_jax.sequence import cells_from_codes
-from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
+from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, AnyArray
 
 PAD_POSITION = -1  # fills a step of a row that has fewer tokens than the widest one
 
@@ -99,65 +101,74 @@ def image_plan(
 # Phases: consecutive steps of one width, each compiled as one loop.
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """Consecutive steps whose arrays have the same widths: one compiled loop.
+@flax.struct.dataclass
+class Steps:
+    """Consecutive steps whose arrays have the same widths: a phase, which is one compiled loop.
 
-    All positions count within the response; `PAD_POSITION` fills up. Every field has an entry for
-    each step.
+    All positions count within the response; `PAD_POSITION` fills up. Arrays have an entry for each
+    step, and `steps[i]` is one step, whose arrays lack that axis. The other fields hold for all
+    steps and are compiled in.
 
     Attributes:
         block: block of each step.
-        clean: positions that each step passes as clean tokens.
-        decode: positions that each step may decode (images: does decode).
-        candidates: which codes of `decode` a step may commit; with one entry per token, all codes
-            of the token are committed together.
-        rest: other positions that each step passes: masked, or known in part.
+        clean: decoded tokens that are passed (again); they are stored if responses are cached.
+        decode: tokens that the step predicts; of a text, some may be decoded already.
+        candidates: which codes of `decode` it may commit; with one entry per token, all codes of
+            the token are committed together.
+        rest: other tokens that it passes: masked, or known in part.
         count: how many candidates each row commits. For a text row whose block holds fewer masked
             tokens than there are steps, 0 at the end.
-        refresh: whether the step passes the prompt and refills the cache; one value per phase.
-        guided: whether guidance acts; one value per phase.
         noise: scale of the noise on the confidence.
         temperature: share of the temperature.
         guidance: share of the guidance scales.
-        registers: how many registers are passed, one value per phase; -1: as many as in training.
+        guided: whether guidance acts.
+        refreshes: whether a step passes the prompt and refills the cache.
+        registers: how many a step passes.
+        reach: how many slots of the cache a step reads (`models.cache.KVCache`); None: all.
     """
 
-    block: Int[np.ndarray, " n"]
-    clean: Int[np.ndarray, "n b wc"]
-    decode: Int[np.ndarray, "n b w"]
-    candidates: Bool[np.ndarray, "n b w u"]
-    rest: Int[np.ndarray, "n b wr"]
-    count: Int[np.ndarray, "n b"]
-    refresh: Bool[np.ndarray, " n"]
-    guided: Bool[np.ndarray, " n"]
-    noise: Float[np.ndarray, " n"]
-    temperature: Float[np.ndarray, " n"]
-    guidance: Float[np.ndarray, " n"]
-    registers: Int[np.ndarray, " n"]
+    block: Int[AnyArray, "*n"]
+    clean: Int[AnyArray, "*n b wc"]
+    decode: Int[AnyArray, "*n b w"]
+    candidates: Bool[AnyArray, "*n b w u"]
+    rest: Int[AnyArray, "*n b wr"]
+    count: Int[AnyArray, "*n b"]
+    noise: Float[AnyArray, "*n"]
+    temperature: Float[AnyArray, "*n"]
+    guidance: Float[AnyArray, "*n"]
+    guided: bool = flax.struct.field(pytree_node=False, default=True)
+    refreshes: bool = flax.struct.field(pytree_node=False, default=False)
+    registers: int = flax.struct.field(pytree_node=False, default=0)
+    reach: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    def __getitem__(self, item: Any) -> "Steps":
+        return jax.tree.map(lambda x: x[item], self)
 
     @property
     def num_steps(self) -> int:
         return len(self.block)
 
-    def dense(self, positions: Int[np.ndarray, "b l"]) -> "Phase":
+    @property
+    def width(self) -> int:
+        """The slots of a step, registers included."""
+        positions = self.clean, self.decode, self.rest
+        return sum(part.shape[-1] for part in positions) + self.registers
+
+    def tokens(self) -> Int[np.ndarray, "n b 3"]:
+        """Returns how many tokens each step passes of each row: clean, to decode, and others."""
+        positions = self.clean, self.decode, self.rest
+        return np.stack([(part != PAD_POSITION).sum(axis=-1) for part in positions], axis=-1)
+
+    def dense(self, positions: Int[np.ndarray, "b l"]) -> "Steps":
         """Returns steps that each pass these positions, and no registers."""
         decode = np.repeat(positions[None], self.num_steps, axis=0)
         parts = {"clean": decode[..., :0], "decode": decode, "rest": decode[..., :0]}
-        parts |= {"candidates": decode[..., None] >= 0, "registers": np.zeros_like(self.registers)}
-        return dataclasses.replace(self, **parts)
-
-    def steps(self, start: int, stop: int) -> "Phase":
-        """Returns some of the steps."""
-        fields = dataclasses.fields(self)
-        return Phase(**{field.name: getattr(self, field.name)[start:stop] for field in fields})
+        return dataclasses.replace(self, **parts, candidates=decode[..., None] >= 0, registers=0)
 
 
-def in_groups(phase: Phase, num_registers: int, multiple: int) -> Phase:
+def in_groups(phase: Steps, multiple: int) -> Steps:
     """Returns a phase whose steps pass a multiple of so many tokens, registers included."""
-    parts = phase.clean, phase.decode, phase.rest
-    missing = -(sum(part.shape[-1] for part in parts) + num_registers) % multiple
-    if not missing:
+    if not (missing := -phase.width % multiple):
         return phase
     fill = ((0, 0), (0, 0), (0, missing))
     rest = np.pad(phase.rest, fill, constant_values=PAD_POSITION)
@@ -172,51 +183,49 @@ def _phase(
     clean: Int[np.ndarray, "n b wc"] | None = None,
     rest: Int[np.ndarray, "n b wr"] | None = None,
     candidates: Bool[np.ndarray, "n b w u"] | None = None,
-) -> Phase:
-    """Returns a phase that is guided throughout and has no noise on confidences.
+) -> Steps:
+    """Returns a phase without noise on confidences, and without registers.
 
     By default it passes nothing but `decode`, all of which are candidates.
     """
     steps, nothing = len(block), np.zeros((*decode.shape[:2], 0), np.int32)
-    return Phase(
+    return Steps(
         block.astype(np.int32),
         nothing if clean is None else clean,
         decode,
         np.ones((*decode.shape, 1), bool) if candidates is None else candidates,
         nothing if rest is None else rest,
         count,
-        refresh=np.zeros(steps, bool),
-        guided=np.ones(steps, bool),
         noise=np.zeros(steps, np.float32),
         temperature=np.ones(steps, np.float32),
         guidance=np.ones(steps, np.float32),
-        registers=np.full(steps, -1, np.int32),
     )
 
 
-def with_steps(parts: list[Phase], **of_steps: Shaped[np.ndarray, " k"]) -> list[Phase]:
+def with_steps(parts: list[Steps], **of_steps: Shaped[np.ndarray, " k"]) -> list[Steps]:
     """Returns the phases with the values that change from step to step.
 
     They are cut where guidance starts or stops and where the number of registers changes.
 
     Args:
-        of_steps: guided, noise, temperature, guidance, registers; see `Phase`. Steps beyond their
+        of_steps: guided, noise, temperature, guidance, registers; see `Steps`. Steps beyond their
             end have the last values.
     """
     number = sum(part.num_steps for part in parts)
-    of_steps = {
+    arrays = {
         name: values[np.minimum(np.arange(number), len(values) - 1)]
         for name, values in of_steps.items()
     }
+    statics = {name: arrays.pop(name) for name in ("guided", "registers") if name in arrays}
+    turns = {int(i) + 1 for values in statics.values() for i in np.flatnonzero(np.diff(values))}
     result, start = [], 0
     for part in parts:
         stop = start + part.num_steps
-        whole = dataclasses.replace(
-            part, **{name: values[start:stop] for name, values in of_steps.items()}
-        )
-        turns = np.flatnonzero(np.diff(whole.guided) | np.diff(whole.registers)) + 1
-        bounds = [0, *turns.tolist(), part.num_steps]
-        result += [whole.steps(i, j) for i, j in itertools.pairwise(bounds)]
+        bounds = sorted({start, stop} | turns & {*range(start, stop)})
+        for i, j in itertools.pairwise(bounds):
+            own = {name: values[i:j] for name, values in arrays.items()}
+            own |= {name: values[i].item() for name, values in statics.items()}
+            result.append(dataclasses.replace(part[i - start : j - start], **own))
         start = stop
     return result
 
@@ -229,7 +238,7 @@ def phases(
     buckets: Sequence[int] = BUCKETS,
     max_phases: int = MAX_PHASES,
     padding: float = PADDING,
-) -> list[Phase]:
+) -> list[Steps]:
     """Groups the steps of an image plan into a few phases of bucketed widths.
 
     The trade-off: every phase costs a compilation and a launch, every token of padding costs work
@@ -264,7 +273,7 @@ def phases(
 
 def code_phases(
     plan: SamplingPlan, h: int, w: int, side: int, *, by_confidence: bool = False
-) -> list[Phase]:
+) -> list[Steps]:
     """Groups the steps of a plan over the codes of an image; every step passes all its cells.
 
     This is LaViDa-O's sampler: a step commits single codes, and a cell may be known in part. The
@@ -310,7 +319,7 @@ def code_phases(
     return result
 
 
-def in_passes(parts: list[Phase], passes: int, side: int, *, clean_once: bool) -> list[Phase]:
+def in_passes(parts: list[Steps], passes: int, side: int, *, clean_once: bool) -> list[Steps]:
     """Returns phases over whole cells with every step split into passes over the cells' codes.
 
     All passes of a step have its block: later passes see what earlier ones decoded, and nothing is
@@ -327,13 +336,14 @@ def in_passes(parts: list[Phase], passes: int, side: int, *, clean_once: bool) -
     rank = np.argsort(np.argsort((y + x) % 2, kind="stable"))
     result = []
     for part in parts:
-        names = [field.name for field in dataclasses.fields(part)]
-        again = {name: np.repeat(getattr(part, name), passes, axis=0) for name in names}
+        again = part[np.repeat(np.arange(part.num_steps), passes)]
         now = np.tile(np.arange(passes), part.num_steps)[:, None, None]
-        again["candidates"] = again["candidates"] & (now[..., None] == rank * passes // side**2)
+        candidates = again.candidates & (now[..., None] == rank * passes // side**2)
+        again = dataclasses.replace(again, candidates=candidates)
         if clean_once:
-            again["clean"] = np.where(now == 0, again["clean"], np.int32(PAD_POSITION))
-        result.append(Phase(**again))
+            clean = np.where(now == 0, again.clean, np.int32(PAD_POSITION))
+            again = dataclasses.replace(again, clean=clean)
+        result.append(again)
     return result
 
 
@@ -406,7 +416,7 @@ def text_plan(
     shift: float = 1.0,
     block_order: Sequence[int] | None = None,
     **passes: Any,
-) -> list[Phase]:
+) -> list[Steps]:
     """Returns the phases of a text response: its text blocks, from left to right by default.
 
     Which tokens of the text block a step commits is known only after its forward pass; the plan
@@ -490,7 +500,7 @@ class TextPasses:
         later: Int[np.ndarray, " l"],
         newest: Bool[np.ndarray, "b l"],
         block_len: int,
-    ) -> list[Phase]:
+    ) -> list[Steps]:
         """Returns the phases of one text block.
 
         Args:
@@ -519,8 +529,8 @@ class TextPasses:
         if not self.refreshes and (self.passes_clean == "all" or length == block_len):
             return [whole]
         # Only the first step passes clean tokens.
-        first, others = whole.steps(0, 1), whole.steps(1, steps)
-        first = dataclasses.replace(first, refresh=np.full(1, self.refreshes))
+        first, others = whole[:1], whole[1:]
+        first = dataclasses.replace(first, refreshes=self.refreshes)
         others = dataclasses.replace(others, clean=others.clean[..., :0])
         return [first, others] if steps > 1 else [first]
 

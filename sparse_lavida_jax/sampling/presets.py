@@ -26,6 +26,7 @@ from jaxtyping import Bool
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sampling.commit import CommitRule
 from sparse_lavida_jax.sequence import Kind, codes_from_cells
 
 # Widths if a step passes most of the response: there padding costs more than another program.
@@ -98,32 +99,6 @@ def untrained(sampling: config.Sampling, model: config.Model) -> str:
     return next((name for name in named if preset(name).full_attention != is_full), "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Which candidates a step commits; see `draw`.
-
-    Attributes:
-        commit: all | count | threshold | factor | entropy.
-        level: the threshold, the factor, or the bound in nats.
-        confidence: probability | margin | entropy | random.
-        noisy: whether Gumbel noise is added to the log of the confidence.
-        most: commits at most this many; 0: no limit.
-        released: use the factor rule of the released code (`draw.commit_by_factor`).
-    """
-
-    commit: str = "all"
-    level: float = 0.0
-    confidence: str = "probability"
-    noisy: bool = False
-    most: int = 0
-    released: bool = False
-
-    @functools.cached_property
-    def ends_early(self) -> bool:
-        """Whether a phase may have nothing left to decode before its last step."""
-        return self.commit in ("threshold", "factor", "entropy")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowRequest:
     """How one row is sampled: what rows of a batch may differ in, none of which is compiled in.
@@ -171,34 +146,27 @@ class StepSettings:
 
     Attributes:
         guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
+        commit: which of the candidates a step commits.
         edit_guidance: what the second row of three keeps (`config.Sampling`).
         released: samples text as the released code does (`config.Sampling.released_behaviour`).
         greedy: whether every row has temperature 0, so that no noise is drawn.
-        guided, refreshing: of the phase (`plans.Phase`).
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
-        shapes: padded lengths of both streams of the prompt of each guidance row, if a step
-            passes the prompt again and nothing is cached; (): those of the batch.
         tables_ahead: whether attention tables are made before the loop if possible.
-        reach: of a phase: how many slots of the cache it reads (`KVCache`); None: all.
     """
 
     kind: Kind
     preset: Preset
     num_registers: int
     guidance_rows: int
+    commit: CommitRule
     edit_guidance: str = "source"
-    choice: Choice = Choice()
     top_k: int = 0
     top_p: float = 1.0
     released: bool = False
     greedy: bool = False
-    guided: bool = True
-    refreshing: bool = False
     head_tile: int = 0
-    shapes: tuple[tuple[int, int], ...] = ()
     tables_ahead: bool = True
-    reach: int | None = None
 
     @functools.cached_property
     def uses_cache(self) -> bool:
@@ -208,6 +176,14 @@ class StepSettings:
     def caches_prompt(self) -> bool:
         """Whether the prompt is passed once, before the first step."""
         return self.preset.cache_prompt and not self.preset.refreshes
+
+    def passes_prompt(self, steps: plans.Steps) -> bool:
+        """Whether these steps pass the prompt again."""
+        return steps.refreshes or not self.preset.cache_prompt
+
+    def passes_all_rows(self, steps: plans.Steps) -> bool:
+        """Whether these steps pass all guidance rows, not only the full ones."""
+        return self.uses_cache or steps.guided
 
 
 def step_settings(
@@ -247,8 +223,8 @@ def step_settings(
         preset=chosen,
         num_registers=0 if chosen.full_attention else registers,
         guidance_rows=(3 if has_source else 2) if guided and not is_text else 1,
+        commit=_commit_rule(sampling, kind),
         edit_guidance=sampling.edit_guidance,
-        choice=_choice(sampling, kind),
         top_k=sampling.text_top_k if is_text else sampling.top_k,
         top_p=sampling.text_top_p if is_text else sampling.top_p,
         released=is_text and sampling.released_behaviour,
@@ -256,23 +232,23 @@ def step_settings(
     )
 
 
-def _choice(sampling: config.Sampling, kind: Kind) -> Choice:
+def _commit_rule(sampling: config.Sampling, kind: Kind) -> CommitRule:
     if kind == "image":
-        by_confidence = sampling.order == "confidence"
-        return Choice("count", noisy=sampling.confidence_noise > 0) if by_confidence else Choice()
-    commit = sampling.text_commit
+        if sampling.order != "confidence":
+            return CommitRule()
+        return CommitRule("count", noisy=sampling.confidence_noise > 0)
+    name = sampling.text_commit
     level = {
         "threshold": sampling.text_threshold,
         "factor": sampling.text_factor,
         "entropy": sampling.text_entropy,
     }
-    confidence = "entropy" if commit == "entropy" else sampling.text_confidence
-    return Choice(
-        commit,
-        level.get(commit, 0.0),
-        confidence,
+    return CommitRule(
+        name,
+        level.get(name, 0.0),
+        confidence="entropy" if name == "entropy" else sampling.text_confidence,
         most=sampling.text_most,
-        released=commit == "factor" and sampling.released_behaviour,  # only it has two variants
+        released=name == "factor" and sampling.released_behaviour,  # only it has two variants
     )
 
 
@@ -284,7 +260,7 @@ def plan(
     text_block_len: int,
     seeds: Sequence[int] | None = None,
     grid: tuple[int, int] | None = None,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     """Returns the phases that a sampling configuration asks for.
 
     Args:
@@ -345,7 +321,7 @@ def _image_phases(
     given: Bool[np.ndarray, "b l"],
     seeds: Sequence[int],
     grid: tuple[int, int],
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     by_confidence = sampling.order == "confidence"
     by_code = chosen.full_attention and sampling.grid == "code"
     if by_confidence and (chosen.truncate or chosen.cache_response):
@@ -392,16 +368,16 @@ def _text_plan(
     settings: StepSettings,
     given: Bool[np.ndarray, "b l"],
     block_len: int,
-) -> list[plans.Phase]:
+) -> list[plans.Steps]:
     chosen = settings.preset
     steps = sampling.text_steps
     if sampling.text_step_ratio > 0:
         steps = max(int(block_len * sampling.text_step_ratio), 1)
     refreshes = chosen.refreshes
-    return plans.text_plan(
+    phases = plans.text_plan(
         given.shape[1],
         block_len,
-        block_len if settings.choice.ends_early else steps,
+        block_len if settings.commit.ends_early else steps,
         given,
         schedule=sampling.text_schedule,
         shift=sampling.text_shift,
@@ -412,6 +388,7 @@ def _text_plan(
         leftovers=settings.released and chosen.full_attention and not refreshes,
         block_order=_block_order(sampling, given.shape[1] // block_len),
     )
+    return [dataclasses.replace(phase, registers=settings.num_registers) for phase in phases]
 
 
 def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:

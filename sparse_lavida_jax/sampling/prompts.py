@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays out examples as the prompts of a batch, on the host: all guidance rows, in one bucket."""
+"""Lays out examples as the prompts of a batch, on the host: all guidance rows, by shape."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
 import flax.struct
-import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
@@ -39,16 +38,17 @@ EDIT_DROPS: dict[str, dict[str, bool]] = {
 
 @flax.struct.dataclass
 class Prompt:
-    """Prompts of a batch, a row for each request and guidance row (guidance-major: r b).
+    """Prompts of one shape, a row for each request and guidance row (guidance-major: r b).
 
     Attributes:
-        understanding, generation: prompt and given tokens, with tags; None if there are none.
+        understanding, generation: prompt and given tokens, with tags; None if there are none, or
+            if steps do not pass them.
         pixels: the images of each request for the vision tower, or None.
         response_position: position of the first response token.
         length: L, where register positions start.
     """
 
-    understanding: Stream
+    understanding: Stream | None
     generation: Stream | None
     pixels: UInt8[AnyArray, "b *n h w 3"] | Float[AnyArray, "b *n h w 3"] | None
     response_position: Int[AnyArray, " r"]
@@ -124,44 +124,41 @@ def lay_out(
     return LaidOut(example, request, tuple(text), tuple(image), *place)
 
 
-def lengths_of(laid: Sequence[LaidOut]) -> tuple[int, int]:
-    """Returns padded lengths of the two streams that are enough for every example."""
+def lengths_of(laid: Sequence[LaidOut], least: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Returns padded lengths of the two streams that are enough for every example.
+
+    Args:
+        least: smallest ones; without source or given cells, the generation stream is empty.
+    """
     text = max(len(row.index) for one in laid for row in one.text)
     image = max(len(row.index) for one in laid for row in one.image)
-    return _padded(text), _padded(image)
+    return _padded(max(text, least[0])), _padded(max(image, least[1])) if image else 0
+
+
+def padded_lengths(prompt: Prompt) -> tuple[int, int]:
+    """Returns the slots of a row in each of the two streams."""
+    text, image = (
+        0 if stream is None else stream.index.shape[1]
+        for stream in (prompt.understanding, prompt.generation)
+    )
+    return text, image
 
 
 def batched(
     laid: Sequence[LaidOut], model: config.Model, prompt_len: tuple[int, int] = (0, 0)
 ) -> Prompt:
-    """Stacks laid-out examples as the prompts of a batch, padded to a bucket.
+    """Returns the prompts of a batch, all in one shape.
 
     Args:
         prompt_len: smallest padded lengths of the two streams, so that batches share programs.
     """
-    pixels, views = _seen([one.example for one in laid])
-    rows = len(laid[0].text)
-    text = [one.text[row] for row in range(rows) for one in laid]
-    image = [one.image[row] for row in range(rows) for one in laid]
-    if views is not None:
-        text = [
-            dataclasses.replace(row, index=_numbered(row.index, shown, pixels, model.vision))
-            for row, shown in zip(text, itertools.cycle(views), strict=False)
-        ]
-    return Prompt(
-        _stack(text, model.end_of_text_id, prompt_len[0]),
-        _stack(image, model.image_mask_id, prompt_len[1])
-        if any(len(row.index) for row in image)
-        else None,
-        pixels,
-        np.array([one.response_position for one in laid] * rows, np.int32),
-        np.array([one.length for one in laid] * rows, np.int32),
-    )
+    rows = _Rows.of(laid, model)
+    return rows.prompt(range(len(rows.text)), lengths_of(laid, prompt_len))
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptPart:
-    """Consecutive rows of a batch that are prefilled together, in a shape of their own.
+    """Consecutive rows of a batch that are passed together, in a shape of their own.
 
     Attributes:
         first: index of the first row.
@@ -171,95 +168,108 @@ class PromptPart:
 
     first: int
     prompt: Prompt
-    keeps: bool
+    keeps: bool = False
 
 
-def guidance_shapes(prompt: Prompt, guidance_rows: int) -> tuple[tuple[int, int], ...]:
+def parted(
+    laid: Sequence[LaidOut],
+    model: config.Model,
+    prompt_len: tuple[int, int] = (0, 0),
+    *,
+    keeping: bool = False,
+    apart: bool = False,
+) -> list[PromptPart]:
+    """Returns the prompts of a batch in parts of one shape each: guidance rows differ in length.
+
+    Args:
+        prompt_len: smallest padded lengths of the two streams of the longest row.
+        keeping: whether rows that requests share become parts of their own, to be kept in a
+            `ContentCache`.
+        apart: whether each guidance row is a part, also next to one of the same shape.
+    """
+    rows, shapes, b = _Rows.of(laid, model), _guidance_shapes(laid, prompt_len), len(laid)
+
+    def shape_of(number: int) -> tuple[tuple[int, int], bool, int]:
+        own = range(number * b, (number + 1) * b)
+        keeps = keeping and number + 1 < len(shapes) and not (rows.see(own) or rows.draw(own))
+        return shapes[number], keeps, apart * number
+
+    parts = []
+    for (shape, keeps, _), numbers in itertools.groupby(range(len(shapes)), shape_of):
+        first, *others = numbers
+        own = range(first * b, (first + len(others) + 1) * b)
+        if keeps:
+            parts += [
+                PromptPart(row, rows.prompt(range(row, row + 1), (shape[0], 0)), True)
+                for row in own
+            ]
+        else:
+            parts.append(PromptPart(own.start, rows.prompt(own, shape)))
+    return parts
+
+
+def _guidance_shapes(laid: Sequence[LaidOut], prompt_len: tuple[int, int]) -> list[tuple[int, int]]:
     """Returns the padded lengths of both streams that each guidance row needs.
 
     A guidance row is shorter than the batch by as much as its rows are shorter than the longest row
     of their request. So its shape depends on the bucket, not on the requests in the batch.
     """
-    lengths = _lengths(prompt, guidance_rows)
-    padded = padded_lengths(prompt)
-    widths = [
-        [_padded(most - int(n)) for n in (own.max(axis=0) - own).min(axis=1)]
-        for own, most in zip(lengths, padded, strict=True)
-    ]
-    return tuple(zip(*widths, strict=True))
+    tokens = np.array(
+        [[[len(row.index) for row in rows] for rows in (one.text, one.image)] for one in laid]
+    )  # [b 2 r]
+    shorter = (tokens.max(axis=2, keepdims=True) - tokens).min(axis=0)
+    text, image = lengths_of(laid, prompt_len)
+    return [(_padded(text - one), _padded(image - other)) for one, other in shorter.T.tolist()]
 
 
-def padded_lengths(prompt: Prompt) -> tuple[int, int]:
-    """Returns the slots of a row in each of the two streams."""
-    generation = 0 if prompt.generation is None else prompt.generation.index.shape[1]
-    return prompt.understanding.index.shape[1], generation
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows of a batch before they are padded, guidance-major.
 
-
-def parted(
-    prompt: Prompt, guidance_rows: int, *, keeping: bool, apart: bool = False
-) -> list[PromptPart]:
-    """Splits a batch into parts of one shape each: guidance rows of a request differ in length.
-
-    Args:
-        keeping: whether rows that requests share become parts of their own, to be kept in a
-            `ContentCache`.
-        apart: whether each guidance row is a part, also next to one of the same shape.
+    Attributes:
+        pixels: the images of each request.
     """
-    b = len(prompt.length) // guidance_rows
-    shapes = guidance_shapes(prompt, guidance_rows)
-    seen = (prompt.understanding.index >= 0).any(axis=1).reshape(guidance_rows, b)
-    cells = _lengths(prompt, guidance_rows)[1].any(axis=1)
-    own = np.asarray(seen.any(axis=1) | cells)  # they contain images or cells
-    own[-1] = True  # nothing is dropped
-    parts: list[PromptPart] = []
-    for (shape, keeps), numbers in itertools.groupby(
-        range(guidance_rows),
-        lambda number: ((*shapes[number], apart * number), keeping and not own[number]),
-    ):
-        shape = shape[:2]
-        first, *others = numbers
-        rows = range(first * b, (first + len(others) + 1) * b)
-        if keeps:
-            shape = (shape[0], 0)
-        for alone in [range(row, row + 1) for row in rows] if keeps else [rows]:
-            parts.append(PromptPart(alone.start, cut_rows(prompt, b, alone, shape), keeps))
-    return parts
 
+    text: Sequence[StreamRow]
+    image: Sequence[StreamRow]
+    pixels: AnyArray | None
+    response_position: Int[np.ndarray, " r"]
+    length: Int[np.ndarray, " r"]
+    model: config.Model
 
-def _lengths(prompt: Prompt, guidance_rows: int) -> list[Int[np.ndarray, "r b"]]:
-    """Returns the tokens of each row in each of the two streams."""
-    streams = (prompt.understanding, prompt.generation)
-    number = len(prompt.length)
-    return [
-        np.asarray(
-            np.zeros(number, int) if stream is None
-            else (stream.tags.block != PAD_BLOCK).sum(axis=1)
-        ).reshape(guidance_rows, -1)
-        for stream in streams
-    ]  # fmt: skip
+    @classmethod
+    def of(cls, laid: Sequence[LaidOut], model: config.Model) -> "_Rows":
+        pixels, views = _seen([one.example for one in laid])
+        number = len(laid[0].text)
+        text = [one.text[row] for row in range(number) for one in laid]
+        image = [one.image[row] for row in range(number) for one in laid]
+        if views is not None:
+            text = [
+                dataclasses.replace(row, index=_numbered(row.index, shown, pixels, model.vision))
+                for row, shown in zip(text, itertools.cycle(views), strict=False)
+            ]
+        position = np.array([one.response_position for one in laid] * number, np.int32)
+        length = np.array([one.length for one in laid] * number, np.int32)
+        return cls(text, image, pixels, position, length, model)
 
+    def see(self, rows: range) -> bool:
+        """Whether any of some rows contains an image for the vision tower."""
+        return any((self.text[row].index >= 0).any() for row in rows)
 
-def cut_rows(prompt: Prompt, requests: int, rows: range, shape: tuple[int, int]) -> Prompt:
-    """Returns some rows of a batch of `requests`, with streams cut to these lengths."""
-    start, end = rows.start, rows.stop
-    # Images are numbered by request: a part with images must hold whole guidance rows.
-    assert not (end - start) % requests or not shape[1]
+    def draw(self, rows: range) -> bool:
+        """Whether any of some rows contains cells: of a source, or given."""
+        return any(len(self.image[row].index) for row in rows)
 
-    def cut(stream: Stream | None, length: int) -> Stream | None:
-        if stream is None or not length:
-            return None
-        return jax.tree.map(lambda x: x[start:end, :length], stream)
-
-    understanding = cut(prompt.understanding, shape[0])
-    assert understanding is not None
-    sees = prompt.pixels is not None and (understanding.index >= 0).any()
-    return Prompt(
-        understanding,
-        cut(prompt.generation, shape[1]),
-        prompt.pixels if sees else None,
-        prompt.response_position[start:end],
-        prompt.length[start:end],
-    )
+    def prompt(self, rows: range, lengths: tuple[int, int]) -> Prompt:
+        """Returns consecutive rows: of any guidance, but without images and cells all requests."""
+        own = slice(rows.start, rows.stop)
+        return Prompt(
+            _stack(self.text[own], self.model.end_of_text_id, lengths[0]),
+            _stack(self.image[own], self.model.image_mask_id, lengths[1]) if lengths[1] else None,
+            self.pixels if self.see(rows) else None,
+            self.response_position[own],
+            self.length[own],
+        )
 
 
 def _padded(length: int) -> int:
@@ -292,8 +302,8 @@ def _numbered(feature, views: tuple[int, ...], pixels, vision: config.Vision):
     return stacked_features(feature, views, most, vision.num_tokens, newline=vision.newline)
 
 
-def _stack(rows: Sequence[StreamRow], pad_token: int, least: int) -> Stream:
-    shape = len(rows), _padded(max(least, *(len(row.index) for row in rows)))
+def _stack(rows: Sequence[StreamRow], pad_token: int, length: int) -> Stream:
+    shape = len(rows), length
     tokens = np.full((*shape, *rows[0].tokens.shape[1:]), pad_token, np.int32)
     index, position = np.full(shape, NO_CELL, np.int32), np.zeros(shape, np.int32)
     block = np.full(shape, PAD_BLOCK, np.int32)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a batch while it is sampled, its prefill, and what each step passes."""
+"""The state of a batch while it is sampled, and its prefill."""
 
-import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,23 +16,16 @@ from sparse_lavida_jax.models.cache import KVCache, StreamName
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import (
     STREAMS,
-    StepTables,
     implementation_of,
     step_implementation_of,
 )
 from sparse_lavida_jax.programs.kept import kept
-from sparse_lavida_jax.sampling import plans
+from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings, guidance_of
-from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, cut_rows, padded_lengths
+from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
 from sparse_lavida_jax.tags import (
-    NO_CELL,
-    NO_FEATURE,
     AnyArray,
-    Stream,
-    concatenate,
-    make_tags,
-    without_blocks,
 )
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -110,7 +101,7 @@ class SamplerState:
         decoded_at: the step that decoded each token, `GIVEN_BLOCK` if it was given,
             `NOT_DECODED` if it is masked.
         rows: seeds and scales.
-        features: vision features of the prompt, for presets that pass the prompt again.
+        features: vision features of each request, for presets that pass the prompt again.
         cache: keys and values of all guidance rows; None if the preset caches nothing.
         passes: forward passes so far, not counting that of the prompt.
     """
@@ -118,44 +109,63 @@ class SamplerState:
     canvas: Int[Array, "b l g"]
     decoded_at: Int[Array, "b l"]
     rows: Rows
-    features: Float[Array, "r v e"] | None
+    features: Float[Array, "b v e"] | None
     cache: KVCache | None
     passes: Int[Array, ""]
 
 
-@flax.struct.dataclass
-class StepTokens:
-    """What one step passes, as positions in the response; -1 is padding (see `plans.Phase`).
+def first_canvas(
+    laid: Sequence[LaidOut], mask_id: int
+) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
+    """Returns the initial responses, and which of their tokens are known."""
+    lengths = sorted({len(one.example.given) for one in laid})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"requests of one batch have one response length, got {lengths}: sample them apart."
+        )
+    given = np.stack([one.example.given for one in laid])
+    tokens = np.stack([one.example.response for one in laid])
+    return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
 
-    Attributes:
-        block: number of the step.
-        clean: decoded tokens that are passed (again); they are stored if responses are cached.
-        decode: tokens that this step predicts; some may be decoded already (text).
-        candidates: which of their codes it may commit; one entry per token: all codes or none.
-        rest: tokens that are passed but not predicted.
-        count: how many candidates to commit.
-        noise: scale of the noise on the confidence.
-        temperature: share of the temperature.
-        guidance: share of the guidance scales.
+
+def open_codes(
+    state: SamplerState, now: Steps, mask_id: int
+) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
+    """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
+    known = take(state.canvas, jnp.maximum(now.decode, 0))
+    masked = (known == mask_id) & (now.decode >= 0)[..., None]
+    together = now.candidates.shape[-1] == 1
+    any_masked = masked.any(axis=-1, keepdims=True) if together else masked
+    return known, masked, any_masked & now.candidates
+
+
+def ends_of(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
+    """Returns where texts have an end-of-text that counts."""
+    decoded = np.asarray(state.decoded_at) != NOT_DECODED
+    may_end = np.arange(decoded.shape[1]) >= np.asarray(state.rows.ends_from)[:, None]
+    return (np.asarray(state.canvas)[..., 0] == end) & decoded & may_end
+
+
+def has_ended(state: SamplerState, end: int) -> bool:
+    """Whether every text has an end-of-text with everything before it decoded."""
+    ended, decoded = ends_of(state, end), np.asarray(state.decoded_at) != NOT_DECODED
+    first_end = np.where(ended.any(1), ended.argmax(1), ended.shape[1])
+    before = np.arange(ended.shape[1])[None] < first_end[:, None]
+    return bool(ended.any(1).all() and decoded[before].all())
+
+
+def cut_at_end(state: SamplerState, end: int) -> Int[np.ndarray, "b l 1"]:
+    """Returns the texts with nothing but end-of-text after the first one that counts.
+
+    What follows it would depend on when the batch stopped.
     """
-
-    block: Int[AnyArray, "*n"]
-    clean: Int[AnyArray, "*n b wc"]
-    decode: Int[AnyArray, "*n b w"]
-    candidates: Bool[AnyArray, "*n b w u"]
-    rest: Int[AnyArray, "*n b wr"]
-    count: Int[AnyArray, "*n b"]
-    noise: Float[AnyArray, "*n"]
-    temperature: Float[AnyArray, "*n"]
-    guidance: Float[AnyArray, "*n"]
-
-    @classmethod
-    def of(cls, phase: plans.Phase) -> "StepTokens":
-        """Returns the steps of a phase, along a first axis."""
-        return cls(*(getattr(phase, field.name) for field in dataclasses.fields(cls)))
+    canvas = np.array(state.canvas)
+    canvas[np.cumsum(ends_of(state, end), axis=1) > 0] = end
+    return canvas
 
 
 Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
+Prompts = tuple[Prompt, ...]  # of all rows, or only for steps without a cache in several shapes
 
 
 @kept(static=("settings", "capacity"), depends=attention)
@@ -173,6 +183,7 @@ def prefill(
     """Encodes the images and fills the cache with the prompt and the given tokens.
 
     Args:
+        prompt: of all rows; without a cache, of any rows that contain the images.
         features: what `see` returned for the images, if they are encoded already.
         capacity: slots of the understanding and of the generation region.
     """
@@ -183,7 +194,7 @@ def prefill(
     cache = model.empty_cache(prompt.length.shape[0], *capacity, region)
     if settings.caches_prompt:
         cache, seen = _written(model, prompt, seen, cache), None
-        cache = cache.commit(own_len(prompt, region))
+        cache = cache.commit(padded_lengths(prompt)[STREAMS.index(region)])
     return SamplerState(canvas, decoded_at, rows, seen, cache, passes)
 
 
@@ -250,7 +261,7 @@ def gather(
 def prompt_bytes(model: config.Model, prompt: Prompt, kind: Kind) -> int:
     """Returns the bytes of the keys and values of a prompt, without spare slots."""
     slots = model.num_joint_layers * sum(padded_lengths(prompt))
-    slots += model.num_split_layers * own_len(prompt, decodes(kind))
+    slots += model.num_split_layers * padded_lengths(prompt)[STREAMS.index(decodes(kind))]
     width = model.num_heads * model.head_dim * jnp.dtype(model.compute_dtype).itemsize
     return 2 * len(prompt.length) * slots * width
 
@@ -260,23 +271,14 @@ def decodes(kind: Kind) -> StreamName:
     return "understanding" if kind == "text" else "generation"
 
 
-def own_len(prompt: Prompt, name: StreamName) -> int:
-    """Returns the slots of a row in a stream of the prompt."""
-    return padded_lengths(prompt)[STREAMS.index(name)]
-
-
 def _seen(
     model: Denoiser, prompt: Prompt, features: Features | None
-) -> Float[Array, "r v e"] | None:
-    """Returns the vision features of every row; each image is encoded once."""
+) -> Float[Array, "b v e"] | None:
+    """Returns the vision features of every request."""
     if features is not None:
         # A copy: steps overwrite their state, and these are for other requests too.
-        seen = jnp.copy(jnp.concatenate(features))
-    elif prompt.pixels is not None:
-        seen = model.see(prompt.pixels)
-    else:
-        return None
-    return repeat(seen, len(prompt.length) // len(seen))
+        return jnp.copy(jnp.concatenate(features))
+    return None if prompt.pixels is None else model.see(prompt.pixels)
 
 
 def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCache:
@@ -284,7 +286,7 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
     _, written = model(
         prompt.understanding,
         prompt.generation,
-        features,
+        None if features is None else repeat(features, len(prompt.length) // len(features)),
         wanted=cache.decodes,
         cache=cache,
         attend_cache=False,
@@ -294,35 +296,33 @@ def _written(model: Denoiser, prompt: Prompt, features, cache: KVCache) -> KVCac
 
 
 def capacity(
-    prompt: Prompt, phases: list[plans.Phase], settings: StepSettings, multiple: int = 1
-) -> tuple[int, int]:
+    prompt_len: tuple[int, int], phases: list[Steps], settings: StepSettings, multiple: int = 1
+) -> tuple[tuple[int, int], list[int]]:
     """Returns the cache slots that a run needs: understanding and generation region.
 
     Never too few, because an update past the end of a buffer would silently shift and overwrite.
+
+    Args:
+        prompt_len: slots of the longest row of the prompt in the two streams.
+
+    Returns:
+        The slots of the two regions, whole multiples; and how many slots of the decoded stream's
+        region each phase uses, with those before it.
     """
-    lengths = dict(zip(("text", "image"), padded_lengths(prompt), strict=True))
-    lengths[settings.kind] = max(reaches(prompt, phases, settings), default=lengths[settings.kind])
-    text, image = (-(-lengths[kind] // multiple) * multiple for kind in ("text", "image"))
-    return text, image
+    lengths, own = [*prompt_len], STREAMS.index(decodes(settings.kind))
+    used = _reaches(lengths[own], phases, settings)
+    lengths[own] = max(used, default=lengths[own])
+    text, image = (-(-length // multiple) * multiple for length in lengths)
+    return (text, image), used
 
 
-def reaches(prompt: Prompt, phases: list[plans.Phase], settings: StepSettings) -> list[int]:
-    """Returns how many slots of the decoded stream each phase uses, and those before it."""
-    found, own, committed = [], own_len(prompt, decodes(settings.kind)), 0
-    for s in phases:
-        registers = num_registers(s, settings)
-        committed = 0 if s.refresh[0] else committed
-        clean, others = s.clean.shape[-1], s.decode.shape[-1] + s.rest.shape[-1]
-        kept = clean if settings.preset.cache_response else 0
-        committed += len(s.block) * kept
-        found.append(own + committed - kept + clean + others + registers)
+def _reaches(prompt_len: int, phases: list[Steps], settings: StepSettings) -> list[int]:
+    found, committed = [], 0
+    for phase in phases:
+        kept = phase.clean.shape[-1] if settings.preset.cache_response else 0
+        committed = len(phase.block) * kept + (0 if phase.refreshes else committed)
+        found.append(prompt_len + committed - kept + phase.width)
     return found
-
-
-def num_registers(phase: plans.Phase, settings: StepSettings) -> int:
-    """Returns how many registers the steps of a phase pass."""
-    asked = int(phase.registers[0])
-    return settings.num_registers if asked < 0 else asked
 
 
 def take(values: AnyArray, at: Int[Array, "b w"]) -> Array:
@@ -333,127 +333,3 @@ def take(values: AnyArray, at: Int[Array, "b w"]) -> Array:
 def repeat(values: Array, rows: int) -> Array:
     """Returns the values of a batch for each of its guidance rows."""
     return jnp.concatenate([values] * rows, axis=0) if rows > 1 else values
-
-
-def step_hidden(
-    model: Denoiser,
-    state: SamplerState,
-    now: StepTokens,
-    prompt: Prompt,
-    settings: StepSettings,
-    tables: StepTables | None,
-) -> tuple[Float[Array, "r b w e"], KVCache | None]:
-    """Returns the final hidden states of the tokens to decode, and the updated cache."""
-    if settings.uses_cache:
-        return _pass(model, state, now, prompt, settings, tables)
-    # A step without guidance passes only the full rows, which are last.
-    numbers = range(0 if settings.guided else settings.guidance_rows - 1, settings.guidance_rows)
-    shapes = settings.shapes or (padded_lengths(prompt),) * settings.guidance_rows
-    b, hidden = now.decode.shape[0], []
-    for shape, group in itertools.groupby(numbers, shapes.__getitem__):
-        first, *others = group
-        rows = range(first * b, (first + len(others) + 1) * b)
-        features = None if state.features is None else state.features[rows.start : rows.stop]
-        own = cut_rows(dataclasses.replace(prompt, pixels=None), b, rows, shape)
-        how = dataclasses.replace(settings, guidance_rows=len(others) + 1)
-        part = dataclasses.replace(state, features=features)
-        hidden.append(_pass(model, part, now, own, how, tables)[0])
-    return jnp.concatenate(hidden), state.cache
-
-
-def _pass(
-    model: Denoiser,
-    state: SamplerState,
-    now: StepTokens,
-    prompt: Prompt,
-    settings: StepSettings,
-    tables: StepTables | None,
-) -> tuple[Float[Array, "r b w e"], KVCache | None]:
-    """Passes guidance rows whose prompts have one shape; returns the same as `step_hidden`."""
-    is_text, preset_ = settings.kind == "text", settings.preset
-    cache, features = state.cache, state.features
-    if cache is not None:
-        cache = dataclasses.replace(cache, reach=settings.reach)
-        if settings.refreshing:
-            cache = dataclasses.replace(cache, offset=jnp.int32(0))
-    rows = settings.guidance_rows
-    response = response_stream(model.settings, state, now, prompt, settings)
-    clean_len, decode_len = now.clean.shape[-1], now.decode.shape[-1]
-    again = _prompt_again(prompt, settings)
-    own = again["understanding" if is_text else "generation"]
-    before = clean_len + (0 if own is None else own.index.shape[1])
-    kept = clean_len if preset_.cache_response else 0
-    stream = _join(response, own, clean_len)
-    other = again["generation" if is_text else "understanding"]
-    hidden, cache = model(
-        stream if is_text else other,
-        other if is_text else stream,
-        None if preset_.cache_prompt and not settings.refreshing else features,
-        wanted="understanding" if is_text else "generation",
-        cache=cache,
-        tables=tables,
-    )
-    if cache is not None:
-        cache = dataclasses.replace(cache, reach=None)
-        cache = cache.commit(before if settings.refreshing else kept)
-    candidates = hidden["understanding" if is_text else "generation"]
-    candidates = candidates[:, before : before + decode_len]
-    return candidates.reshape(rows, -1, *candidates.shape[1:]), cache
-
-
-def response_stream(
-    model: config.Model,
-    state: SamplerState,
-    now: StepTokens,
-    prompt: Prompt,
-    settings: StepSettings,
-) -> Stream:
-    """[clean | decode | rest | registers] for every guidance row."""
-    is_text = settings.kind == "text"
-    positions = jnp.concatenate([now.clean, now.decode, now.rest], axis=-1)
-    at = jnp.maximum(positions, 0)
-    tokens = take(state.canvas, at)
-    decoded_at = take(state.decoded_at, at)
-    block = jnp.where(decoded_at == NOT_DECODED, now.block, decoded_at)
-    block = jnp.where(positions < 0, PAD_BLOCK, block)
-    index = jnp.full_like(at, NO_FEATURE) if is_text else at
-    b, m = positions.shape[0], settings.num_registers
-    if m:
-        register_id = model.text_register_id if is_text else model.image_register_id
-        registers = jnp.full((b, m, tokens.shape[-1]), register_id)
-        tokens = jnp.concatenate([tokens, registers], axis=1)
-        block = jnp.concatenate([block, jnp.full((b, m), now.block)], axis=1)
-        index = jnp.concatenate([index, jnp.full((b, m), NO_CELL)], axis=1)
-    tokens, index, block, at = (
-        repeat(x, settings.guidance_rows) for x in (tokens, index, block, at)
-    )
-    register_position = prompt.length[:, None] + jnp.arange(m)[None]
-    position = jnp.concatenate([prompt.response_position[:, None] + at, register_position], axis=1)
-    tags = make_tags(position, block, now.block - 1)
-    if settings.preset.full_attention:
-        tags = without_blocks(tags)
-    return Stream(tokens[..., 0] if is_text else tokens, index, tags)
-
-
-def _prompt_again(prompt: Prompt, settings: StepSettings) -> dict[str, Stream | None]:
-    """The prompt's streams, if this preset passes them in every step."""
-    streams = {"understanding": prompt.understanding, "generation": prompt.generation}
-    if settings.preset.cache_prompt and not settings.refreshing:
-        return dict.fromkeys(streams)
-    if settings.preset.full_attention:
-        streams = {
-            name: s if s is None else s.replace(tags=without_blocks(s.tags))
-            for name, s in streams.items()
-        }
-    return streams
-
-
-def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
-    """[clean | prompt | others]: committed tokens come first, so that they stay contiguous."""
-    if prompt is None:
-        return response
-    first, second = (
-        jax.tree.map(lambda x, s=s: x[:, s], response)
-        for s in (slice(None, clean_len), slice(clean_len, None))
-    )
-    return concatenate(first, prompt, second)

@@ -22,7 +22,7 @@ from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.programs import compiling, kept
-from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.sampling.progress import Progress
 
 CLOSE_SECONDS = 30.0  # the longest that closing waits for running phases
 MOST_THREADS = 32  # batches under way, including those that wait for a compilation

@@ -17,6 +17,7 @@ from sparse_lavida_jax import config, orders, pipeline, sample, sequence
 from sparse_lavida_jax.models import image_codec, vq
 from sparse_lavida_jax.sampling import calls, draw, options, plans, presets, prompts
 from sparse_lavida_jax.sampling import state as state_of
+from sparse_lavida_jax.sampling.commit import CommitRule
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -122,34 +123,34 @@ def test_temperature_is_that_of_the_kind():
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "choice"),
+    ("asked", "kind", "rule"),
     [
-        ({}, "image", presets.Choice("all")),
-        ({"order": "confidence"}, "image", presets.Choice("count", noisy=True)),
-        ({"order": "confidence", "confidence_noise": 0.0}, "image", presets.Choice("count")),
-        ({}, "text", presets.Choice("count")),
+        ({}, "image", CommitRule("all")),
+        ({"order": "confidence"}, "image", CommitRule("count", noisy=True)),
+        ({"order": "confidence", "confidence_noise": 0.0}, "image", CommitRule("count")),
+        ({}, "text", CommitRule("count")),
         (
             {"text_commit": "factor", "text_factor": 2.0, "text_confidence": "margin"},
             "text",
-            presets.Choice("factor", 2.0, "margin"),
+            CommitRule("factor", 2.0, "margin"),
         ),
         (
             {"text_commit": "factor", "released_behaviour": True},
             "text",
-            presets.Choice("factor", 1.0, released=True),
+            CommitRule("factor", 1.0, released=True),
         ),
-        ({"text_commit": "threshold"}, "text", presets.Choice("threshold", 0.9)),
+        ({"text_commit": "threshold"}, "text", CommitRule("threshold", 0.9)),
         (
             {"text_commit": "entropy", "text_entropy": 0.2, "text_most": 3},
             "text",
-            presets.Choice("entropy", 0.2, "entropy", most=3),
+            CommitRule("entropy", 0.2, "entropy", most=3),
         ),
     ],
 )
-def test_what_is_committed_is_as_configured(asked, kind, choice):
-    found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).choice
-    assert found == choice
-    assert found.ends_early == (choice.commit in ("threshold", "factor", "entropy"))
+def test_what_is_committed_is_as_configured(asked, kind, rule):
+    found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).commit
+    assert found == rule
+    assert found.ends_early == (rule.name in ("threshold", "factor", "entropy"))
 
 
 def test_text_commits_the_most_probable_masked_candidates():
@@ -157,7 +158,7 @@ def test_text_commits_the_most_probable_masked_candidates():
     for _ in range(20):
         probability = rng.random((3, 6, 2)).astype(np.float32)
         masked, count = rng.random((3, 6, 2)) < 0.7, rng.integers(0, 13, 3)
-        chosen = draw.commit_most_confident(*map(jnp.asarray, (probability, masked, count)))
+        chosen = CommitRule("count")(*map(jnp.asarray, (probability, masked, count)))
         for row in range(3):
             candidates = sorted(
                 np.flatnonzero(masked[row]), key=lambda i: -probability[row].ravel()[i]
@@ -167,14 +168,14 @@ def test_text_commits_the_most_probable_masked_candidates():
 
 def test_text_commits_the_first_of_equally_probable_candidates():
     masked = jnp.array([False, True, True, True]).reshape(1, 4, 1)
-    chosen = draw.commit_most_confident(jnp.full((1, 4, 1), 0.5), masked, jnp.array([2]))
+    chosen = CommitRule("count")(jnp.full((1, 4, 1), 0.5), masked, jnp.array([2]))
     np.testing.assert_array_equal(chosen[0, :, 0], [False, True, True, False])
 
 
 def test_images_commit_what_the_plan_chose():
     masked = jnp.array([True, False, True]).reshape(1, 3, 1)
     np.testing.assert_array_equal(
-        draw.commit_all(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
+        CommitRule("all")(jnp.zeros((1, 3, 1)), masked, jnp.array([1])), masked
     )
 
 
@@ -237,7 +238,7 @@ def test_least_lengths_let_batches_share_their_programs():
 def test_capacity_is_the_furthest_slot_that_any_step_writes():
     for settings, phases in (
         (image_settings(), image_plan(image_requests(2, 5), 4)),
-        (text_settings(), plans.text_plan(tiny.TEXT_LEN, tiny.TEXT_BLOCK_LEN, 3)),
+        (text_settings(), traces.plan(text_requests((3, 0.0)), text_settings(), 3)),
     ):
         requests = image_requests(2, 5) if settings.kind == "image" else text_requests((3, 0.0))
         prompt = tiny.prepare(requests, SETTINGS)
@@ -248,10 +249,11 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 width = sum(p.shape[-1] for p in (phase.clean, phase.decode, phase.rest))
                 furthest = max(furthest, offset + width + settings.num_registers)
                 offset += phase.clean.shape[-1]
-        slots = state_of.capacity(prompt, phases, settings)
+        lengths = prompts.padded_lengths(prompt)
+        slots, _ = state_of.capacity(lengths, phases, settings)
         assert slots[("text", "image").index(settings.kind)] == furthest
         # For a kernel, padded to whole tiles: otherwise it would copy the cache.
-        whole = state_of.capacity(prompt, phases, settings, 128)
+        whole, _ = state_of.capacity(lengths, phases, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
@@ -270,19 +272,22 @@ def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
         with traces._patched(**traces._quick()):
             laid = tiny.laid(requests, model.settings, settings)
             begun = sample.begin(model, laid, phases, settings=settings)
-        return begun.reach, traces.finished(model, requests, phases, settings)
+        reach = [phase.reach for phase in begun.phases]
+        return reach, traces.finished(model, requests, phases, settings)
 
     monkeypatch.setattr(calls, "READ_SLOTS", 1000)
     reach, whole = run()
-    assert reach == {}
+    assert not any(reach)
     monkeypatch.setattr(calls, "READ_SLOTS", 1)
     monkeypatch.setattr(calls, "TEXT_LENGTHS", 1000)
     reach, canvas = run()
     np.testing.assert_array_equal(canvas, whole)
     prompt = tiny.prepare(requests, SETTINGS)
-    rooms = [state_of.capacity(prompt, phases[: i + 1], settings)[own] for i in range(len(phases))]
-    starts = [int(phase.block[0]) for phase in phases]
-    read = [reach.get(start, rooms[-1]) for start in starts]
+    lengths = prompts.padded_lengths(prompt)
+    rooms = [
+        state_of.capacity(lengths, phases[: i + 1], settings)[0][own] for i in range(len(phases))
+    ]
+    read = [slots or rooms[-1] for slots in reach]
     unit = 4 if kind == "text" else 1
     assert read == [min(-(-n // unit) * unit, rooms[-1]) for n in rooms]
     assert read[0] < read[-1]
@@ -308,11 +313,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     # Only two layers, because this is compiled with full optimisation.
     model = tiny.denoiser(dataclasses.replace(SETTINGS, num_layers=2, dual_tower_layers=0))
     requests = image_requests(3, 6)
-    phases = [
-        plans.Phase(*(getattr(s, f.name)[i : i + 2] for f in dataclasses.fields(s)))
-        for s in image_plan(requests)
-        for i in (0, 2)
-    ]
+    phases = [steps[i : i + 2] for steps in image_plan(requests) for i in (0, 2)]
     shown = []
     canvas = sample.sample(
         model,
@@ -569,7 +570,7 @@ def code_requests(*shares):
 
 
 def steps_apart(plan):
-    return [part.steps(i, i + 1) for part in plan for i in range(part.num_steps)]
+    return [part[i : i + 1] for part in plan for i in range(part.num_steps)]
 
 
 def canvases(model, requests, plan, settings, **options):
@@ -675,12 +676,13 @@ def logits_at(model, requests, canvas, settings):
     )
     every = jnp.broadcast_to(jnp.arange(length)[None], shape)
     none = jnp.zeros((batch, 0), jnp.int32)
-    now = state_of.StepTokens(
+    now = plans.Steps(
         jnp.int32(2), none, every, jnp.ones((*shape, 1), bool), none,
         jnp.zeros(batch, jnp.int32), jnp.float32(0), jnp.float32(1), jnp.float32(1),
+        registers=settings.num_registers,
     )  # fmt: skip
     return np.asarray(tiny.quick_jit(sample.step_logits, static_argnames=("settings",))(
-        model, state, now, prompt, settings=settings
+        model, state, now, (prompt,), settings=settings
     )[0])  # fmt: skip
 
 
@@ -720,6 +722,12 @@ def test_passes_inside_a_step_are_refused_where_codes_are_chosen_otherwise(chang
         presets.plan(sampling, settings, model, np.zeros((1, 9), bool), 1, seeds=[0])
 
 
+def of_steps(plan, name):
+    """Returns a value of each step of a plan."""
+    parts = ((part.num_steps, np.asarray(getattr(part, name))) for part in plan)
+    return [one for steps, x in parts for one in (x.tolist() if x.ndim else [x.item()] * steps)]
+
+
 def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
     sampling = config.Sampling(
         num_steps=8, merge_cells=3, temperature_schedule="linear", temperature_end=0.5,
@@ -728,13 +736,10 @@ def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
     settings = tiny.step_settings(sampling, FOUR_REGISTERS, "image")
     plan = presets.plan(sampling, settings, SETTINGS, np.zeros((2, 9), bool), 1)
 
-    def all_steps(name):
-        return np.concatenate([getattr(part, name) for part in plan]).tolist()
-
-    assert all_steps("count") == [[3, 3]] * 3
-    assert all_steps("block") == [2, 3, 4]
-    assert all_steps("temperature") == [1.0, 0.75, 0.5]
-    assert all_steps("registers") == [4, 2, 1]
+    assert of_steps(plan, "count") == [[3, 3]] * 3
+    assert of_steps(plan, "block") == [2, 3, 4]
+    assert of_steps(plan, "temperature") == [1.0, 0.75, 0.5]
+    assert of_steps(plan, "registers") == [4, 2, 1]
     everything_known = np.ones((2, 9), bool)
     assert presets.plan(sampling, settings, SETTINGS, everything_known, 1) == []
 
@@ -761,8 +766,7 @@ def merged_run(sampling, shares):
 def test_where_steps_are_merged_they_change_as_those_of_a_whole_image(name):
     """With schedules of the longest row, a row would depend on what others have given."""
     alone, together = (
-        np.concatenate([getattr(part, name) for part in merged_run(MERGED, shares)[1]]).tolist()
-        for shares in ((0.6,), (0.6, 0.0))
+        of_steps(merged_run(MERGED, shares)[1], name) for shares in ((0.6,), (0.6, 0.0))
     )
     assert (len(alone), len(together)) == (2, 4)
     assert alone == together[:2]
@@ -860,9 +864,11 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     expected = pulled + 0.7 * (pulled - dropped)
     laid = tiny.laid([tiny.request("image", SETTINGS, 0, words=3)], SETTINGS, settings)
     rows = state_of.rows_of(laid, settings)
-    found = draw.guided(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(1))
+    now = tiny.step_at(jnp.zeros((1, 2), jnp.int32))
+    found = draw.guided(jnp.asarray(logits, jnp.float32), rows, now, settings)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    nothing = draw.guided(jnp.asarray(logits, jnp.float32), settings, rows, jnp.float32(0))
+    now = dataclasses.replace(now, guidance=jnp.float32(0))
+    nothing = draw.guided(jnp.asarray(logits, jnp.float32), rows, now, settings)
     np.testing.assert_allclose(nothing, full, rtol=0, atol=1e-5)
 
 
@@ -1030,7 +1036,7 @@ def test_registers_that_fall_are_those_that_training_knows():
     settings = tiny.step_settings(sampling, FOUR_REGISTERS, "image")
     given = np.stack([request.given for request in requests])
     plan = presets.plan(sampling, settings, SETTINGS, given, 1)
-    counts = np.concatenate([part.registers for part in plan]).tolist()
+    counts = of_steps(plan, "registers")
     assert counts == [4, 4, 2, 2, 1]
     steps, _ = traces.moments(model, requests, plan, settings)
     for number, moment in zip(counts, steps, strict=True):
@@ -1171,8 +1177,8 @@ def test_the_first_step_of_a_text_block_is_a_full_pass(name):
     model, requests = tiny.denoiser(SETTINGS), seen_texts()
     plan, settings = text_run(requests, text_preset=name, text_steps=2, block_len=6)
     steps, _ = traces.moments(model, requests, plan, settings)
-    refreshing = np.concatenate([part.refresh for part in plan])
-    assert refreshing.tolist() == [True, False] * 2
+    refreshing = of_steps(plan, "refreshes")
+    assert refreshing == [True, False] * 2
     checked = 0
     for moment, refresh in zip(steps, refreshing, strict=True):
         if refresh:

@@ -14,8 +14,7 @@ import traces
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.kernels.tile_lists import TileSizes
-from sparse_lavida_jax.sampling import draw
-from sparse_lavida_jax.sampling import state as state_of
+from sparse_lavida_jax.sampling import forward
 
 SETTINGS = tiny.model_settings(attention_implementation="blockwise")
 
@@ -33,21 +32,20 @@ def watched(name, kind="image", given=0.0, **changes):
     model, found = tiny.denoiser(SETTINGS), []
 
     @functools.partial(tiny.quick_jit, static_argnames=("settings",))
-    def ahead_of(state, segment, prompt, *, settings):
-        return sample._tables_ahead(model, state, segment, prompt, settings)
+    def ahead_of(state, segment, prompts, *, settings):
+        return forward.tables_ahead(model, state, segment, prompts, settings)
 
     @functools.partial(tiny.quick_jit, static_argnames=("settings",))
-    def own_of(state, now, prompt, *, settings):
-        stream = state_of.response_stream(model.settings, state, now, prompt, settings)
-        policy = draw.policy_of(settings.choice)
-        after = sample.step(model, state, now, prompt, policy=policy, settings=settings)
+    def own_of(state, now, prompts, *, settings):
+        stream = forward.response_stream(model.settings, state, now, *prompts, settings)
+        after = sample.step(model, state, now, prompts, settings=settings)
         return model.step_tables(stream.tags, state.cache), after
 
-    def step_by_step(_, state, segment, prompt, *, settings):
-        ahead = ahead_of(state, segment, prompt, settings=settings)
+    def step_by_step(_, state, segment, prompts, *, settings):
+        ahead = ahead_of(state, segment, prompts, settings=settings)
         for i in range(len(segment.block)):
             now = traces.step_of(segment, i)
-            own, state = own_of(state, now, prompt, settings=settings)
+            own, state = own_of(state, now, prompts, settings=settings)
             found.append((traces.step_of(ahead, i), own))
         return state
 
@@ -83,13 +81,13 @@ def test_what_is_not_known_before_is_made_in_the_step(name, kind, ahead):
     """For text, for a prompt that is passed again, and if requested."""
     asked = dataclasses.replace(traces.settings_of(name, kind, SETTINGS), tables_ahead=ahead)
     requests = [tiny.request(kind, SETTINGS, 0, words=3)]
-    seen, made = [], sample._tables_ahead
+    seen, made = [], sample.tables_ahead
 
     def kept(*args):
         seen.append(made(*args))
         return seen[-1]
 
-    with traces._patched(_tables_ahead=kept):
+    with traces._patched(tables_ahead=kept):
         segment = traces.plan(requests, asked, num_steps=2)[:1]
         loop_of(requests, segment, asked)
     assert seen == [None]
@@ -101,9 +99,9 @@ def loop_of(requests, segments, asked, model=None):
     with traces._patched(prefill=traces._prefill):
         laid = tiny.laid(requests, model.settings, asked)
         begun = sample.begin(model, laid, segments, settings=asked)
-    steps = jax.tree.map(jnp.asarray, state_of.StepTokens.of(segments[0]))
+    steps = jax.tree.map(jnp.asarray, segments[0])
     run = functools.partial(sample.run_phase.__wrapped__, settings=begun.program)
-    program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompt)
+    program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompts)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]
     return loops[-1]
 
@@ -114,7 +112,7 @@ def test_the_loop_makes_no_tables(monkeypatch):
     requests = [tiny.request("image", SETTINGS, 0, words=3)]
     segments = traces.plan(requests, asked, num_steps=2)[:1]
     assert "cumsum" not in str(loop_of(requests, segments, asked))
-    monkeypatch.setattr(sample, "_tables_ahead", lambda *_: None)
+    monkeypatch.setattr(sample, "tables_ahead", lambda *_: None)
     assert "cumsum" in str(loop_of(requests, segments, asked))
 
 
@@ -135,7 +133,7 @@ def test_tags_are_laid_out_once_for_all_layers(implementation, monkeypatch):
     asked = traces.settings_of("sparse", "image", settings)
     requests = [tiny.request("image", settings, 0, words=3)]
     segments = traces.plan(requests, asked, num_steps=2)[:1]
-    monkeypatch.setattr(sample, "_tables_ahead", lambda *_: None)
+    monkeypatch.setattr(sample, "tables_ahead", lambda *_: None)
     loop = loop_of(requests, segments, asked, tiny.denoiser(settings))
     body = [*jax.extend.core.jaxprs_in_params(loop.params)][-1]
     layers = [equation for equation in body.eqns if equation.primitive.name == "scan"]

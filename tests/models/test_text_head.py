@@ -14,7 +14,7 @@ import traces
 
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.models import fuse, text_head
-from sparse_lavida_jax.sampling import draw
+from sparse_lavida_jax.sampling import commit, draw, plans
 from sparse_lavida_jax.sampling import state as state_of
 
 VOCABULARY, TILE, WIDTH = 53, 16, 8
@@ -51,7 +51,7 @@ def test_draw_and_confidences_are_those_of_all_logits(cut):
     np.testing.assert_array_equal(drawn.token, expected)
     assert len(np.unique(expected // TILE)) == 4
     for name in ("probability", "margin", "entropy"):
-        plain = draw.confidence(name, logits[:, :, None], expected[:, :, None])[..., 0]
+        plain = commit.confidence(name, logits[:, :, None], expected[:, :, None])[..., 0]
         np.testing.assert_allclose(drawn.confidence(name), plain, rtol=1e-5, atol=1e-5)
 
 
@@ -69,7 +69,7 @@ def test_confidences_by_tiles_do_not_saturate(name):
         score_of=lambda logits, number: logits,
         tile=TILE,
     )
-    plain = draw.confidence(name, jnp.asarray(logits)[:, :, None], drawn.token[:, :, None])
+    plain = commit.confidence(name, jnp.asarray(logits)[:, :, None], drawn.token[:, :, None])
     np.testing.assert_allclose(drawn.confidence(name), plain[..., 0], rtol=1e-4)
     assert (np.diff(np.asarray(plain).ravel()) > 0).all()
 
@@ -110,7 +110,7 @@ def tile_noise(asked, plan, settings):
     one, nothing = jnp.float32(1), everywhere[:, :0]
     steps = []
     for block in np.concatenate([phase.block for phase in plan]):
-        now = state_of.StepTokens(
+        now = plans.Steps(
             jnp.int32(block), nothing, everywhere, everywhere[..., None] >= 0, nothing,
             everywhere[:, 0], one, one, one,
         )  # fmt: skip

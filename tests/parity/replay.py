@@ -169,9 +169,9 @@ def image_draws(variant, recorded, grid, side):
 # Runs.
 
 
-def one_by_one(phases: list[plans.Phase]) -> list[plans.Phase]:
+def one_by_one(phases: list[plans.Steps]) -> list[plans.Steps]:
     """Returns the same steps, each a phase of its own."""
-    return [part.steps(i, i + 1) for part in phases for i in range(part.num_steps)]
+    return [part[i : i + 1] for part in phases for i in range(part.num_steps)]
 
 
 def history(model, request, phases, settings, draws=None):
@@ -224,18 +224,17 @@ def one_pass(given, request, phase, settings, codes) -> Pass:
     side = made.codes_side
     grid = tuple(length * side for length in request.grid)
     (cells,) = cells_of(codes, grid, side)
-    settings = dataclasses.replace(settings, guided=bool(phase.guided[0]))
     laid = tiny.laid([request], made, settings)
     prompt, rows = prompts.batched(laid, made), state_of.rows_of(laid, settings)
     on_device = jax.tree.map(jnp.asarray, (cells[None].astype(np.int32), rows, prompt))
-    block = jnp.int32(phase.block[0])
-    logits, *streams = _pass_all(model, block, *on_device, settings=settings)
+    block, how = jnp.int32(phase.block[0]), {"guided": phase.guided, "settings": settings}
+    logits, *streams = _pass_all(model, block, *on_device, **how)
     embeds, modality = merged_rows(streams, int(prompt.length[0]), made.width)
     return Pass(merged.codes_of(logits, grid, side), embeds, modality)
 
 
-@functools.partial(tiny.quick_jit, static_argnames=("settings",))
-def _pass_all(model, block, cells, rows, prompt, *, settings):
+@functools.partial(tiny.quick_jit, static_argnames=("guided", "settings"))
+def _pass_all(model, block, cells, rows, prompt, *, guided, settings):
     """Passes all cells [1 l g]; returns unguided logits of every row, and both embedded streams."""
     call, seen = Denoiser.__call__, []
     masked = (cells == model.settings.image_mask_id).any(axis=-1)
@@ -248,7 +247,7 @@ def _pass_all(model, block, cells, rows, prompt, *, settings):
         jnp.int32(0),
     )
     everything = jnp.arange(cells.shape[1], dtype=jnp.int32)[None]
-    now = state_of.StepTokens(
+    now = plans.Steps(
         block=block,
         clean=everything[:, :0],
         decode=everything,
@@ -258,6 +257,8 @@ def _pass_all(model, block, cells, rows, prompt, *, settings):
         noise=jnp.float32(0),
         temperature=jnp.float32(1),
         guidance=jnp.float32(1),
+        guided=guided,
+        registers=settings.num_registers,
     )
 
     def observed(self, *streams, **options):
@@ -271,7 +272,7 @@ def _pass_all(model, block, cells, rows, prompt, *, settings):
         unittest.mock.patch.object(Denoiser, "__call__", observed),
         unittest.mock.patch.object(draw, "guided", rows_apart),
     ):
-        logits, _ = sample.step_logits(model, state, now, prompt, settings)
+        logits, _ = sample.step_logits(model, state, now, (prompt,), settings)
     understanding, generation, features = seen
     text = understanding, model.embed_text(understanding, features)
     return logits, text, (generation, model.embed_image(generation))

@@ -100,7 +100,7 @@ def test_the_conditional_pass_is_the_recorded_one(given, request_):
     plan, settings = run_of(given, request_, replay.variants(NAME, "edit_mode")[0])
     alone = dataclasses.replace(settings, guidance_rows=1)
     codes = given.inputs["image_codes"][0]
-    seen = replay.one_pass(given, request_, plan[0].steps(0, 1), alone, codes)
+    seen = replay.one_pass(given, request_, plan[0][:1], alone, codes)
     np.testing.assert_allclose(seen.embeds, recorded["cond.inputs_embeds"], rtol=0, atol=LOGITS)
     np.testing.assert_allclose(seen.logits, recorded["cond.image_logits"], rtol=0, atol=LOGITS)
     length, width = seen.modality.shape[1], model.settings.width

@@ -49,7 +49,7 @@ def test_codes_are_decoded_as_recorded(given, name):
 @each_variant
 def test_the_recorded_steps_are_guided(given, name):
     _, plan, settings, _ = run_of(given, name)
-    guided = np.concatenate([part.guided for part in plan])
+    guided = np.concatenate([[part.guided] * part.num_steps for part in plan])
     rows = np.where(guided, settings.guidance_rows, 1)
     np.testing.assert_array_equal(rows, given.config["variants"][name]["rows_per_step"])
 
@@ -72,7 +72,7 @@ def test_the_embedded_rows_are_the_recorded_ones(given):
         name = key.partition(".")[0]
         request, plan, settings, _ = run_of(given, name)
         now = given.outputs[f"{name}.codes_before_step"][0]
-        seen = replay.one_pass(given, request, plan[0].steps(0, 1), settings, now)
+        seen = replay.one_pass(given, request, plan[0][:1], settings, now)
         np.testing.assert_allclose(seen.embeds, given.outputs[key], rtol=0, atol=LOGITS)
         np.testing.assert_array_equal(
             seen.modality, np.broadcast_to(given.inputs["is_gen"], seen.modality.shape)

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from sparse_lavida_jax import orders
-from sparse_lavida_jax.sampling import draw, plans
+from sparse_lavida_jax.sampling import commit, plans
 
 REMASKING = {"low_confidence": "probability"}  # released name -> ours
 
@@ -120,9 +120,9 @@ def test_gumbel_noise_is_the_recorded_one(parts):
 
 def test_noisy_confidences_are_the_recorded_ones(parts):
     for given in recorded(parts, "log(p) + alg_temp*gumbel"):
-        assert given["clamp_min"] == draw.LEAST_PROBABILITY
-        found = draw.with_noise(
-            draw.log_odds(parts.inputs[given["p"]])[..., None],
+        assert given["clamp_min"] == commit.LEAST_PROBABILITY
+        found = commit.with_noise(
+            commit.log_odds(parts.inputs[given["p"]])[..., None],
             jnp.asarray(parts.outputs[given["gumbel"]])[..., None],
             jnp.float32(given["alg_temp"]),
         )
@@ -133,7 +133,7 @@ def test_noisy_confidences_are_the_recorded_ones(parts):
 def test_filters_leave_the_recorded_logits(parts):
     for given in recorded(parts, "top_k_top_p_filtering"):
         logits = jnp.asarray(parts.inputs[given["logits"]])
-        left = draw.filtered(logits, given["top_k"], given["top_p"])
+        left = commit.filtered(logits, given["top_k"], given["top_p"])
         expected = parts.outputs[given["tensor"]]
         np.testing.assert_array_equal(np.isneginf(left), np.isneginf(expected), given["tensor"])
         kept = ~np.isneginf(expected)
@@ -153,7 +153,7 @@ def candidates(parts, given):
         sure = jnp.asarray(parts.inputs[given["random_confidence"]])[..., None]
     else:
         name = REMASKING.get(given["remasking"], given["remasking"])
-        sure = draw.confidence(name, logits[:, :, None], drawn[..., None])
+        sure = commit.confidence(name, logits[:, :, None], drawn[..., None])
     return drawn, sure, jnp.asarray(parts.inputs[given["mask"]])[..., None]
 
 
@@ -162,10 +162,10 @@ def test_the_surest_tokens_are_the_recorded_ones(parts):
         drawn, sure, masked = candidates(parts, given)
         nothing = jnp.zeros(len(drawn), int)
         if given["threshold"] is not None:
-            chosen = draw.commit_above(sure, masked, nothing, threshold=given["threshold"])
+            chosen = commit.CommitRule("threshold", given["threshold"])(sure, masked, nothing)
         else:
             count = jnp.asarray(given["num_transfer_tokens"])
-            chosen = draw.commit_most_confident(sure, masked, count)
+            chosen = commit.CommitRule("count")(sure, masked, count)
         np.testing.assert_array_equal(chosen[..., 0], parts.outputs[given["tensor"]])
         if "x0_tensor" in given:
             tokens = np.where(masked[..., 0], drawn, parts.inputs[given["x"]])
@@ -176,7 +176,8 @@ def test_the_factor_rule_commits_the_recorded_tokens(parts):
     for given in recorded(parts, "get_transfer_index_dynamic"):
         drawn, sure, masked = candidates(parts, given)
         nothing = jnp.zeros(len(drawn), int)
-        chosen = draw.commit_by_factor(sure, masked, nothing, factor=given["factor"], released=True)
+        rule = commit.CommitRule("factor", given["factor"], released=True)
+        chosen = rule(sure, masked, nothing)
         np.testing.assert_array_equal(
             chosen[..., 0], parts.outputs[given["tensor"]], given["tensor"]
         )

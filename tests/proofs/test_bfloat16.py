@@ -34,8 +34,8 @@ def logits(model, requests, settings, plan):
     with traces._patched(prefill=traces._prefill):
         laid = tiny.laid(requests, model.settings, settings)
         begun = sample.begin(model, laid, plan, settings=settings)
-    now = jax.tree.map(lambda x: jnp.asarray(x[0]), sample.StepTokens.of(plan[0]))
-    found, _ = _step_logits(model, begun.state, now, begun.prompt, begun.program)
+    now = jax.tree.map(jnp.asarray, plan[0][0])
+    found, _ = _step_logits(model, begun.state, now, begun.prompts, begun.program)
     return np.asarray(found), np.asarray(now.decode)
 
 

@@ -21,7 +21,7 @@ from dense_pass import FIRST, GIVEN
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.sampling import calls, presets, prompts, state
+from sparse_lavida_jax.sampling import calls, forward, presets, prompts
 from sparse_lavida_jax.tags import make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -327,7 +327,7 @@ def tags_of_steps(change):
     def changed(position, block, last_clean):
         return change(functools.partial(make_tags, position), block, last_clean)
 
-    return mock.patch.object(state, "make_tags", changed)
+    return mock.patch.object(forward, "make_tags", changed)
 
 
 def horizon_one_short():
@@ -362,32 +362,33 @@ def visible_padding_of_steps():
 
 
 def newest_not_cached():
-    step_hidden = sample.step_hidden
+    step_hidden = forward.step_hidden
 
     def changed(model, state, *rest):
         hidden, cache = step_hidden(model, state, *rest)
         return hidden, dataclasses.replace(cache, offset=state.cache.offset)
 
-    return mock.patch.object(sample, "step_hidden", changed)
+    return mock.patch.object(forward, "step_hidden", changed)
 
 
 def newest_cached_in_the_wrong_block():
     """In that of the step that stores them, not of the step that decoded them."""
-    step_hidden = sample.step_hidden
+    step_hidden = forward.step_hidden
 
     def changed(model, state, now, *rest):
         at = jnp.where(state.decoded_at == now.block - 1, now.block, state.decoded_at)
         return step_hidden(model, dataclasses.replace(state, decoded_at=at), now, *rest)
 
-    return mock.patch.object(sample, "step_hidden", changed)
+    return mock.patch.object(forward, "step_hidden", changed)
 
 
 def registers_one_position_off():
-    def changed(*args):
-        prompt = prompts.batched(*args)
-        return prompt.replace(length=prompt.length + 1)
+    for_steps = calls._for_steps
 
-    return mock.patch.object(calls, "batched", changed)
+    def changed(*args):
+        return tuple(prompt.replace(length=prompt.length + 1) for prompt in for_steps(*args))
+
+    return mock.patch.object(calls, "_for_steps", changed)
 
 
 def visible_padding_of_prompts():

@@ -22,6 +22,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import calls, prompts, state
 from sparse_lavida_jax.sampling.content_cache import ContentCache, default_bytes, digest
+from sparse_lavida_jax.sampling.prompts import PromptPart
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.server.openai.metrics_endpoint import Metrics
 from sparse_lavida_jax.server.serving import Service
@@ -40,7 +41,7 @@ def edit(words, **how):
 
 
 def laid_out(requests, guidance_rows):
-    return tiny.prepare(requests, SETTINGS, guidance_rows)
+    return tiny.rows_laid(requests, SETTINGS, guidance_rows)
 
 
 def tokens_of(prompt):
@@ -57,9 +58,11 @@ def tokens_of(prompt):
 @pytest.mark.parametrize(("keeping", "apart"), [(False, False), (True, False), (True, True)])
 def test_parts_hold_every_token_once_and_in_order(keeping, apart, given):
     requests = [edit(words, given=given) for words in (3, 20)]
-    prompt = laid_out(requests, 3)
-    parts = prompts.parted(prompt, 3, keeping=keeping, apart=apart)
-    assert tokens_of(prompt) == [row for part in parts for row in tokens_of(part.prompt)]
+    laid = laid_out(requests, 3)
+    parts = prompts.parted(laid, SETTINGS, keeping=keeping, apart=apart)
+    assert tokens_of(prompts.batched(laid, SETTINGS)) == [
+        row for part in parts for row in tokens_of(part.prompt)
+    ]
     rows = [part.first + i for part in parts for i in range(len(part.prompt.length))]
     assert rows == list(range(6))
     # Given cells belong to a request, so its dropped rows differ from those of others.
@@ -73,8 +76,8 @@ def test_parts_hold_every_token_once_and_in_order(keeping, apart, given):
 
 def test_rows_of_an_edit_are_not_padded_to_each_other():
     """The dropped row has the source's cells in the understanding stream, the others do not."""
-    prompt = laid_out([edit(30), edit(41)], 3)
-    first, others = prompts.parted(prompt, 3, keeping=False)
+    laid = laid_out([edit(30), edit(41)], 3)
+    prompt, (first, others) = prompts.batched(laid, SETTINGS), prompts.parted(laid, SETTINGS)
     longest = 3 + tiny.VISION.num_tokens + 2 * tiny.IMAGE_LEN + 41
     assert prompt.understanding.index.shape == (6, prompts._padded(longest))
     assert first.prompt.understanding.index.shape == (2, prompts._padded(longest))
@@ -87,15 +90,14 @@ def test_shapes_follow_the_bucket_and_not_who_shares_it():
     """So a row that is replayed alone in its original bucket runs the same programs."""
     short, long = edit(3), edit(40)
     both = laid_out([short, long], 3)
-    bucket = (both.understanding.index.shape[1], both.generation.index.shape[1])
-    alone = tiny.prepare([short], SETTINGS, 3, bucket)
+    bucket = prompts.lengths_of(both)
     for keeping in (False, True):
         shapes = [
             {
                 (part.prompt.understanding.index.shape[1], part.prompt.generation is None)
-                for part in prompts.parted(prompt, 3, keeping=keeping)
+                for part in prompts.parted(laid, SETTINGS, bucket, keeping=keeping)
             }
-            for prompt in (both, alone)
+            for laid in (both, laid_out([short], 3))
         ]
         assert shapes[0] == shapes[1]
 
@@ -103,9 +105,9 @@ def test_shapes_follow_the_bucket_and_not_who_shares_it():
 def test_images_without_guidance_and_pairs_of_one_shape_are_one_part():
     requests = [tiny.request("image", SETTINGS, 0, words=3)]
     for rows in (1, 2):
-        (part,) = prompts.parted(laid_out(requests, rows), rows, keeping=False)
+        (part,) = prompts.parted(laid_out(requests, rows), SETTINGS)
         assert not part.keeps
-    assert len(prompts.parted(laid_out(requests, 1), 1, keeping=True)) == 1
+    assert len(prompts.parted(laid_out(requests, 1), SETTINGS, keeping=True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,7 @@ def test_parts_and_kept_rows_change_no_logit_and_no_token(name, asked):
         name, "image", SETTINGS, guidance=1.5, guidance_image=0.5, has_source=source
     )
     plan = traces.plan(requests, settings)
-    in_one = {"parted": lambda *_, **__: [], "guidance_shapes": lambda *_: ()}
-    with traces._patched(**in_one):
+    with traces._patched(parted=lambda *laid, **_: [PromptPart(0, prompts.batched(*laid))]):
         wanted, canvas = traces.moments(model, requests, plan, settings)
     kept = ContentCache()
     for options in ({}, {"content_cache": kept}, {"content_cache": kept}):
@@ -158,10 +159,11 @@ def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_
         ):
             laid = tiny.laid(requests, SETTINGS, settings)
             begun = sample.begin(tiny.denoiser(SETTINGS), laid, plan, settings=settings)
-        first, second, third = begun.program.shapes or (None,) * 3
-        assert (first is not None) == alone
-        assert second == third
-        assert not alone or (first[0] > second[0] and first[1] < second[1])
+        rows = [len(prompt.length) for prompt in begun.prompts]
+        assert rows == ([2, 4] if alone else [6])
+        if alone:
+            first, others = map(prompts.padded_lengths, begun.prompts)
+            assert first[0] > others[0] and first[1] < others[1]
 
 
 def passed_of(requests, kept):
@@ -250,7 +252,7 @@ def test_what_was_used_longest_ago_is_let_go():
 
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_the_bytes_of_a_prompt_are_those_of_its_keys_and_values(kind):
-    prompt = laid_out([edit(3), edit(20)], 3)
+    prompt = tiny.prepare([edit(3), edit(20)], SETTINGS, 3)
     cache = traces._pass_prompt(tiny.denoiser(SETTINGS), prompt, kind=kind)
     held = sum(x.nbytes for x in (*cache.joint, *cache.split))
     assert state.prompt_bytes(SETTINGS, prompt, kind) == held

@@ -11,7 +11,7 @@ import tiny
 from scipy import stats
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.sampling import draw, state
+from sparse_lavida_jax.sampling import commit, draw, state
 
 SETTINGS = tiny.model_settings()
 DRAWS = 4000
@@ -57,17 +57,17 @@ def test_what_is_drawn_has_the_probability_of_its_logits(case):
     if case in ("top_k", "top_p"):
         ranked = np.sort(probability_of(LOGITS))[::-1]
         asked = {"top_k": 4} if case == "top_k" else {"top_p": float(ranked[:4].sum() - 1e-3)}
-        logits = draw.filtered(logits, **({"top_k": 0, "top_p": 1.0} | asked))
+        logits = commit.filtered(logits, **({"top_k": 0, "top_p": 1.0} | asked))
         expected = np.where(np.isin(np.arange(12), KEPT), LOGITS, -np.inf)
     if case in ("guided", "three_rows"):
         number = 2 if case == "guided" else 3
         others = np.random.default_rng(1).normal(size=(number - 1, 12))
         all_rows = [jnp.asarray(np.broadcast_to(one, (1, DRAWS, 1, 12))) for one in others]
-        guided = dataclasses.replace(settings, guidance_rows=number, guided=True)
+        guided = dataclasses.replace(settings, guidance_rows=number)
         rows = dataclasses.replace(
             rows, guidance=np.full(1, 0.5, np.float32), guidance_image=np.full(1, 0.3, np.float32)
         )
-        logits = draw.guided(jnp.stack([*all_rows, logits]), guided, rows, jnp.float32(1.0))
+        logits = draw.guided(jnp.stack([*all_rows, logits]), rows, now, guided)
         if number == 3:
             expected = 1.3 * expected - 0.3 * others[1]
         expected = 1.5 * expected - 0.5 * others[0]

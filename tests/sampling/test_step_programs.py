@@ -13,7 +13,7 @@ import traces
 from benchmarks import requests
 from sparse_lavida_jax import sample
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.sampling import calls, plans, prompts
+from sparse_lavida_jax.sampling import calls, prompts
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 
 VOCABULARY, CODES = 53, 29  # sizes that nothing else has
@@ -100,17 +100,12 @@ def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
     _, part, settings = program("image")
 
     def numbers(steps, *, in_trips=True):
-        whole = dataclasses.replace(part, **{
-            field.name: np.repeat(getattr(part, field.name)[:1], steps, axis=0)
-            for field in dataclasses.fields(plans.Phase)
-        })  # fmt: skip
-        numbered = dataclasses.replace(whole, block=np.arange(steps))
-        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), None, settings, None, {}, in_trips)
+        numbered = dataclasses.replace(part[np.zeros(steps, int)], block=np.arange(steps))
+        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), (), settings, None, (), in_trips)
         found, own = [], []
         for trip in begun.trips(numbered):
             length = len(trip.steps.block)
             found.append((length, int(trip.options.get("number", length))))
-            np.testing.assert_array_equal(trip.steps.block, trip.own)
             own += [*trip.steps.block[: found[-1][1]]]
             assert (trip.steps.block[found[-1][1] :] == own[-1]).all()
         np.testing.assert_array_equal(own, np.arange(steps))
@@ -145,7 +140,7 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
     plan = traces.plan(
         asked, settings, num_steps=3, **({"max_phases": 2} if kind == "image" else {})
     )
-    model, make, numbers = tiny.denoiser(model_settings), sample.make, []
+    model, make, numbers = tiny.denoiser(model_settings), calls.make, []
 
     def counted(made_ahead, number):
         numbers.append(number)
@@ -154,7 +149,7 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
         del compiled[:]
 
     made = []
-    monkeypatch.setattr(sample, "make", counted)
+    monkeypatch.setattr(calls, "make", counted)
     laid = tiny.laid(asked, model_settings, settings)
     first = sample.sample(model, laid, plan, settings=settings, stop_early=False)
     assert {name for _, name in compiled} <= {"_copy", "jit(_copy)"}

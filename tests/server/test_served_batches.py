@@ -11,7 +11,7 @@ from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import kind_of
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sample import Progress
+from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.server import serving
 from sparse_lavida_jax.server.serving import Limits, Service

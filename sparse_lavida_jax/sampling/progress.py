@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callers are told while a batch is sampled."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from sparse_lavida_jax.sampling.plans import Steps
+from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.prompts import LaidOut
+from sparse_lavida_jax.sampling.state import NOT_DECODED, SamplerState, first_canvas
+from sparse_lavida_jax.tags import GIVEN_BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The state of a batch before its first step, or between two phases.
+
+    Attributes:
+        making: what is being made: "layout", "image" or "text".
+        steps, total: forward passes done so far, and in the whole plan.
+        canvas: the responses; `mask_id` where nothing is decoded yet.
+        decoded_at: the block that decoded each token (`SamplerState`).
+        blocks: those of the phase that has just ended; none before the first step.
+        rows: request numbers of the first rows; any further rows fill the batch up.
+        plan, settings: what each step passes.
+        prompted: for each of `rows`, the tokens of its prompts (`LaidOut.prompt_tokens`).
+    """
+
+    making: str
+    steps: int
+    total: int
+    canvas: Int[np.ndarray, "b l g"]
+    decoded_at: Int[np.ndarray, "b l"]
+    blocks: range
+    mask_id: int
+    rows: tuple[int, ...] = ()
+    plan: Sequence[Steps] = ()
+    settings: StepSettings | None = None
+    prompted: tuple[tuple[int, ...], ...] = ()
+
+    def after(self, block: int) -> Int[np.ndarray, "b l g"]:
+        """Returns the canvas as it was after a block, whole tokens at a time."""
+        later = self.decoded_at > block
+        return np.where(later[..., None], self.mask_id, self.canvas)
+
+
+Callback = Callable[[Progress], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressReporter:
+    """Calls a callback with the state of a batch.
+
+    Attributes:
+        making: see `Progress`.
+        phases: the whole plan.
+    """
+
+    callback: Callback
+    making: str
+    phases: Sequence[Steps]
+    settings: StepSettings
+    mask_id: int
+
+    def before(self, laid: Sequence[LaidOut]) -> None:
+        """Reports the responses before the first step."""
+        canvas, given = first_canvas(laid, self.mask_id)
+        self._report(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
+
+    def after(self, phase: Steps, state: SamplerState) -> None:
+        """Waits for a phase, and reports the responses after it."""
+        blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
+        seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
+        self._report(int(seen[0]), seen[1], seen[2], blocks)
+
+    def _report(self, steps: int, canvas, decoded_at, blocks: range) -> None:
+        total = sum(len(phase.block) for phase in self.phases)
+        how = {"plan": self.phases, "settings": self.settings}
+        self.callback(
+            Progress(self.making, steps, total, canvas, decoded_at, blocks, self.mask_id, **how)
+        )
