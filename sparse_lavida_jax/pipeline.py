@@ -25,6 +25,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.templates import PromptLanguage, RequestError, language
 from sparse_lavida_jax.inference import checks
@@ -535,6 +536,69 @@ class SparseLaViDa:
             RequestError: the record is damaged or from another version or checkpoint, or the
                 image is another one.
         """
+        pipe, request, bucket = self._recorded(record, shown)
+        return pipe.run([request], callback, bucket=bucket)
+
+    def branch(
+        self,
+        record: dict[str, Any] | Result | str | os.PathLike,
+        at: str | None = None,
+        *,
+        num_images: Number = None,
+        seed: Numbers = None,
+        shown: Shown | None = None,
+        callback: Callback | None = None,
+    ) -> Result:
+        """Draws images like a recorded one: with its noise up to a step, and their own after it.
+
+        The steps before are passed once for all images of a batch (`Result.shared`). Each image has
+        the codes of the run that takes these turns by itself in the same bucket.
+
+        Args:
+            record: of the image, its PNG, or a result of one image.
+            at, num_images, seed: see `branches.requests_of`; by default four images, which branch
+                at the layout if there is one.
+            shown: see `replay`.
+
+        Raises:
+            RequestError: see `replay`; or there is no such place to branch at.
+        """
+        pipe, made, bucket = self.branches(record, at, num_images, seed, shown)
+        return pipe.run(made, callback, bucket=bucket)
+
+    def branches(
+        self: S,
+        record: dict[str, Any] | Result | str | os.PathLike,
+        at: str | None = None,
+        num_images: Number = None,
+        seed: Numbers = None,
+        shown: Shown | None = None,
+    ) -> tuple[S, list[Request], Bucket | None]:
+        """Returns the requests of `branch`, and what they are to be run with."""
+        from sparse_lavida_jax.inference import branches
+
+        if isinstance(record, Result):
+            if len(record.records) != 1:
+                count = len(record.records)
+                raise RequestError(f"one image is branched, and the result has {count} of them.")
+            record = record.records[0]
+        elif not isinstance(record, Mapping):
+            record = image_files.read_record(record)
+        pipe, parent, bucket = self._recorded(dict(record), shown)
+
+        def step_counts(request: Request, stage: str) -> Int[np.ndarray, " k"]:
+            return pipe._task_run(request.sampling).step_counts(request, stage)
+
+        made = branches.requests_of(parent, at, num_images, seed, step_counts)
+        if bucket is None or made[0].turns[-1].stage == "layout":
+            return pipe, made, None
+        rows = min(self.batch_size, 1 << (len(made) - 1).bit_length())
+        return pipe, made, dataclasses.replace(bucket, rows=rows)
+
+    def _recorded(
+        self: S, record: dict[str, Any], shown: Shown | None
+    ) -> tuple[S, Request, Bucket | None]:
+        """Returns the request of a recorded image, and what it is to be run with; see `replay`."""
         from sparse_lavida_jax.inference import records
 
         records.check(record)
@@ -551,14 +615,15 @@ class SparseLaViDa:
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
         given = {"seed": record["seed"], "sampling": sampling, "as_written": True, **recipe}
-        made = self.requests(task, record["prompt"], seen, **given)
+        (made,) = self.requests(task, record["prompt"], seen, **given)
         words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
-        made = [dataclasses.replace(one, **words) for one in made]
+        turns = tuple(presets.Turn(*turn) for turn in record.get("turns") or ())
+        made = dataclasses.replace(made, **words, turns=turns)
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         model = records.attending(record, self.model)
         pipe = self if model is self.model else self.with_model(model, self.source)
-        return pipe.run(made, callback, bucket=bucket)
+        return pipe, made, bucket
 
     # -- requests in, results out ---------------------------------------------------------
 
@@ -625,8 +690,18 @@ class SparseLaViDa:
         if len(tasks) != 1:
             raise RequestError("what is run together is of one task, with the same settings.")
         ((_, sampling),) = tasks
+        return self._task_run(sampling, callback, bucket, padding, programs).run(requests)
+
+    def _task_run(
+        self,
+        sampling: config.Sampling,
+        callback: Callback | None = None,
+        bucket: Bucket | None = None,
+        padding: Padding = "fit",
+        programs: Programs = contextlib.nullcontext,
+    ) -> TaskRun:
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
-        return TaskRun(*parts, sampling, callback, bucket, padding, programs).run(requests)
+        return TaskRun(*parts, sampling, callback, bucket, padding, programs)
 
     @runtime.interrupts_held()
     @jax_settings.defaults()

@@ -46,11 +46,13 @@ from sparse_lavida_jax.sampling.state import (
     SamplerState,
     StepTokens,
     attention,
+    forked,
+    keys_from,
     response_stream,
     step_hidden,
     take,
 )
-from sparse_lavida_jax.tags import GIVEN_BLOCK, AnyArray, TokenTags
+from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, AnyArray, TokenTags
 
 OWN_DRAWS = Draws()  # drawn here, not read from a record
 
@@ -273,6 +275,7 @@ def sample(
     stop_early: bool = True,
     callback: Callback | None = None,
     making: str = "",
+    shared: int = 0,
     draws: Draws | None = None,
     in_trips: bool | None = None,
     content_cache: ContentCache | None = None,
@@ -290,6 +293,8 @@ def sample(
             waits; without one, it starts each phase while the previous one runs.
         making: what is made, a key of `state.NOISE`, which gives it noise of its own; also
             passed to `callback`. By default the kind.
+        shared: the steps before this one (`presets.Turn`) are the same in all rows: they are passed
+            for the first row alone, and its state is copied.
         draws: recorded random numbers for every step of the plan.
         in_trips: whether phases run in programs of `calls.STEPS` steps; by default not on CPUs.
         content_cache: keeps features of images and rows of prompts for later batches.
@@ -302,46 +307,85 @@ def sample(
         ValueError: the examples differ in response length, or the plan is for another batch.
     """
     ends = settings.kind == "text" and not settings.released
-
-    def tell(steps: int, canvas, decoded_at, blocks: range) -> None:
-        assert callback is not None
-        how = {"plan": phases, "settings": settings}
-        total = sum(len(phase.block) for phase in phases)
-        callback(Progress(making, steps, total, canvas, decoded_at, blocks, mask_id, **how))
-
     constants = constants or ModelConstants.of(model)
-    mask_id = constants.mask_ids[settings.kind]
+    stage = making or settings.kind
+    loop = _Loop(model, laid, phases, settings, making, stage, stop_early and ends, callback, draws)
     if callback is not None:
-        canvas, given = first_canvas(laid, mask_id)
-        tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
+        canvas, given = first_canvas(laid, constants.mask_ids[settings.kind])
+        loop.tell(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
     how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
-    begun = begin(model, laid, phases, **how)
-    state = begun.state
-    if state is None:  # everything is given
+    first = FIRST_BLOCK + shared
+    if shared and phases:
+        one = begin(model, laid[:1], plans.first_row(phases), until=first, **how)
+        begun = _forked(model, laid, phases, loop.run(one, last=first), **how)
+    else:
+        begun = begin(model, laid, phases, **how)
+    if begun.state is None:  # everything is given
         return begun.canvas
-    start, ended = 0, None
-    for phase in phases:
-        own = slice(start, start + len(phase.block))
-        recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
-        state = advance(model, begun, state, phase, draws=recorded)
-        start = own.stop
-        if callback is not None:
-            blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
-            seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
-            tell(int(seen[0]), seen[1], seen[2], blocks)
-        # One phase is started ahead, and no more, so that an interrupt is noticed early.
-        jax.block_until_ready(ended)
-        ended = _copy(state.passes)  # the next phase overwrites the state
-        runtime.check_interrupt()
-        if stop_early and ends and _has_ended(state, model.settings.end_of_text_id):
-            break
+    state = loop.run(begun, first=first)
     canvas = np.array(state.canvas)
     if ends:
         # Anything after the first end-of-text would depend on when the batch stopped.
         ended = np.cumsum(_ends(state, model.settings.end_of_text_id), axis=1) > 0
         canvas[ended] = model.settings.end_of_text_id
     return canvas
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The phases of a batch, for all its rows or for the first one alone; see `sample`."""
+
+    model: Denoiser
+    laid: Sequence[LaidOut]
+    phases: list[plans.Phase]
+    settings: StepSettings
+    making: str
+    stage: str
+    stop_early: bool
+    callback: Callback | None
+    draws: Draws | None
+
+    def tell(self, steps: int, canvas: AnyArray, decoded_at: AnyArray, blocks: range) -> None:
+        """Calls the callback; a single row stands for all."""
+        assert self.callback is not None
+        mask_id = mask_id_of(self.model.settings, self.settings.kind)
+        how = {"plan": self.phases, "settings": self.settings}
+        total = sum(phase.num_steps for phase in self.phases)
+        copies = len(self.laid) // len(canvas)
+        rows = (np.repeat(x, copies, axis=0) for x in (canvas, decoded_at))
+        self.callback(Progress(self.making, steps, total, *rows, blocks, mask_id, **how))
+
+    def run(self, begun: Begun, first: int = FIRST_BLOCK, last: int = NOT_DECODED) -> SamplerState:
+        """Runs the blocks from `first` to before `last`, and returns the state after them."""
+        state, ended = begun.state, None
+        assert state is not None
+        requests = [one.request for one in self.laid[: len(begun.canvas)]]
+        turns = {step for one in requests for step, _ in one.seeds(self.stage)} - {0}
+        blocks = sorted({FIRST_BLOCK + step for step in turns} | {first, last})
+        phases = self.phases if len(requests) == len(self.laid) else plans.first_row(self.phases)
+        for before, phase, start, stop in plans.cut(phases, blocks):
+            block = int(phase.block[start])
+            if not first <= block < last:
+                continue
+            if turns:
+                key = keys_from(requests, self.stage, block - FIRST_BLOCK)
+                rows = dataclasses.replace(state.rows, key=key)
+                state = dataclasses.replace(state, rows=rows)
+            own = slice(before + start, before + stop)
+            recorded = self.draws and jax.tree.map(lambda x, own=own: x[own], self.draws)
+            state = advance(self.model, begun, state, phase, start, stop, draws=recorded)
+            if self.callback is not None:
+                seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
+                done = range(block, int(phase.block[stop - 1]) + 1)
+                self.tell(int(seen[0]), seen[1], seen[2], done)
+            # One phase is started ahead, and no more, so that an interrupt is noticed early.
+            jax.block_until_ready(ended)
+            ended = _copy(state.passes)  # the next phase overwrites the state
+            runtime.check_interrupt()
+            if self.stop_early and _has_ended(state, self.model.settings.end_of_text_id):
+                break
+        return state
 
 
 @kept()
@@ -388,9 +432,14 @@ def begin(
     phases: list[plans.Phase],
     *,
     content_cache: ContentCache | None = None,
+    until: int = NOT_DECODED,
     **how: Any,
 ) -> Begun:
-    """Makes the arrays of a batch (`calls.prepared`), and passes its prompts."""
+    """Makes the arrays of a batch (`calls.prepared`), and passes its prompts.
+
+    Args:
+        until: the block before which steps are going to be run.
+    """
     most = None if content_cache is None else content_cache.most_bytes
     batch = prepared(model, laid, phases, most_kept=most, **how)
     begun = batch.begun
@@ -399,10 +448,28 @@ def begin(
     with over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
         if alone and side_by_side.are_made_ahead():
-            trips = {trip.program: trip for part in phases for trip in begun.trips(part)}
+            parts = [part for part in phases if part.block[0] < until]
+            trips = {trip.program: trip for part in parts for trip in begun.trips(part)}
             make(calls_of(batch, [*trips.values()]), 2 * len(batch.parts) + 2 + len(trips))
         state = finish(batch.calls(content_cache if most else None), Call.__call__)
     return dataclasses.replace(begun, state=state)
+
+
+def _forked(
+    model: Denoiser,
+    laid: Sequence[LaidOut],
+    phases: list[plans.Phase],
+    state: SamplerState,
+    *,
+    content_cache: ContentCache | None = None,
+    **how: Any,
+) -> Begun:
+    """Returns a batch whose rows all go on from the state of one row."""
+    most = None if content_cache is None else content_cache.most_bytes
+    batch = prepared(model, laid, phases, most_kept=most, **how)
+    with over_mesh(model):
+        copies = forked(state, batch.arrays[3], copies=len(laid))
+    return dataclasses.replace(batch.begun, state=copies)
 
 
 def advance(
@@ -410,14 +477,16 @@ def advance(
     begun: Begun,
     state: SamplerState,
     phase: plans.Phase,
+    start: int = 0,
+    stop: int | None = None,
     *,
     draws: Draws | None = None,
 ) -> SamplerState:
-    """Runs the steps of a phase (`sample`) with the `draws` of these steps."""
-    for trip in begun.trips(phase):
+    """Runs the steps of a phase (`sample`), or some, with the `draws` of these steps."""
+    for trip in begun.trips(phase, start, stop):
         recorded = {}
         if draws is not None:
-            recorded["draws"] = jax.tree.map(lambda x, own=trip.own: x[own], draws)
+            recorded["draws"] = jax.tree.map(lambda x, own=trip.own - start: x[own], draws)
         with over_mesh(model):
             state = run_phase(model, state, trip.steps, begun.prompt, **trip.options, **recorded)
     return state

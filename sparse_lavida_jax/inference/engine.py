@@ -25,6 +25,7 @@ from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
 from sparse_lavida_jax.sequence import Kind
+from sparse_lavida_jax.tags import FIRST_BLOCK
 
 # Entered around compiled programs, with the key that chooses them.
 Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
@@ -38,11 +39,13 @@ class Decoded:
         responses: one per example, in order.
         buckets: the shapes that each was padded to.
         tokens: the number of tokens each passed through the network (`costs.costs`).
+        shared: how many of these stand for later rows of its batch too, which do not count them.
     """
 
     responses: list[Int[np.ndarray, "_l g"]]
     buckets: list[Bucket]
     tokens: list[int]
+    shared: list[int]
 
 
 class Engine:
@@ -89,6 +92,8 @@ class Engine:
         """Decodes the responses of examples of one kind; those of the same shape together.
 
         A batch that is not full is filled up, so that all batches use the same compiled programs.
+        If all examples are the same object, and the noise is too until a last turn, the steps
+        before that are passed once for all rows of a batch.
 
         Args:
             requests: of the examples: seeds and scales.
@@ -112,12 +117,15 @@ class Engine:
             lay_out(example, request, model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
-        decoded = {}
+        stage, decoded = making or kind, {}
+        shared = _shared_steps(examples, requests, stage)
         for chunk in batches.chunks(laid, self.batch_size, padding, bucket):
             filled = [laid[i] for i in chunk.filled]
             phases = _plan_of(filled, sampling, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
             key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
+            turns = {one.seeds(stage)[-1][0] for one in requests} - {0}
+            key = (*key, shared, *sorted(turns)) if turns else key
             prompted = [laid[i].prompt_tokens for i in chunk.members]
             with programs(key):
                 responses = sample.sample(
@@ -127,7 +135,8 @@ class Engine:
                     settings=settings,
                     prompt_len=chunk.bucket.prompt_len,
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
-                    making=making or kind,
+                    making=stage,
+                    shared=shared,
                     content_cache=self.content_cache,
                     constants=self.constants,
                 )
@@ -137,7 +146,10 @@ class Engine:
                     words = np.flatnonzero(responses[row] != model.end_of_text_id)
                     end = int(words.max(initial=-1)) + 1
                 steps = costs.costs(phases, settings, prompted[row], row, end)
-                decoded[i] = responses[row], chunk.bucket, costs.total(steps)
+                once = costs.before(phases, settings, shared) if shared else 0
+                first, rest = costs.total(steps[:once]), costs.total(steps[once:])
+                first = 0 if row else first
+                decoded[i] = responses[row], chunk.bucket, first + rest, first
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
 
@@ -148,6 +160,14 @@ class Engine:
                 model = quantize.as_asked(self.model, method)
                 self._models[method] = taken_apart(model)
             return self._models[method]
+
+
+def _shared_steps(examples: Sequence[Example], requests: Sequence[RowRequest], stage: str) -> int:
+    """Returns the step of the last turn if rows differ in nothing before it, or else 0."""
+    seeds = [one.seeds(stage) for one in requests]
+    before = {(*one[:-1], one[-1][0]) for one in seeds}
+    alike = all(example is examples[0] for example in examples)
+    return seeds[0][-1][0] if alike and len(before) == 1 else 0
 
 
 def _told(callback: Callback | None, **of_rows: Sequence[Any]) -> Callback | None:
@@ -187,6 +207,27 @@ def check_steps(
 def block_len(length: int, text_block_len: int) -> int:
     """Returns the tokens per text block: a text that is not a whole number of blocks is one."""
     return length if length % text_block_len else text_block_len
+
+
+def planned_counts(
+    model: config.Model,
+    sampling: config.Sampling,
+    example: Example,
+    request: RowRequest,
+    text_block_len: int,
+) -> Int[np.ndarray, " k"]:
+    """Returns how many codes or tokens each step of one example decodes, as planned.
+
+    Steps count through all text blocks, as those of a `presets.Turn` do.
+    """
+    edits = _has_source(example)
+    guided = presets.is_guided(request, has_source=edits)
+    settings = _settings(sampling, model, example.kind, edits, guided)
+    laid = lay_out(example, request, model, settings)
+    phases = _plan_of([laid], sampling, settings, model, text_block_len)
+    steps = np.concatenate([phase.block for phase in phases] or [[]]).astype(int) - FIRST_BLOCK
+    counts = np.concatenate([phase.count[:, 0] for phase in phases] or [[]])
+    return np.bincount(steps, weights=counts).astype(int)
 
 
 def planned_costs(

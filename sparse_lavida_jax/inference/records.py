@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import itertools
 import logging
 import pathlib
 from collections.abc import Container
@@ -16,14 +17,21 @@ from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.data.templates import RequestError
-from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
+from sparse_lavida_jax.inference.checks import SEEDS
+from sparse_lavida_jax.inference.results import FORMAT, OLDER_FORMATS, SAMPLER_VERSION, SHOWN_KEY
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
+from sparse_lavida_jax.sampling.presets import STAGES
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 2**17  # tokens in a prompt
+_LONGEST = 2**17  # tokens in a prompt, and steps
+MOST_TURNS = 64
+_TURNS = (
+    f"at most {MOST_TURNS} of [stage, step, seed], in the order of stages ({', '.join(STAGES)}) and"
+    " steps"
+)
 _Lengths = Annotated[
     tuple[int, int],
     schema.Allowed(
@@ -50,6 +58,18 @@ class _Recipe(schema.Section):
     plan: bool | str = False
 
 
+def _are_turns(turns: Any) -> bool:
+    """Whether turns are of known stages, in the order of stages and steps, and not too many."""
+    shaped = isinstance(turns, list | tuple) and len(turns) <= MOST_TURNS and all(
+        isinstance(one, list | tuple) and len(one) == 3 and one[0] in STAGES
+        and all(type(number) is int for number in one[1:])
+        and 0 <= one[1] < _LONGEST and 0 <= one[2] < SEEDS
+        for one in turns
+    )  # fmt: skip
+    places = [(STAGES.index(one[0]), one[1]) for one in turns] if shaped else []
+    return shaped and all(a < b for a, b in itertools.pairwise(places))
+
+
 class _Shown(schema.Section):
     path: str = ""
     sha256: str = ""
@@ -73,6 +93,7 @@ class _Record(schema.Section):
     prompt: str
     asked: str = ""
     seed: schema.Count
+    turns: Annotated[object, schema.Allowed(_are_turns, _TURNS)] = ()
     recipe: _Recipe
     plan: str = ""
     picture: _Shown = _Shown()
@@ -91,7 +112,7 @@ def check(record: dict[str, Any]) -> None:
     Raises:
         RequestError: the record is refused; the message says which part is wrong.
     """
-    if (kind := record.get("format")) != FORMAT:
+    if (kind := record.get("format")) not in (FORMAT, *OLDER_FORMATS):
         raise RequestError(f"the record has format {schema.shown(kind)}, not {FORMAT!r}.")
     if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
         release = schema.shown(record.get("version", "0.1.0"))

@@ -116,6 +116,13 @@ class Request(RowRequest):
         return self.sampling if own == shared else dataclasses.replace(self.sampling, **own)
 
 
+def are_branches(requests: Sequence[Request]) -> bool:
+    """Whether requests are the same but for their turns, as `branches.requests_of` makes them."""
+    names = [field.name for field in dataclasses.fields(Request) if field.name != "turns"]
+    first = requests[0]
+    return all(getattr(one, name) is getattr(first, name) for one in requests for name in names)
+
+
 class Options(TypedDict, total=False):
     """Options of all tasks; None: not given.
 

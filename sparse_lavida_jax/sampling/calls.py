@@ -123,8 +123,10 @@ class Begun:
     in_trips: bool = False
     multiple: int = 1
 
-    def trips(self, phase: plans.Phase) -> Iterator["Trip"]:
-        """Yields the calls of `run_phase` for a phase."""
+    def trips(
+        self, phase: plans.Phase, start: int = 0, stop: int | None = None
+    ) -> Iterator["Trip"]:
+        """Yields the calls of `run_phase` for a phase, or some of its steps."""
         phase = _in_groups(phase, self.program, self.multiple)
         settings = dataclasses.replace(
             self.program,
@@ -133,14 +135,15 @@ class Begun:
             num_registers=num_registers(phase, self.program),
             reach=self.reach.get(int(phase.block[0])),
         )
-        steps, end = StepTokens.of(phase), len(phase.block)
+        steps, end = StepTokens.of(phase), phase.num_steps if stop is None else stop
         if not self.in_trips:
-            yield Trip(np.arange(end), steps, {"settings": settings})
+            part = jax.tree.map(lambda x: x[start:end], steps)
+            yield Trip(np.arange(start, end), part, {"settings": settings})
             return
-        for start in range(0, end, STEPS):
+        for first in range(start, end, STEPS):
             # The last step is repeated to fill the program, and not run again.
-            own = np.minimum(np.arange(start, start + STEPS), end - 1)
-            number = np.int32(min(STEPS, end - start))
+            own = np.minimum(np.arange(first, first + STEPS), end - 1)
+            number = np.int32(min(STEPS, end - first))
             part = jax.tree.map(lambda x, own=own: np.asarray(x)[own], steps)
             yield Trip(own, part, {"settings": settings, "number": number})
 

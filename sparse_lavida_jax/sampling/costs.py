@@ -9,6 +9,7 @@ import numpy as np
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.state import num_registers
+from sparse_lavida_jax.tags import FIRST_BLOCK
 
 # Repeated word for word wherever numbers are shown.
 DEFINITION = (
@@ -60,6 +61,12 @@ def costs(
         for newest, decode, rest in np.stack(kinds, axis=-1).tolist():
             steps.append(StepCost(again * sum(prompts[-rows:]), newest, decode, rest, registers))
     return steps
+
+
+def before(phases: Sequence[plans.Phase], settings: StepSettings, step: int) -> int:
+    """Returns how many entries of `costs` come before a step (`presets.Turn`)."""
+    blocks = np.concatenate([phase.block for phase in phases])
+    return int((blocks < FIRST_BLOCK + step).sum()) + settings.caches_prompt
 
 
 def total(steps: Sequence[StepCost]) -> int:

@@ -7,7 +7,7 @@ of one width, each of which is one compiled loop. NumPy on the host: nothing her
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -151,6 +151,29 @@ class Phase:
         """Returns some of the steps."""
         fields = dataclasses.fields(self)
         return Phase(**{field.name: getattr(self, field.name)[start:stop] for field in fields})
+
+
+def first_row(phases: Sequence[Phase]) -> list[Phase]:
+    """Returns the phases of the first row alone."""
+    by_row = ("clean", "decode", "candidates", "rest", "count")
+    return [
+        dataclasses.replace(phase, **{name: getattr(phase, name)[:, :1] for name in by_row})
+        for phase in phases
+    ]
+
+
+def cut(phases: Sequence[Phase], blocks: Sequence[int]) -> Iterator[tuple[int, Phase, int, int]]:
+    """Yields the parts of phases between some blocks, each of which begins a part.
+
+    That is the passes of the plan before the phase, the phase, and the bounds of the part in it.
+    """
+    before = 0
+    for phase in phases:
+        inner = np.searchsorted(phase.block, blocks).tolist()
+        bounds = sorted({0, phase.num_steps, *inner})
+        for start, stop in itertools.pairwise(bounds):
+            yield before, phase, start, stop
+        before += phase.num_steps
 
 
 def in_groups(phase: Phase, num_registers: int, multiple: int) -> Phase:
