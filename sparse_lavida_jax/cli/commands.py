@@ -77,7 +77,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     elif name == "warmup":
         _warm_up(asked)
     elif getattr(asked, "replay", None) is not None:
-        _replay(asked)
+        (_branch if name == "branch" else _replay)(asked)
     else:
         _task(name, asked)
     return 0
@@ -374,8 +374,28 @@ def _lines(readline: Callable[[int], str]) -> Iterator[str]:
 
 
 def _replay(asked: argparse.Namespace) -> None:
-    record = image_files.read_record(asked.replay)
     _check_out(asked.out)
+    pipe, record, shown = _recorded(asked)
+    with _shown_progress() as callback:
+        result = pipe.replay(record, shown, callback=callback)
+    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+
+
+def _branch(asked: argparse.Namespace) -> None:
+    for path in _numbered(asked.out, 1 if asked.grid else asked.num_images):
+        _check_out(path)
+    pipe, record, shown = _recorded(asked)
+    with _shown_progress() as callback:
+        how = {"num_images": asked.num_images, "seed": asked.seed, "shown": shown}
+        result = pipe.branch(record, asked.at, callback=callback, **how)
+    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+
+
+def _recorded(
+    asked: argparse.Namespace,
+) -> tuple[SparseLaViDa, dict[str, Any], pathlib.Path | str | None]:
+    """Returns the model of a PNG, its record, and the image that it was drawn after."""
+    record = image_files.read_record(asked.replay)
     records.check(record)
     image = getattr(asked, "image", None)
     given = {"checkpoint": asked.checkpoint, "adapters": asked.adapters, "image": image}
@@ -388,10 +408,7 @@ def _replay(asked: argparse.Namespace) -> None:
             f"{asked.replay} was drawn with {schema.shown(record['software'])}, this is {here}:"
             " single bits may differ."
         )
-    with _shown_progress() as callback:
-        shown = image or (record.get(SHOWN_KEY) or {}).get("path")
-        result = pipe.replay(record, shown, callback=callback)
-    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+    return pipe, record, image or (record.get(SHOWN_KEY) or {}).get("path")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -124,6 +124,11 @@ COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
         "out.png --out again.png",
         f"replayed source out scale {_MODEL}",
     ),
+    "branch": Command(
+        "draw images like that of a PNG: the same up to a step, and different from there on",
+        "out.png --at layout:8 --num-images 4 --out branch.png",
+        f"branched at source branches branch_seed out scale grid {_MODEL}",
+    ),
     "demo": Command("serve a web page on which to try a model", "--port 8000", _HOSTING),
     "serve": Command("serve a model with the endpoints of OpenAI's API", "--port 8000", _HOSTING),
     "warmup": Command(

@@ -14,11 +14,10 @@ import numpy as np
 
 from sparse_lavida_jax.data.templates import RequestError
 from sparse_lavida_jax.inference import checks, records
-from sparse_lavida_jax.inference.requests import Request
+from sparse_lavida_jax.inference.requests import BRANCHES, Request
 from sparse_lavida_jax.sampling.presets import STAGES, Turn
 
 SHARES = {"layout": 0.2, "image": 0.5}  # of tokens or cells: where branches begin by default
-NUM_IMAGES = 4  # by default
 
 
 def requests_of(
@@ -34,7 +33,7 @@ def requests_of(
         parent: with its layout as text, or `plan=False` if it has none.
         at: stage and place, as "layout:8" for a step or "image:0.5" for a share of the tokens or
             cells, rounded to the end of a step; or the stage alone. None: the layout, if any.
-        num_images: how many; None: `NUM_IMAGES`.
+        num_images: how many; None: `BRANCHES`.
         seed: of the first branch, from which the others count up, or one each; None: the seed that
             drew the image, plus 1.
         step_counts: returns how many tokens each step of a stage decodes.
@@ -47,7 +46,7 @@ def requests_of(
             "an image of reflect follows from verdicts on earlier ones: branch one that was drawn,"
             " edited, inpainted or outpainted."
         )
-    count = NUM_IMAGES if num_images is None else checks.number("num_images", num_images, whole=True)
+    count = BRANCHES if num_images is None else checks.number("num_images", num_images, whole=True)
     checks.check_ceilings({"num_images": count}, {"num_images": checks.MOST_IMAGES})
     has_layout = isinstance(parent.plan, str)
     stage, place = _parsed(at, "layout" if has_layout else "image")

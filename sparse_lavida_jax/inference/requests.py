@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 LARGEST_SEED, SEEDS, fold = checks.LARGEST_SEED, checks.SEEDS, checks.fold
 PROMPTING = {"template", "required"}  # options that hold words for the model
 ROUNDS = 3  # the default limit on attempts of "reflect"
+BRANCHES = 4  # of an image, by default
 
 
 @dataclasses.dataclass(frozen=True)
