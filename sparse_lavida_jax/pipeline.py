@@ -542,7 +542,7 @@ class SparseLaViDa:
     def branch(
         self,
         record: dict[str, Any] | Result | str | os.PathLike,
-        at: str | None = None,
+        at: Any = None,
         *,
         num_images: Number = None,
         seed: Numbers = None,
@@ -569,7 +569,7 @@ class SparseLaViDa:
     def branches(
         self: S,
         record: dict[str, Any] | Result | str | os.PathLike,
-        at: str | None = None,
+        at: Any = None,
         num_images: Number = None,
         seed: Numbers = None,
         shown: Shown | None = None,
@@ -586,7 +586,7 @@ class SparseLaViDa:
             record = image_files.read_record(record)
         pipe, parent, bucket = self._recorded(dict(record), shown)
 
-        def step_counts(request: Request, stage: str) -> Int[np.ndarray, " k"]:
+        def step_counts(request: Request, stage: str) -> list[int]:
             return pipe._task_run(request.sampling).step_counts(request, stage)
 
         made = branches.requests_of(parent, at, num_images, seed, step_counts)

@@ -7,7 +7,7 @@ once (`Engine.decode`). The record of a branch names its turns, so branches have
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,10 @@ SHARES = {"layout": 0.2, "image": 0.5}  # of tokens or cells: where branches beg
 
 def requests_of(
     parent: Request,
-    at: str | None,
+    at: Any,
     num_images: checks.Number,
     seed: checks.Numbers,
-    step_counts: Callable[[Request, str], Sequence[int]],
+    step_counts: Callable[[Request, str], list[int]],
 ) -> list[Request]:
     """Returns the requests of branches of an image.
 
@@ -84,9 +84,9 @@ def _parsed(at: Any, stage: str) -> tuple[str, int | float]:
     return named, share
 
 
-def _step(place: int | float, counts: Sequence[int], stage: str) -> int:
+def _step(place: int | float, counts: list[int], stage: str) -> int:
     """Returns the step at a place: of a share, the one after the step that ends nearest to it."""
-    if not len(counts):
+    if not counts:
         raise RequestError("nothing of the image was drawn: all its cells are given.")
     if isinstance(place, float):
         ends = np.cumsum([0, *counts[:-1]]) / np.sum(counts)

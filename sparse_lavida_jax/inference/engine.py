@@ -215,7 +215,7 @@ def planned_counts(
     example: Example,
     request: RowRequest,
     text_block_len: int,
-) -> Int[np.ndarray, " k"]:
+) -> list[int]:
     """Returns how many codes or tokens each step of one example decodes, as planned.
 
     Steps count through all text blocks, as those of a `presets.Turn` do.
@@ -227,7 +227,7 @@ def planned_counts(
     phases = _plan_of([laid], sampling, settings, model, text_block_len)
     steps = np.concatenate([phase.block for phase in phases] or [[]]).astype(int) - FIRST_BLOCK
     counts = np.concatenate([phase.count[:, 0] for phase in phases] or [[]])
-    return np.bincount(steps, weights=counts).astype(int)
+    return np.bincount(steps, weights=counts).astype(int).tolist()
 
 
 def planned_costs(

@@ -241,7 +241,7 @@ class TaskRun:
             return [self._canvas(requests[0])] * len(requests)
         return [self._canvas(request) for request in requests]
 
-    def step_counts(self, request: Request, stage: str) -> Int[np.ndarray, " k"]:
+    def step_counts(self, request: Request, stage: str) -> list[int]:
         """Returns how many tokens each step of a stage of an image decodes, as planned.
 
         Args:

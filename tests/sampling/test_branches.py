@@ -143,7 +143,7 @@ def test_a_turn_to_the_same_seed_changes_nothing():
 # cache in another order, clean tokens of the cache that no later step sees.
 FAULTS = {
     "a step late": (
-        traces.sample, "keys_from", lambda of: lambda rows, made, at: of(rows, made, max(0, at - 1)),
+        traces.sample, "keys_from", lambda of: lambda row, made, at: of(row, made, max(0, at - 1)),
     ),
     "other noise": (
         traces.sample, "keys_from", lambda of: lambda rows, made, at: of(rows, made, at)[::-1],
