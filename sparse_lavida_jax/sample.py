@@ -274,6 +274,7 @@ def sample(
     prompt_len: tuple[int, int] = (0, 0),
     stop_early: bool = True,
     callback: Callback | None = None,
+    last: Callable[[AnyArray, AnyArray], None] | None = None,
     making: str = "",
     shared: int = 0,
     draws: Draws | None = None,
@@ -291,6 +292,8 @@ def sample(
             given, with all tokens before it decoded (never with `settings.released`).
         callback: called before the first step and after each phase, for which the host then
             waits; without one, it starts each phase while the previous one runs.
+        last: called with the canvas and `decoded_at` after the last step, before what follows the
+            end of a text is replaced.
         making: what is made, a key of `state.NOISE`, which gives it noise of its own; also
             passed to `callback`. By default the kind.
         shared: the steps before this one (`presets.Turn`) are the same in all rows: they are passed
@@ -325,6 +328,8 @@ def sample(
         return begun.canvas
     state = loop.run(begun, first=first)
     canvas = np.array(state.canvas)
+    if last is not None:
+        last(canvas.copy(), np.asarray(state.decoded_at))
     if ends:
         # Anything after the first end-of-text would depend on when the batch stopped.
         ended = np.cumsum(_ends(state, model.settings.end_of_text_id), axis=1) > 0

@@ -13,7 +13,8 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference import batches
+from sparse_lavida_jax.data.templates import RequestError
+from sparse_lavida_jax.inference import batches, whole_plan
 from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -24,6 +25,7 @@ from sparse_lavida_jax.sampling.calls import ModelConstants
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
+from sparse_lavida_jax.sampling.state import NOT_DECODED, ends_from
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
@@ -40,12 +42,17 @@ class Decoded:
         buckets: the shapes that each was padded to.
         tokens: the number of tokens each passed through the network (`costs.costs`).
         shared: how many of these stand for later rows of its batch too, which do not count them.
+        drawn: the tokens of each as its steps drew them, also after an end-of-text.
+        orders: the block in which each token was decoded; `whole_plan.UNTOLD` for those that
+            depend on when a batch stopped: after the step in which a text ended.
     """
 
     responses: list[Int[np.ndarray, "_l g"]]
     buckets: list[Bucket]
     tokens: list[int]
     shared: list[int]
+    drawn: list[Int[np.ndarray, "_l g"]] = dataclasses.field(default_factory=list)
+    orders: list[Int[np.ndarray, " _l"]] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -127,6 +134,7 @@ class Engine:
             turns = {one.seeds(stage)[-1][0] for one in requests} - {0}
             key = (*key, shared, *sorted(turns)) if turns else key
             prompted = [laid[i].prompt_tokens for i in chunk.members]
+            seen: list[Any] = []  # the last canvas, and when it was decoded
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),
@@ -137,6 +145,7 @@ class Engine:
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
                     making=stage,
                     shared=shared,
+                    last=lambda *arrays, seen=seen: seen.extend(arrays),
                     content_cache=self.content_cache,
                     constants=self.constants,
                 )
@@ -149,9 +158,57 @@ class Engine:
                 once = costs.before(phases, settings, shared) if shared else 0
                 first, rest = costs.total(steps[:once]), costs.total(steps[once:])
                 first = 0 if row else first
-                decoded[i] = responses[row], chunk.bucket, first + rest, first
+                drawn = [x[row] for x in seen] or [responses[row], laid[i].example.given * 1]
+                if kind == "text":
+                    drawn[1] = _until_end(*drawn, model.end_of_text_id, laid[i].example)
+                decoded[i] = responses[row], chunk.bucket, first + rest, first, *drawn
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
+
+    def scores(
+        self,
+        examples: Sequence[Example],
+        requests: Sequence[RowRequest],
+        sampling: config.Sampling,
+        responses: Sequence[Int[np.ndarray, "_l g"]],
+        orders: Sequence[Int[np.ndarray, " _l"]] | None = None,
+        *,
+        making: str,
+        tolerance: float = 0.0,
+        most: int = plans.BUCKETS[-1],
+    ) -> list[tuple[list[whole_plan.Step], whole_plan.Scores]]:
+        """Returns the steps that would decode responses, and how they score them, in one pass.
+
+        Args:
+            requests, sampling, making: as for `decode`.
+            responses: whole ones, each with a token that is not given.
+            orders: the block of each token (`Decoded.orders`); None: as planned, for images.
+            tolerance: see `whole_plan.scores`.
+            most: tokens that the steps of a batch may predict.
+
+        Raises:
+            RequestError: they are more.
+        """
+        model, block = self.model.settings, sampling.text_block_len or self.text_block_len
+        kind, edits = examples[0].kind, _has_source(examples[0])
+        guided = any(presets.is_guided(one, has_source=edits) for one in requests)
+        settings = _settings(sampling, model, kind, edits, guided)
+        laid = [lay_out(*pair, model, settings) for pair in zip(examples, requests, strict=True)]
+        plan = [_plan_of([one], sampling, settings, model, block) for one in laid]
+        if orders is None:
+            pairs = zip(plan, examples, strict=True)
+            orders = [whole_plan.image_order(phases, one.given) for phases, one in pairs]
+        steps = [
+            whole_plan.steps_of(phases, settings, order, one.shape[1])
+            for phases, order, one in zip(plan, orders, responses, strict=True)
+        ]
+        number = sum(len(step.at) for own in steps for step in own)
+        if number > most or not all(steps):
+            raise RequestError(f"its steps predict {number} tokens: 1 to {most} fit one pass.")
+        network = self._model(sampling.quantize)
+        how = {"settings": settings, "making": making, "tolerance": tolerance}
+        scored = whole_plan.scores(network, laid, steps, responses, orders, **how)
+        return list(zip(steps, scored, strict=True))
 
     def _model(self, method: str) -> Denoiser:
         """Returns the model prepared for programs, in 8 bits if asked for, and caches it."""
@@ -168,6 +225,24 @@ def _shared_steps(examples: Sequence[Example], requests: Sequence[RowRequest], s
     before = {(*one[:-1], one[-1][0]) for one in seeds}
     alike = all(example is examples[0] for example in examples)
     return seeds[0][-1][0] if alike and len(before) == 1 else 0
+
+
+def _until_end(
+    drawn: Int[np.ndarray, "l 1"], decoded_at: Int[np.ndarray, " l"], end: int, example: Example
+) -> Int[np.ndarray, " l"]:
+    """Returns when each token of a text was decoded, up to the step in which the text ended.
+
+    It ends when it has an end-of-text that counts, and everything before that is decoded.
+    """
+    at = np.where(decoded_at == NOT_DECODED, whole_plan.UNTOLD, decoded_at)
+    may_end = (drawn[:, 0] == end) & (at != whole_plan.UNTOLD)
+    may_end &= np.arange(len(at)) >= ends_from(example)
+    for last in np.unique(at[at != whole_plan.UNTOLD]):
+        now = (at != whole_plan.UNTOLD) & (at <= last)
+        ends = np.flatnonzero(may_end & now)
+        if len(ends) and now[: ends[0]].all():
+            return np.where(at <= last, at, whole_plan.UNTOLD)
+    return at
 
 
 def _told(callback: Callback | None, **of_rows: Sequence[Any]) -> Callback | None:
