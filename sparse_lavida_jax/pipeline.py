@@ -12,12 +12,13 @@ Every task takes one input or a list of them, and returns one `Result` with an e
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -56,6 +57,9 @@ from sparse_lavida_jax.sample import Callback
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import MOST_GB, ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest
+
+if TYPE_CHECKING:
+    from sparse_lavida_jax.inference import proofs, surprise
 
 S = TypeVar("S", bound="SparseLaViDa")
 
@@ -595,6 +599,77 @@ class SparseLaViDa:
         rows = min(self.batch_size, 1 << (len(made) - 1).bit_length())
         return pipe, made, dataclasses.replace(bucket, rows=rows)
 
+    @runtime.interrupts_held()
+    @jax_settings.defaults()
+    def prove(
+        self,
+        image: Result | str | os.PathLike,
+        *,
+        shown: Shown | None = None,
+        tolerance: float | None = None,
+    ) -> "list[proofs.Proof]":
+        """Says whether images of ours follow from their words, seeds and settings.
+
+        One pass for each stage: layout, codes and pixels (`inference/proofs.py`).
+
+        Args:
+            image: a PNG, or a result.
+            shown: the image that it was drawn after, see `replay`; or one for each.
+            tolerance: how far below the largest score a draw may be, in logits; by default what
+                rounding explains in float32.
+
+        Raises:
+            RequestError: see `replay`; or the draws do not follow from one pass, which says why.
+        """
+        from sparse_lavida_jax.inference import proofs
+
+        if isinstance(image, Result):
+            pairs = [*zip(image.records, image.pixels, strict=True)]
+        else:
+            pairs = [(image_files.read_record(image), image_files.read(image))]
+        seen = shown if isinstance(shown, list | tuple) else [shown] * len(pairs)
+        made = [
+            (*self._recorded(record, one)[:2], record, pixels)
+            for (record, pixels), one in zip(pairs, seen, strict=True)
+        ]
+        found = []
+        for (_, sampling), group in itertools.groupby(made, lambda x: (x[1].task, x[1].sampling)):
+            rows = [*group]
+            for start in range(0, len(rows), self.batch_size):
+                pipes, *columns = zip(*rows[start : start + self.batch_size], strict=True)
+                found += proofs.prove(pipes[0]._task_run(sampling), *columns, tolerance)
+        return found
+
+    @runtime.interrupts_held()
+    @jax_settings.defaults()
+    def surprise(
+        self,
+        image: Shown,
+        captions: Words,
+        *,
+        plan: str | None = None,
+        num_plans: Number = None,
+    ) -> "surprise.Surprise":
+        """Returns how many bits an image has to the model, cell by cell, given each caption.
+
+        At temperature 1, without guidance or filters, the mean over some plans in one batch.
+
+        Args:
+            image: of any size; it is scored at the model's own size.
+            captions: one or more, which are ranked.
+            plan: the layout of the image, if it is known.
+            num_plans: how many orders of the cells; by default `surprise.PLANS`.
+
+        Raises:
+            RequestError: the model draws no images, or in no plan.
+        """
+        from sparse_lavida_jax.inference import surprise
+
+        sampling = surprise.sampling_of(self.settings.sampling, self.settings.model)
+        made = self.requests("generate", captions, plan=plan or False, sampling=sampling)
+        count = surprise.PLANS if num_plans is None else num_plans
+        return surprise.surprise(self._task_run(sampling), made, image, count)
+
     def _recorded(
         self: S, record: dict[str, Any], shown: Shown | None
     ) -> tuple[S, Request, Bucket | None]:
@@ -618,7 +693,8 @@ class SparseLaViDa:
         (made,) = self.requests(task, record["prompt"], seen, **given)
         words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
         turns = tuple(presets.Turn(*turn) for turn in record.get("turns") or ())
-        made = dataclasses.replace(made, **words, turns=turns)
+        drawn = [tuple(record.get(name) or ()) for name in ("layout_tokens", "decoded_at")]
+        made = dataclasses.replace(made, **words, turns=turns, drawn_layout=tuple(drawn))
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         model = records.attending(record, self.model)

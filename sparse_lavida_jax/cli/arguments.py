@@ -379,6 +379,13 @@ ARGUMENTS = {
     "debug": Argument("--debug", "show where in the program an error occurs", None),
     "replay": Argument("--replay", "draw the image of this PNG again", _path, metavar="PNG"),
     "replayed": Argument("replay", "the image to draw again", _path, metavar="PNG"),
+    "proved": Argument("replay", "the image to prove", _path, metavar="PNG"),
+    "captions": Argument(
+        "--caption", "what the image may show; give it again to rank several", action="append"
+    ),
+    "map": Argument(
+        "--out", "file for a map of the bits of the cells; by default none is written", _path
+    ),
     "branched": Argument("replay", "the image to branch", _path, metavar="PNG"),
     "at": Argument("--at", _AT, str, metavar="STAGE:PLACE"),
     "branch_seed": Argument("--seed", _BRANCH_SEED, _reader("whole number", int)),

@@ -76,6 +76,10 @@ def run(name: str, asked: argparse.Namespace) -> int:
         _chat(asked)
     elif name == "warmup":
         _warm_up(asked)
+    elif name == "prove":
+        return _prove(asked)
+    elif name == "surprise":
+        _surprise(asked)
     elif getattr(asked, "replay", None) is not None:
         (_branch if name == "branch" else _replay)(asked)
     else:
@@ -389,6 +393,39 @@ def _branch(asked: argparse.Namespace) -> None:
         how = {"num_images": asked.num_images, "seed": asked.seed, "shown": shown}
         result = pipe.branch(record, asked.at, callback=callback, **how)
     _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+
+
+def _prove(asked: argparse.Namespace) -> int:
+    """Says whether an image follows from its record; returns 1 if it does not."""
+    pipe, _, shown = _recorded(asked)
+    (proof,) = pipe.prove(asked.replay, shown=shown)
+    if asked.json:
+        say_json(proof.as_json())
+    else:
+        print("\n".join(proof.lines))
+    return 0 if proof.follows else 1
+
+
+def _surprise(asked: argparse.Namespace) -> None:
+    """Prints the captions of an image, those that fit best first."""
+    if not asked.captions:
+        raise UsageError("`sparse-lavida surprise` needs what the image may show: --caption.")
+    shown = shown_images(asked.image)
+    if asked.out is not None:
+        _check_out(asked.out)
+    found = load(asked).surprise(shown, [check_words(one) for one in asked.captions])
+    if asked.out is not None:
+        image_files.write(asked.out, found.map(found.ranked[0]))
+    if asked.json:
+        files = [] if asked.out is None else [str(asked.out)]
+        say_json(found.as_json() | {"files": files})
+        return
+    for one in found.as_json()["captions"]:
+        where = "row {}, column {}".format(*one["cell"])
+        most = f"{one['cell_bits']:.1f} of them in {where}"
+        print(f"{one['caption']}: {one['bits']:.1f} bits, {most}")
+    if found.error >= 1:
+        say(f"the image tokenizer changes the image, by {found.error:.1f} (mean squared, of 255).")
 
 
 def _recorded(

@@ -47,6 +47,15 @@ def _is_grid(known: Any) -> bool:
     )
 
 
+def _are_numbers(values: Any) -> bool:
+    """Whether these are not too many whole numbers of 31 bits."""
+    return isinstance(values, list | tuple) and len(values) <= _LONGEST and all(
+        type(number) is int and 0 <= number < 2**31 for number in values
+    )  # fmt: skip
+
+
+_MOST_CODES = 64  # of a cell
+_Numbers = Annotated[object, schema.Allowed(_are_numbers, "a list of whole numbers")]
 _Name = Annotated[str, schema.Allowed(lambda name: name.isidentifier() or not name, "a name")]
 
 
@@ -68,6 +77,14 @@ def _are_turns(turns: Any) -> bool:
     )  # fmt: skip
     places = [(STAGES.index(one[0]), one[1]) for one in turns] if shaped else []
     return shaped and all(a < b for a, b in itertools.pairwise(places))
+
+
+def _are_codes(rows: Any) -> bool:
+    """Whether these are the codes of cells, all of as many."""
+    shaped = isinstance(rows, list | tuple) and len(rows) <= _LONGEST
+    return shaped and all(
+        _are_numbers(row) and 0 < len(row) == len(rows[0]) <= _MOST_CODES for row in rows
+    )
 
 
 class _Shown(schema.Section):
@@ -96,6 +113,9 @@ class _Record(schema.Section):
     turns: Annotated[object, schema.Allowed(_are_turns, _TURNS)] = ()
     recipe: _Recipe
     plan: str = ""
+    codes: Annotated[object, schema.Allowed(_are_codes, "a list of codes for each cell")] = ()
+    layout_tokens: _Numbers = ()
+    decoded_at: _Numbers = ()
     picture: _Shown = _Shown()
     bucket: _Bucket = _Bucket(rows=1, prompt_len=(0, 0))
     sampling: config.Sampling
@@ -125,6 +145,12 @@ def check(record: dict[str, Any]) -> None:
         schema.build(_Record, _given(record))
     except schema.ConfigError as error:
         raise RequestError(f"the record of how it was drawn is damaged: {error}") from error
+    lengths = [len(record.get(name) or ()) for name in ("layout_tokens", "decoded_at")]
+    if lengths[0] != lengths[1]:
+        raise RequestError(
+            f"the record of how it was drawn is damaged: its layout has {lengths[0]} tokens, of"
+            f" which {lengths[1]} are said to be decoded."
+        )
 
 
 def check_names(

@@ -41,6 +41,9 @@ PROMPTING = {"template", "required"}  # options that hold words for the model
 ROUNDS = 3  # the default limit on attempts of "reflect"
 BRANCHES = 4  # of an image, by default
 
+# Ids of the tokens of a layout, and the block in which each was decoded (`Decoded.orders`).
+DrawnLayout = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 @dataclasses.dataclass(frozen=True)
 class ShownImage:
@@ -72,6 +75,7 @@ class Request(RowRequest):
         sampling: how it is sampled, except for its own scales: what requests run together share.
         plan: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
+        drawn_layout: how the layout `plan` was drawn, if a record says so.
         size: height and width of the image to draw, in pixels; None: the largest.
         mask: cells of an image to redraw; the others stay as they are.
         box: the place of the given image in an outpainted one: x1, y1, x2, y2 in pixels.
@@ -90,6 +94,7 @@ class Request(RowRequest):
     earlier: tuple[tuple[str, str], ...] = ()
     sampling: config.Sampling = dataclasses.field(default_factory=config.Sampling)
     plan: bool | str | None = None
+    drawn_layout: DrawnLayout | None = None
     size: tuple[int, int] | None = None
     mask: Grid | None = None
     box: tuple[int, int, int, int] | None = None

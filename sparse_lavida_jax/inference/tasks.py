@@ -22,6 +22,7 @@ from sparse_lavida_jax.inference.batches import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs, planned_counts
 from sparse_lavida_jax.inference.requests import (
     TASKS,
+    DrawnLayout,
     Grid,
     Pixels,
     Request,
@@ -81,6 +82,7 @@ class TaskRun:
         tokens, layout_tokens: the number passed through the network for each request.
         shared: how many of both stand for later requests too, which do not count them.
         prompted: tokens in each request's first prompt (`Result.prompted`).
+        layouts: how those that this run wrote were drawn.
     """
 
     engine: Engine
@@ -100,6 +102,7 @@ class TaskRun:
     layout_tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     shared: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     prompted: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    layouts: dict[int, DrawnLayout] = dataclasses.field(default_factory=dict)
 
     def run(self, requests: Sequence[Request]) -> Result:
         """Does the requests, which are all of one task."""
@@ -135,6 +138,10 @@ class TaskRun:
             )
         if making == "image":
             self.buckets = decoded.buckets
+        if making == "layout" and not self.first:
+            pairs = zip(decoded.drawn, decoded.orders, strict=True)
+            drawn = [(tuple(ids[:, 0].tolist()), tuple(at.tolist())) for ids, at in pairs]
+            self.layouts = dict(enumerate(drawn))
         tokens = self.layout_tokens if making == "layout" else self.tokens
         for row, one in enumerate(examples, self.first):
             tokens[row] += decoded.tokens[row - self.first]
@@ -159,6 +166,12 @@ class TaskRun:
             layouts = found.get("plans") or none
             buckets = none if requests[0].task == "reflect" else self.buckets
             records = tuple(map(self._record, requests, layouts, buckets))
+            parts = zip(records, requests, found["tokens"], strict=True)
+            for row, (record, request, codes) in enumerate(parts):
+                own = self.layouts if request.task != "reflect" else {}
+                drawn = own.get(row) or request.drawn_layout or ((), ())
+                record |= {"codes": codes.tolist()}
+                record |= dict(zip(("layout_tokens", "decoded_at"), map(list, drawn), strict=True))
         asked, seeds, sentences, warnings = zip(
             *[(one.asked or one.words, one.seed, one.words, one.warning) for one in requests],
             strict=True,
@@ -247,15 +260,23 @@ class TaskRun:
         Args:
             request: for the stage "image", with the layout to follow, or without any.
         """
-        canvas, how = self._canvas(request), self.sampling
         if stage == "layout":
-            how = self._text_sampling(as_layout=request.task != "edit")
-            example = self.prompts.plan(canvas.words, canvas.image)
+            example, _, how = self.layout_example(request)
         else:
-            layout = request.plan if isinstance(request.plan, str) else None
-            example = self._image_example(canvas, layout)
+            example, how = self.image_example(request), self.sampling
         block = how.text_block_len or self.prompts.text_block_len
         return planned_counts(self.settings.model, how, example, request, block)
+
+    def image_example(self, request: Request) -> Example:
+        """Returns what draws the image of a request, after its layout if that is in words."""
+        layout = request.plan if isinstance(request.plan, str) else None
+        return self._image_example(self._canvas(request), layout)
+
+    def layout_example(self, request: Request) -> tuple[Example, RowRequest, config.Sampling]:
+        """Returns what writes the layout of a request, and how it is sampled."""
+        canvas, how = self._canvas(request), self._text_sampling(as_layout=request.task != "edit")
+        row = dataclasses.replace(request, **presets.scales(how, "text"))
+        return self.prompts.plan(canvas.words, canvas.image), row, how
 
     def _canvas(self, request: Request) -> _Canvas:
         side, grid = self.codec.image_size, self.settings.model.grid_size
