@@ -408,12 +408,12 @@ def _prove(asked: argparse.Namespace) -> int:
 
 def _surprise(asked: argparse.Namespace) -> None:
     """Prints the captions of an image, those that fit best first."""
-    if not asked.captions:
+    if not asked.caption:
         raise UsageError("`sparse-lavida surprise` needs what the image may show: --caption.")
     shown = shown_images(asked.image)
     if asked.out is not None:
         _check_out(asked.out)
-    found = load(asked).surprise(shown, [check_words(one) for one in asked.captions])
+    found = load(asked).surprise(shown, [check_words(one) for one in asked.caption])
     if asked.out is not None:
         image_files.write(asked.out, found.map(found.ranked[0]))
     if asked.json:
