@@ -35,6 +35,7 @@ COUNT = flags.DEFINE_integer("count", 200, "Scenes, or images of each setting.",
 DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, CAPTIONS, SEED = "scenes", 16, 8, 20
+PLURALS = tuple(shape + ("es" if shape == "cross" else "s") for shape in world.SHAPES)
 PLANTED = ("code", "last code", "layout token", "pixel", "given cell")
 FREE = {"plan": False, "temperature": 1.0}
 # By name: the task, and its options; settings beyond those are changes of `config.Sampling`.
@@ -97,12 +98,11 @@ def scene_of(index: int) -> tuple[str, world.Scene, world.Scene, int, list[str]]
     while len(wrong) < CAPTIONS - 1:
         words = made.prompt.split(" ")
         at = int(rng.integers(len(words)))
-        values = next((v for v in (world.COLOURS, world.SHAPES) if words[at].rstrip("s") in v), ())
-        if not values:
+        kinds = [one for one in (world.COLOURS, world.SHAPES, PLURALS) if words[at] in one]
+        if not kinds:
             continue
-        plural = words[at].endswith("s") and not words[at].endswith("ss")
-        words[at] = values[rng.integers(len(values))] + "s" * plural
-        caption = " ".join(words).replace("crosss", "crosses")
+        words[at] = kinds[0][rng.integers(len(kinds[0]))]
+        caption = " ".join(words)
         try:
             false = bool(judges.request_fault(SceneRequest.parse(caption), scene))
         except GrammarError:

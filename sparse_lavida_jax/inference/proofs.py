@@ -205,10 +205,10 @@ def _layouts(
     numbers, examples, own, (how, *_), ids, orders = zip(*rows, strict=True)
     stages = _stages(run, "layout", examples, own, how, ids, orders, tolerance)
     for i, tokens, order in zip(numbers, ids, orders, strict=True):
-        end = run.settings.model.end_of_text_id
-        ended = np.cumsum((tokens[:, 0] == end) & (order > 0)) > 0
+        end, told = run.settings.model.end_of_text_id, order != whole_plan.UNTOLD
+        ended = np.cumsum((tokens[:, 0] == end) & told) > 0
         said = run.prompts.text(np.where(ended[:, None], end, tokens))
-        found[i] = said == requests[i].plan
+        found[i] = said == requests[i].plan and bool((told | ended).all())
     return dict(zip(numbers, stages, strict=True)), found
 
 
@@ -254,8 +254,9 @@ def _stage(
             surest = scores.drawn_sure[left].max(initial=-np.inf)
             far[now, 0] = np.maximum(far[now, 0], (surest - scores.sure[now]) / 2)
             if now.sum() != step.count:  # the order is not that of the plan
-                far[own] = np.inf
-                taken[own] = True
+                far[own], taken[own] = np.inf, True
+        if not np.isin(order, [whole_plan.UNTOLD, *(step.block for step in steps)]).all():
+            far[:], taken[:] = np.inf, True
     wrong = taken & ~(far <= tolerance)
     first = int(scores.step[wrong.any(axis=1)].min()) if wrong.any() else None
     places = scores.at[wrong.any(axis=1) & (scores.step == first)]

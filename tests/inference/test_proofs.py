@@ -135,6 +135,10 @@ def test_planted_layout_tokens_and_orders_are_found(pipe, drawn):
     turned[a], turned[b] = second, first
     (proof,) = pipe.prove(with_changes(result, decoded_at=turned))
     assert not proof.follows and proof.layout.step == 0
+    for other in (UNTOLD, 1, 200):  # the step of a token is not told, or is none
+        hidden = [other if at == max(order) else at for at in order]
+        (proof,) = pipe.prove(with_changes(result, decoded_at=hidden))
+        assert not proof.follows
     (proof,) = pipe.prove(with_changes(result, plan=LAYOUT))
     assert not proof.follows and not proof.text
 
