@@ -12,12 +12,13 @@ Every task takes one input or a list of them, and returns one `Result` with an e
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, old_names, runtime
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
@@ -56,6 +58,9 @@ from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import MOST_GB, ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.sampling.progress import Callback
+
+if TYPE_CHECKING:
+    from sparse_lavida_jax.inference import proofs, surprise
 
 S = TypeVar("S", bound="SparseLaViDa")
 
@@ -536,6 +541,140 @@ class SparseLaViDa:
             RequestError: the record is damaged or from another version or checkpoint, or the
                 image is another one.
         """
+        pipe, request, bucket = self._recorded(record, shown)
+        return pipe.run([request], callback, bucket=bucket)
+
+    def branch(
+        self,
+        record: dict[str, Any] | Result | str | os.PathLike,
+        at: Any = None,
+        *,
+        num_images: Number = None,
+        seed: Numbers = None,
+        shown: Shown | None = None,
+        callback: Callback | None = None,
+    ) -> Result:
+        """Draws images like a recorded one: with its noise up to a step, and their own after it.
+
+        The steps before are passed once for all images of a batch (`Result.shared`). Each image has
+        the codes of the run that takes these turns by itself in the same bucket.
+
+        Args:
+            record: of the image, its PNG, or a result of one image.
+            at, num_images, seed: see `branches.requests_of`; by default four images, which branch
+                at the layout if there is one.
+            shown: see `replay`.
+
+        Raises:
+            RequestError: see `replay`; or there is no such place to branch at.
+        """
+        pipe, made, bucket = self.branches(record, at, num_images, seed, shown)
+        return pipe.run(made, callback, bucket=bucket)
+
+    def branches(
+        self: S,
+        record: dict[str, Any] | Result | str | os.PathLike,
+        at: Any = None,
+        num_images: Number = None,
+        seed: Numbers = None,
+        shown: Shown | None = None,
+    ) -> tuple[S, list[Request], Bucket | None]:
+        """Returns the requests of `branch`, and what they are to be run with."""
+        from sparse_lavida_jax.inference import branches
+
+        if isinstance(record, Result):
+            if len(record.records) != 1:
+                count = len(record.records)
+                raise RequestError(f"one image is branched, and the result has {count} of them.")
+            record = record.records[0]
+        elif not isinstance(record, Mapping):
+            record = image_files.read_record(record)
+        pipe, parent, bucket = self._recorded(dict(record), shown)
+
+        def step_counts(request: Request, stage: str) -> list[int]:
+            return pipe._task_run(request.sampling).step_counts(request, stage)
+
+        made = branches.requests_of(parent, at, num_images, seed, step_counts)
+        if bucket is None or made[0].turns[-1].stage == "layout":
+            return pipe, made, None
+        rows = min(self.batch_size, 1 << (len(made) - 1).bit_length())
+        return pipe, made, dataclasses.replace(bucket, rows=rows)
+
+    @runtime.interrupts_held()
+    @jax_settings.defaults()
+    def prove(
+        self,
+        image: Result | str | os.PathLike,
+        *,
+        shown: Shown | None = None,
+        tolerance: float | None = None,
+    ) -> "list[proofs.Proof]":
+        """Says whether images of ours follow from their words, seeds and settings.
+
+        One pass for each stage: layout, codes and pixels (`inference/proofs.py`).
+
+        Args:
+            image: a PNG, or a result.
+            shown: the image that it was drawn after, see `replay`; or one for each.
+            tolerance: how far below the largest score a draw may be, in logits; by default what
+                rounding explains in float32.
+
+        Raises:
+            RequestError: see `replay`; or the draws do not follow from one pass, which says why.
+        """
+        from sparse_lavida_jax.inference import proofs
+
+        if isinstance(image, Result):
+            pairs = [*zip(image.records, image.pixels, strict=True)]
+        else:
+            pairs = [(image_files.read_record(image), image_files.read(image))]
+        seen = shown if isinstance(shown, list | tuple) else [shown] * len(pairs)
+        made = [
+            (*self._recorded(record, one)[:2], record, pixels)
+            for (record, pixels), one in zip(pairs, seen, strict=True)
+        ]
+        found = []
+        for (_, sampling), group in itertools.groupby(made, lambda x: (x[1].task, x[1].sampling)):
+            rows = [*group]
+            for start in range(0, len(rows), self.batch_size):
+                pipes, *columns = zip(*rows[start : start + self.batch_size], strict=True)
+                found += proofs.prove(pipes[0]._task_run(sampling), *columns, tolerance)
+        return found
+
+    @runtime.interrupts_held()
+    @jax_settings.defaults()
+    def surprise(
+        self,
+        image: Shown,
+        captions: Words,
+        *,
+        layout: str | None = None,
+        num_plans: Number = None,
+    ) -> "surprise.Surprise":
+        """Returns how many bits an image has to the model, cell by cell, given each caption.
+
+        At temperature 1, without guidance or filters, the mean over some plans in one batch.
+
+        Args:
+            image: of any size; it is scored at the model's own size.
+            captions: one or more, which are ranked.
+            layout: of the image, if it is known.
+            num_plans: how many orders of the cells; by default `surprise.PLANS`.
+
+        Raises:
+            RequestError: the model draws no images, or in no plan.
+        """
+        from sparse_lavida_jax.inference import surprise
+
+        sampling = surprise.sampling_of(self.settings.sampling, self.settings.model)
+        made = self.requests("generate", captions, layout=layout or False, sampling=sampling)
+        count = surprise.PLANS if num_plans is None else num_plans
+        return surprise.surprise(self._task_run(sampling), made, image, count)
+
+    def _recorded(
+        self: S, record: dict[str, Any], shown: Shown | None
+    ) -> tuple[S, Request, Bucket | None]:
+        """Returns the request of a recorded image, and what it is to be run with; see `replay`."""
         from sparse_lavida_jax.inference import provenance
 
         record = old_names.current(record)
@@ -553,14 +692,16 @@ class SparseLaViDa:
         sampling = config.build(config.Sampling, record["sampling"])
         seen = recorded_image(record, shown)
         given = {"seed": record["seed"], "sampling": sampling, "as_written": True, **recipe}
-        made = self.requests(task, record["prompt"], seen, **given)
+        (made,) = self.requests(task, record["prompt"], seen, **given)
         words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
-        made = [dataclasses.replace(one, **words) for one in made]
+        turns = tuple(presets.Turn(*turn) for turn in record.get("turns") or ())
+        drawn = [tuple(record.get(name) or ()) for name in ("layout_tokens", "decoded_at")]
+        made = dataclasses.replace(made, **words, turns=turns, drawn_layout=tuple(drawn))
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         model = provenance.attending(record, self.model)
         pipe = self if model is self.model else self.with_model(model, self.source)
-        return pipe.run(made, callback, bucket=bucket)
+        return pipe, made, bucket
 
     # -- requests in, results out ---------------------------------------------------------
 
@@ -628,8 +769,18 @@ class SparseLaViDa:
         if len(tasks) != 1:
             raise RequestError("what is run together is of one task, with the same settings.")
         ((_, sampling),) = tasks
+        return self._task_run(sampling, callback, bucket, padding, programs).run(requests)
+
+    def _task_run(
+        self,
+        sampling: config.Sampling,
+        callback: Callback | None = None,
+        bucket: Bucket | None = None,
+        padding: Padding = "fit",
+        programs: Programs = contextlib.nullcontext,
+    ) -> TaskRun:
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
-        return TaskRun(*parts, sampling, callback, bucket, padding, programs).run(requests)
+        return TaskRun(*parts, sampling, callback, bucket, padding, programs)
 
     @runtime.interrupts_held()
     @jax_settings.defaults()

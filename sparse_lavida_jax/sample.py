@@ -12,19 +12,19 @@ are those whose canvas entry is the mask id, and a token is decoded when all its
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
-from sparse_lavida_jax import runtime
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import StepTables
 from sparse_lavida_jax.programs.kept import kept
-from sparse_lavida_jax.sampling import draw
+from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling.calls import (
     Begun,
     ModelConstants,
@@ -35,19 +35,20 @@ from sparse_lavida_jax.sampling.calls import (
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.forward import step_hidden, step_logits, tables_ahead
+from sparse_lavida_jax.sampling.loop import PhaseLoop
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.progress import Callback, ProgressReporter
 from sparse_lavida_jax.sampling.prompts import LaidOut
 from sparse_lavida_jax.sampling.state import (
+    NOT_DECODED,
     Prompts,
     SamplerState,
     attention,
     cut_at_end,
-    has_ended,
     open_codes,
 )
-from sparse_lavida_jax.tags import AnyArray
+from sparse_lavida_jax.tags import FIRST_BLOCK, AnyArray
 
 OWN_DRAWS = Draws()  # drawn here, not read from a record
 
@@ -144,7 +145,9 @@ def sample(
     prompt_len: tuple[int, int] = (0, 0),
     stop_early: bool = True,
     callback: Callback | None = None,
+    last: Callable[[AnyArray, AnyArray], None] | None = None,
     making: str = "",
+    shared: int = 0,
     draws: Draws | None = None,
     in_trips: bool | None = None,
     content_cache: ContentCache | None = None,
@@ -160,8 +163,12 @@ def sample(
             given, with all tokens before it decoded (never with `settings.released`).
         callback: called before the first step and after each phase, for which the host then
             waits; without one, it starts each phase while the previous one runs.
+        last: called with the canvas and `decoded_at` after the last step, before what follows the
+            end of a text is replaced.
         making: what is made, a key of `state.NOISE`, which gives it noise of its own; also
             passed to `callback`. By default the kind.
+        shared: the steps before this one (`presets.Turn`) are the same in all rows: they are passed
+            for the first row alone, and its state is copied.
         draws: recorded random numbers for every step of the plan.
         in_trips: whether phases run in programs of `calls.STEPS` steps; by default not on CPUs.
         content_cache: keeps features of images and rows of prompts for later batches.
@@ -180,31 +187,25 @@ def sample(
         report.before(laid)
     how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
-    begun = begin(model, laid, phases, **how)
-    state = begun.state
-    if state is None:  # everything is given
+    ends, end = settings.kind == "text" and not settings.released, constants.settings.end_of_text_id
+    stops_at = end if stop_early and ends else None
+    loop = PhaseLoop(
+        functools.partial(advance, model), making or settings.kind, stops_at, report, draws
+    )
+    first = FIRST_BLOCK + shared
+    if shared and phases:
+        one = begin(model, laid[:1], plans.first_row(phases), until=first, **how)
+        how.pop("content_cache")
+        batch = prepared(model, laid, phases, **how)
+        begun = batch.forked(loop.run(one, laid[:1], range(FIRST_BLOCK, first)))
+    else:
+        begun = begin(model, laid, phases, **how)
+    if begun.state is None:  # everything is given
         return begun.canvas
-    ends = settings.kind == "text" and not settings.released
-    start, ended, end = 0, None, constants.settings.end_of_text_id
-    for phase in begun.phases:
-        own = slice(start, start + len(phase.block))
-        recorded = None if draws is None else jax.tree.map(lambda x, own=own: x[own], draws)
-        state = advance(model, begun, state, phase, draws=recorded)
-        start = own.stop
-        if report is not None:
-            report.after(phase, state)
-        # One phase is started ahead, and no more, so that an interrupt is noticed early.
-        jax.block_until_ready(ended)
-        ended = _copy(state.passes)  # the next phase overwrites the state
-        runtime.check_interrupt()
-        if stop_early and ends and has_ended(state, end):
-            break
+    state = loop.run(begun, laid, range(first, NOT_DECODED))
+    if last is not None:
+        last(np.array(state.canvas), np.asarray(state.decoded_at))
     return cut_at_end(state, end) if ends else np.array(state.canvas)
-
-
-@kept()
-def _copy(x: Array) -> Array:
-    return jnp.copy(x)
 
 
 def begin(
@@ -213,12 +214,18 @@ def begin(
     phases: list[Steps],
     *,
     content_cache: ContentCache | None = None,
+    until: int = NOT_DECODED,
     **how: Any,
 ) -> Begun:
-    """Makes the arrays of a batch (`calls.prepared`), and passes its prompts."""
+    """Makes the arrays of a batch (`calls.prepared`), and passes its prompts.
+
+    Args:
+        until: the block before which steps are going to be run.
+    """
     most = None if content_cache is None else content_cache.most_bytes
     batch = prepared(model, laid, phases, most_kept=most, **how)
-    return batch.passed(run_phase, content_cache if most else None) if phases else batch.begun
+    cache = content_cache if most else None
+    return batch.passed(run_phase, cache, until) if phases else batch.begun
 
 
 def advance(

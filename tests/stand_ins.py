@@ -203,7 +203,7 @@ class Knowing(pipelines.SparseLaViDa):
 def decoded(responses) -> Decoded:
     """Returns responses as `Engine.decode` does."""
     made = list(responses)
-    return Decoded(made, [Bucket(1, (16, 0))] * len(made), [0] * len(made))
+    return Decoded(made, [Bucket(1, (16, 0))] * len(made), [0] * len(made), [0] * len(made))
 
 
 def _key(prompt, image):

@@ -14,7 +14,7 @@ from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.data.files import expanded as _path
 from sparse_lavida_jax.data.image_files import MOST_SCALE, SUFFIXES
 from sparse_lavida_jax.inference.checks import LARGEST_SEED, MOST_IMAGES, SEEDS
-from sparse_lavida_jax.inference.requests import ROUNDS
+from sparse_lavida_jax.inference.requests import BRANCHES, ROUNDS
 from sparse_lavida_jax.inference.warmup import REHEARSED
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.sampling import options
@@ -229,11 +229,19 @@ _LAYOUT = (
     " of its box (bundled model: in 24ths), as in ' large red circle<LOC_4><LOC_8><LOC_8><LOC_12>'"
 )
 _OWN = "by default the model's own"
+_AT = (
+    "where branches begin: a step of the layout or the image, as layout:8, or a share of its tokens"
+    " or cells, as image:0.5; by default in the layout, if there is one"
+)
 _LOCAL = "127.0.0.1"
 FORMATS = ("safetensors", "orbax")
 _SEED = (
     f"seed of the first result, 0 to {LARGEST_SEED}, of which the remainder of {SEEDS} counts; the"
     " others count up from it; by default 0"
+)
+_BRANCH_SEED = (
+    "seed of the first branch, from its step on; the others count up from it; by default the one"
+    " after the seed of the image"
 )
 _TEMPERATURE = f"randomness of the draws, 0 to {LARGEST_SCALE}; 0 takes the most probable"
 ARGUMENTS = {
@@ -371,6 +379,17 @@ ARGUMENTS = {
     "debug": Argument("--debug", "show where in the program an error occurs", None),
     "replay": Argument("--replay", "draw the image of this PNG again", _path, metavar="PNG"),
     "replayed": Argument("replay", "the image to draw again", _path, metavar="PNG"),
+    "proved": Argument("replay", "the image to prove", _path, metavar="PNG"),
+    "captions": Argument(
+        "--caption", "what the image may show; give it again to rank several", action="append"
+    ),
+    "map": Argument(
+        "--out", "file for a map of the bits of the cells; by default none is written", _path
+    ),
+    "branched": Argument("replay", "the image to branch", _path, metavar="PNG"),
+    "at": Argument("--at", _AT, str, metavar="STAGE:PLACE"),
+    "branch_seed": Argument("--seed", _BRANCH_SEED, _reader("whole number", int)),
+    "branches": Argument("--num-images", f"branches, 1 to {MOST_IMAGES}", _whole, BRANCHES),
     "source": Argument(
         "--image", "source image of the edit; by default the recorded one", metavar="FILE"
     ),

@@ -76,8 +76,12 @@ def run(name: str, asked: argparse.Namespace) -> int:
         _chat(asked)
     elif name == "warmup":
         _warm_up(asked)
+    elif name == "prove":
+        return _prove(asked)
+    elif name == "surprise":
+        _surprise(asked)
     elif getattr(asked, "replay", None) is not None:
-        _replay(asked)
+        (_branch if name == "branch" else _replay)(asked)
     else:
         _task(name, asked)
     return 0
@@ -374,8 +378,61 @@ def _lines(readline: Callable[[int], str]) -> Iterator[str]:
 
 
 def _replay(asked: argparse.Namespace) -> None:
-    record = image_files.read_record(asked.replay)
     _check_out(asked.out)
+    pipe, record, shown = _recorded(asked)
+    with _shown_progress() as callback:
+        result = pipe.replay(record, shown, callback=callback)
+    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+
+
+def _branch(asked: argparse.Namespace) -> None:
+    for path in _numbered(asked.out, 1 if asked.grid else asked.num_images):
+        _check_out(path)
+    pipe, record, shown = _recorded(asked)
+    with _shown_progress() as callback:
+        how = {"num_images": asked.num_images, "seed": asked.seed, "shown": shown}
+        result = pipe.branch(record, asked.at, callback=callback, **how)
+    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+
+
+def _prove(asked: argparse.Namespace) -> int:
+    """Says whether an image follows from its record; returns 1 if it does not."""
+    pipe, _, shown = _recorded(asked)
+    (proof,) = pipe.prove(asked.replay, shown=shown)
+    if asked.json:
+        say_json(proof.as_json())
+    else:
+        print("\n".join(proof.lines))
+    return 0 if proof.follows else 1
+
+
+def _surprise(asked: argparse.Namespace) -> None:
+    """Prints the captions of an image, those that fit best first."""
+    if not asked.caption:
+        raise UsageError("`sparse-lavida surprise` needs what the image may show: --caption.")
+    shown = shown_images(asked.image)
+    if asked.out is not None:
+        _check_out(asked.out)
+    found = load(asked).surprise(shown, [check_words(one) for one in asked.caption])
+    if asked.out is not None:
+        image_files.write(asked.out, found.map(found.ranked[0]))
+    if asked.json:
+        files = [] if asked.out is None else [str(asked.out)]
+        say_json(found.as_json() | {"files": files})
+        return
+    for one in found.as_json()["captions"]:
+        where = "row {}, column {}".format(*one["cell"])
+        most = f"{one['cell_bits']:.1f} of them in {where}"
+        print(f"{one['caption']}: {one['bits']:.1f} bits, {most}")
+    if found.error >= 1:
+        say(f"the image tokenizer changes the image, by {found.error:.1f} (mean squared, of 255).")
+
+
+def _recorded(
+    asked: argparse.Namespace,
+) -> tuple[SparseLaViDa, dict[str, Any], pathlib.Path | str | None]:
+    """Returns the model of a PNG, its record, and the image that it was drawn after."""
+    record = image_files.read_record(asked.replay)
     provenance.check(record)
     image = getattr(asked, "image", None)
     given = {"checkpoint": asked.checkpoint, "adapters": asked.adapters, "image": image}
@@ -388,10 +445,7 @@ def _replay(asked: argparse.Namespace) -> None:
             f"{asked.replay} was drawn with {schema.shown(record['software'])}, this is {here}:"
             " single bits may differ."
         )
-    with _shown_progress() as callback:
-        shown = image or (record.get(SHOWN_KEY) or {}).get("path")
-        result = pipe.replay(record, shown, callback=callback)
-    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+    return pipe, record, image or (record.get(SHOWN_KEY) or {}).get("path")
 
 
 # ---------------------------------------------------------------------------------------------

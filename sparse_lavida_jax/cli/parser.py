@@ -125,6 +125,21 @@ COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
         "out.png --out again.png",
         f"replayed source out scale {_MODEL}",
     ),
+    "branch": Command(
+        "draw images like that of a PNG: the same up to a step, and different from there on",
+        "out.png --at layout:8 --num-images 4 --out branch.png",
+        f"branched at source branches branch_seed out scale grid {_MODEL}",
+    ),
+    "prove": Command(
+        "check that layout, codes and pixels of a PNG follow from its words, seed and settings",
+        "out.png",
+        f"proved source {_LOADED} batch_size json quiet debug",
+    ),
+    "surprise": Command(
+        "measure in bits how well captions fit an image, and which cell fits least",
+        f'out.png --caption {_CIRCLE} --caption "a red circle above a blue cross" --out map.png',
+        f"needed_image captions map {_LOADED} batch_size json quiet debug",
+    ),
     "demo": Command("serve a web page on which to try a model", "--port 8000", _HOSTING),
     "serve": Command("serve a model with the endpoints of OpenAI's API", "--port 8000", _HOSTING),
     "warmup": Command(

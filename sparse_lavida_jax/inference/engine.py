@@ -13,18 +13,21 @@ from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference import batch_shapes
+from sparse_lavida_jax.inference import batch_shapes, whole_plan
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.program_arguments import taken_apart
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import costs, plans, presets
 from sparse_lavida_jax.sampling.calls import ModelConstants
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sampling.progress import Callback
 from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
+from sparse_lavida_jax.sampling.state import NOT_DECODED, ends_from
 from sparse_lavida_jax.sequence import Kind
+from sparse_lavida_jax.tags import FIRST_BLOCK
 
 # Entered around compiled programs, with the key that chooses them.
 Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
@@ -38,11 +41,18 @@ class Decoded:
         responses: one per example, in order.
         buckets: the shapes that each was padded to.
         tokens: the number of tokens each passed through the network (`costs.costs`).
+        shared: how many of these stand for later rows of its batch too, which do not count them.
+        drawn: the tokens of each as its steps drew them, also after an end-of-text.
+        orders: the block in which each token was decoded; `whole_plan.UNTOLD` for those that
+            depend on when a batch stopped: after the step in which a text ended.
     """
 
     responses: list[Int[np.ndarray, "_l g"]]
     buckets: list[Bucket]
     tokens: list[int]
+    shared: list[int]
+    drawn: list[Int[np.ndarray, "_l g"]] = dataclasses.field(default_factory=list)
+    orders: list[Int[np.ndarray, " _l"]] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -89,6 +99,8 @@ class Engine:
         """Decodes the responses of examples of one kind; those of the same shape together.
 
         A batch that is not full is filled up, so that all batches use the same compiled programs.
+        If all examples are the same object, and the noise is too until a last turn, the steps
+        before that are passed once for all rows of a batch.
 
         Args:
             requests: of the examples: seeds and scales.
@@ -112,13 +124,17 @@ class Engine:
             lay_out(example, request, model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
-        decoded = {}
+        stage, decoded = making or kind, {}
+        shared = _shared_steps(examples, requests, stage)
         for chunk in batch_shapes.chunks(laid, self.batch_size, padding, bucket):
             filled = [laid[i] for i in chunk.filled]
             phases = _plan_of(filled, sampling, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
             key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
+            turns = {one.seeds(stage)[-1][0] for one in requests} - {0}
+            key = (*key, shared, *sorted(turns)) if turns else key
             prompted = [laid[i].prompt_tokens for i in chunk.members]
+            seen: list[Any] = []  # the last canvas, and when it was decoded
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),
@@ -127,7 +143,9 @@ class Engine:
                     settings=settings,
                     prompt_len=chunk.bucket.prompt_len,
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
-                    making=making or kind,
+                    making=stage,
+                    shared=shared,
+                    last=lambda *arrays, seen=seen: seen.extend(arrays),
                     content_cache=self.content_cache,
                     constants=self.constants,
                 )
@@ -137,9 +155,60 @@ class Engine:
                     words = np.flatnonzero(responses[row] != model.end_of_text_id)
                     end = int(words.max(initial=-1)) + 1
                 steps = costs.costs(phases, settings, prompted[row], row, end)
-                decoded[i] = responses[row], chunk.bucket, costs.total(steps)
+                once = costs.before(phases, settings, shared) if shared else 0
+                first, rest = costs.total(steps[:once]), costs.total(steps[once:])
+                first = 0 if row else first
+                drawn = [x[row] for x in seen] or [responses[row], laid[i].example.given * 1]
+                if kind == "text":
+                    drawn[1] = _until_end(*drawn, model.end_of_text_id, laid[i].example)
+                decoded[i] = responses[row], chunk.bucket, first + rest, first, *drawn
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
+
+    def scores(
+        self,
+        examples: Sequence[Example],
+        requests: Sequence[RowRequest],
+        sampling: config.Sampling,
+        responses: Sequence[Int[np.ndarray, "_l g"]],
+        orders: Sequence[Int[np.ndarray, " _l"]] | None = None,
+        *,
+        making: str,
+        tolerance: float = 0.0,
+        most: int = plans.BUCKETS[-1],
+    ) -> list[tuple[list[whole_plan.Step], whole_plan.Scores]]:
+        """Returns the steps that would decode responses, and how they score them, in one pass.
+
+        Args:
+            requests, sampling, making: as for `decode`.
+            responses: whole ones, each with a token that is not given.
+            orders: the block of each token (`Decoded.orders`); None: as planned, for images.
+            tolerance: see `whole_plan.scores`.
+            most: tokens that the steps of a batch may predict.
+
+        Raises:
+            RequestError: they are more.
+        """
+        model, block = self.model.settings, sampling.text_block_len or self.text_block_len
+        kind, edits = examples[0].kind, _has_source(examples[0])
+        guided = any(presets.is_guided(one, has_source=edits) for one in requests)
+        settings = _settings(sampling, model, kind, edits, guided)
+        laid = [lay_out(*pair, model, settings) for pair in zip(examples, requests, strict=True)]
+        plan = [_plan_of([one], sampling, settings, model, block) for one in laid]
+        if orders is None:
+            pairs = zip(plan, examples, strict=True)
+            orders = [whole_plan.image_order(phases, one.given) for phases, one in pairs]
+        steps = [
+            whole_plan.steps_of(phases, settings, order, one.shape[1])
+            for phases, order, one in zip(plan, orders, responses, strict=True)
+        ]
+        number = sum(len(step.at) for own in steps for step in own)
+        if number > most or not all(steps):
+            raise RequestError(f"its steps predict {number} tokens: 1 to {most} fit one pass.")
+        network = self._model(sampling.quantize)
+        how = {"settings": settings, "making": making, "tolerance": tolerance}
+        scored = whole_plan.scores(network, laid, steps, responses, orders, **how)
+        return list(zip(steps, scored, strict=True))
 
     def _model(self, method: str) -> Denoiser:
         """Returns the model prepared for programs, in 8 bits if asked for, and caches it."""
@@ -148,6 +217,32 @@ class Engine:
                 model = quantize.as_asked(self.model, method)
                 self._models[method] = taken_apart(model)
             return self._models[method]
+
+
+def _shared_steps(examples: Sequence[Example], requests: Sequence[RowRequest], stage: str) -> int:
+    """Returns the step of the last turn if rows differ in nothing before it, or else 0."""
+    seeds = [one.seeds(stage) for one in requests]
+    before = {(*one[:-1], one[-1][0]) for one in seeds}
+    alike = all(example is examples[0] for example in examples)
+    return seeds[0][-1][0] if alike and len(before) == 1 else 0
+
+
+def _until_end(
+    drawn: Int[np.ndarray, "l 1"], decoded_at: Int[np.ndarray, " l"], end: int, example: Example
+) -> Int[np.ndarray, " l"]:
+    """Returns when each token of a text was decoded, up to the step in which the text ended.
+
+    It ends when it has an end-of-text that counts, and everything before that is decoded.
+    """
+    at = np.where(decoded_at == NOT_DECODED, whole_plan.UNTOLD, decoded_at)
+    may_end = (drawn[:, 0] == end) & (at != whole_plan.UNTOLD)
+    may_end &= np.arange(len(at)) >= ends_from(example)
+    for last in np.unique(at[at != whole_plan.UNTOLD]):
+        now = (at != whole_plan.UNTOLD) & (at <= last)
+        ends = np.flatnonzero(may_end & now)
+        if len(ends) and now[: ends[0]].all():
+            return np.where(at <= last, at, whole_plan.UNTOLD)
+    return at
 
 
 def _told(callback: Callback | None, **of_rows: Sequence[Any]) -> Callback | None:
@@ -187,6 +282,27 @@ def check_steps(
 def block_len(length: int, text_block_len: int) -> int:
     """Returns the tokens per text block: a text that is not a whole number of blocks is one."""
     return length if length % text_block_len else text_block_len
+
+
+def planned_counts(
+    model: config.Model,
+    sampling: config.Sampling,
+    example: Example,
+    request: RowRequest,
+    text_block_len: int,
+) -> list[int]:
+    """Returns how many codes or tokens each step of one example decodes, as planned.
+
+    Steps count through all text blocks, as those of a `presets.Turn` do.
+    """
+    edits = _has_source(example)
+    guided = presets.is_guided(request, has_source=edits)
+    settings = _settings(sampling, model, example.kind, edits, guided)
+    laid = lay_out(example, request, model, settings)
+    phases = _plan_of([laid], sampling, settings, model, text_block_len)
+    steps = np.concatenate([phase.block for phase in phases] or [[]]).astype(int) - FIRST_BLOCK
+    counts = np.concatenate([phase.count[:, 0] for phase in phases] or [[]])
+    return np.bincount(steps, weights=counts).astype(int).tolist()
 
 
 def planned_costs(

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import itertools
 import logging
 import pathlib
 from collections.abc import Container
@@ -15,15 +16,22 @@ import jax
 from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY
+from sparse_lavida_jax.inference.checks import SEEDS
+from sparse_lavida_jax.inference.results import FORMAT, OLDER_FORMATS, SAMPLER_VERSION, SHOWN_KEY
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.prompting.request_errors import RequestError
+from sparse_lavida_jax.sampling.presets import STAGES
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 2**17  # tokens in a prompt
+_LONGEST = 2**17  # tokens in a prompt, and steps
+MOST_TURNS = 64
+_TURNS = (
+    f"at most {MOST_TURNS} of [stage, step, seed], in the order of stages ({', '.join(STAGES)}) and"
+    " steps"
+)
 _Lengths = Annotated[
     tuple[int, int],
     schema.Allowed(
@@ -39,6 +47,15 @@ def _is_grid(known: Any) -> bool:
     )
 
 
+def _are_numbers(values: Any) -> bool:
+    """Whether these are not too many whole numbers of 31 bits."""
+    return isinstance(values, list | tuple) and len(values) <= _LONGEST and all(
+        type(number) is int and 0 <= number < 2**31 for number in values
+    )  # fmt: skip
+
+
+_MOST_CODES = 64  # of a cell
+_Numbers = Annotated[object, schema.Allowed(_are_numbers, "a list of whole numbers")]
 _Name = Annotated[str, schema.Allowed(lambda name: name.isidentifier() or not name, "a name")]
 
 
@@ -48,6 +65,26 @@ class _Recipe(schema.Section):
     box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     rounds: schema.UpTo1024 = 0
     layout: bool | str = False
+
+
+def _are_turns(turns: Any) -> bool:
+    """Whether turns are of known stages, in the order of stages and steps, and not too many."""
+    shaped = isinstance(turns, list | tuple) and len(turns) <= MOST_TURNS and all(
+        isinstance(one, list | tuple) and len(one) == 3 and one[0] in STAGES
+        and all(type(number) is int for number in one[1:])
+        and 0 <= one[1] < _LONGEST and 0 <= one[2] < SEEDS
+        for one in turns
+    )  # fmt: skip
+    places = [(STAGES.index(one[0]), one[1]) for one in turns] if shaped else []
+    return shaped and all(a < b for a, b in itertools.pairwise(places))
+
+
+def _are_codes(rows: Any) -> bool:
+    """Whether these are the codes of cells, all of as many."""
+    shaped = isinstance(rows, list | tuple) and len(rows) <= _LONGEST
+    return shaped and all(
+        _are_numbers(row) and 0 < len(row) == len(rows[0]) <= _MOST_CODES for row in rows
+    )
 
 
 class _Shown(schema.Section):
@@ -73,8 +110,12 @@ class _Record(schema.Section):
     prompt: str
     asked: str = ""
     seed: schema.Count
+    turns: Annotated[object, schema.Allowed(_are_turns, _TURNS)] = ()
     recipe: _Recipe
     layout: str = ""
+    codes: Annotated[object, schema.Allowed(_are_codes, "a list of codes for each cell")] = ()
+    layout_tokens: _Numbers = ()
+    decoded_at: _Numbers = ()
     picture: _Shown = _Shown()
     bucket: _Bucket = _Bucket(rows=1, prompt_len=(0, 0))
     sampling: config.Sampling
@@ -91,7 +132,7 @@ def check(record: dict[str, Any]) -> None:
     Raises:
         RequestError: the record is refused; the message says which part is wrong.
     """
-    if (kind := record.get("format")) != FORMAT:
+    if (kind := record.get("format")) not in (FORMAT, *OLDER_FORMATS):
         raise RequestError(f"the record has format {schema.shown(kind)}, not {FORMAT!r}.")
     if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
         release = schema.shown(record.get("version", "0.1.0"))
@@ -104,6 +145,12 @@ def check(record: dict[str, Any]) -> None:
         schema.build(_Record, _given(record))
     except schema.ConfigError as error:
         raise RequestError(f"the record of how it was drawn is damaged: {error}") from error
+    lengths = [len(record.get(name) or ()) for name in ("layout_tokens", "decoded_at")]
+    if lengths[0] != lengths[1]:
+        raise RequestError(
+            f"the record of how it was drawn is damaged: its layout has {lengths[0]} tokens, of"
+            f" which {lengths[1]} are said to be decoded."
+        )
 
 
 def check_names(

@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 LARGEST_SEED, SEEDS, fold = checks.LARGEST_SEED, checks.SEEDS, checks.fold
 PROMPTING = {"template", "required"}  # options that hold words for the model
 ROUNDS = 3  # the default limit on attempts of "reflect"
+BRANCHES = 4  # of an image, by default
+
+# Ids of the tokens of a layout, and the block in which each was decoded (`Decoded.orders`).
+DrawnLayout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Request(RowRequest):
         sampling: how it is sampled, except for its own scales: what requests run together share.
         layout: whether to lay an image out in text first, or the layout to follow; None: as in
             `sampling`, if the model learned it.
+        drawn_layout: how the layout was drawn, if a record says so.
         size: height and width of the image to draw, in pixels; None: the largest.
         mask: cells of an image to redraw; the others stay as they are.
         box: the place of the given image in an outpainted one: x1, y1, x2, y2 in pixels.
@@ -82,6 +87,7 @@ class Request(RowRequest):
     earlier: tuple[tuple[str, str], ...] = ()
     sampling: config.Sampling = dataclasses.field(default_factory=config.Sampling)
     layout: bool | str | None = None
+    drawn_layout: DrawnLayout | None = None
     size: tuple[int, int] | None = None
     mask: Grid | None = None
     box: tuple[int, int, int, int] | None = None
@@ -107,6 +113,13 @@ class Request(RowRequest):
         shared = presets.scales(self.sampling, "image")
         own = {name: getattr(self, name) for name in shared}
         return self.sampling if own == shared else dataclasses.replace(self.sampling, **own)
+
+
+def are_branches(requests: Sequence[Request]) -> bool:
+    """Whether requests are the same but for their turns, as `branches.requests_of` makes them."""
+    names = [field.name for field in dataclasses.fields(Request) if field.name != "turns"]
+    first = requests[0]
+    return all(getattr(one, name) is getattr(first, name) for one in requests for name in names)
 
 
 class Options(TypedDict, total=False):

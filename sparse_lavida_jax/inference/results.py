@@ -13,7 +13,8 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 
 Box = image_files.Box
-FORMAT = "sparse-lavida-picture/1"
+FORMAT = "sparse-lavida-picture/2"
+OLDER_FORMATS = ("sparse-lavida-picture/1",)  # that are read: without turns
 SHOWN_KEY = "picture"  # of the input image in a record; PNGs that exist spell it so
 # Incremented whenever the same request may draw something else; `replay` refuses other versions.
 # 2: each stage with the same seed has its own, finely drawn noise; counts rounded as in PyTorch;
@@ -61,6 +62,8 @@ class Result:
         passed: tokens of each row (`costs.DEFINITION`). A text counts up to the text block in
             which it ends.
         layout_passed: those of its layouts.
+        shared: of both, what branches of one image have in common: the first row of their batch
+            counts it, and the others do not.
         sentences: what the model was given in place of each prompt.
         warnings: what each prompt holds that the model does not know; "" if it knows all.
     """
@@ -81,6 +84,7 @@ class Result:
     prompted: tuple[tuple[int, int], ...] = ()
     passed: tuple[int, ...] = ()
     layout_passed: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
     sentences: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -145,7 +149,11 @@ class Result:
             return lean
         return lean | {
             "seconds": self.seconds,
-            "tokens": {"passed": list(self.passed), "layout": list(self.layout_passed)},
+            "tokens": {
+                "passed": list(self.passed),
+                "layout": list(self.layout_passed),
+                "shared": list(self.shared),
+            },
             "checkpoint": dataclasses.asdict(self.source),
             "sampling": config.to_dict(self.sampling),
         }

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +18,15 @@ from sparse_lavida_jax import __version__, config, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
-from sparse_lavida_jax.inference.engine import Engine, Programs
+from sparse_lavida_jax.inference.engine import Engine, Programs, planned_counts
 from sparse_lavida_jax.inference.requests import (
     TASKS,
+    DrawnLayout,
     Grid,
     Pixels,
     Request,
     ShownImage,
+    are_branches,
     grid_of,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
@@ -58,6 +60,14 @@ class _Canvas:
     mask: Grid | None = None
 
 
+def _made(make: Callable[..., Example], given: Iterable[tuple[Any, ...]]) -> list[Example]:
+    """Returns what `make` makes of some arguments; the same objects make one example."""
+    rows = [*given]
+    made = {tuple(map(id, row)): row for row in rows}
+    examples = {key: make(*row) for key, row in made.items()}
+    return [examples[tuple(map(id, row))] for row in rows]
+
+
 @dataclasses.dataclass
 class TaskRun:
     """Requests of one task while they are being done: settings, and measurements so far.
@@ -70,7 +80,9 @@ class TaskRun:
         first: the request of the first example, if requests are done one after another.
         buckets: of the images decoded last.
         tokens, layout_tokens: the number passed through the network for each request.
+        shared: how many of both stand for later requests too, which do not count them.
         prompted: tokens in each request's first prompt (`Result.prompted`).
+        layouts: how those that this run wrote were drawn.
     """
 
     engine: Engine
@@ -88,7 +100,9 @@ class TaskRun:
     buckets: list[Bucket] = dataclasses.field(default_factory=list)
     tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     layout_tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    shared: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     prompted: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    layouts: dict[int, DrawnLayout] = dataclasses.field(default_factory=dict)
 
     def run(self, requests: Sequence[Request]) -> Result:
         """Does the requests, which are all of one task."""
@@ -124,9 +138,14 @@ class TaskRun:
             )
         if making == "image":
             self.buckets = decoded.buckets
+        if making == "layout" and not self.first:
+            pairs = zip(decoded.drawn, decoded.orders, strict=True)
+            drawn = [(tuple(ids[:, 0].tolist()), tuple(at.tolist())) for ids, at in pairs]
+            self.layouts = dict(enumerate(drawn))
         tokens = self.layout_tokens if making == "layout" else self.tokens
         for row, one in enumerate(examples, self.first):
             tokens[row] += decoded.tokens[row - self.first]
+            self.shared[row] += decoded.shared[row - self.first]
             self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
         return decoded.responses
 
@@ -147,17 +166,21 @@ class TaskRun:
             layouts = found.get("layouts") or none
             buckets = none if requests[0].task == "reflect" else self.buckets
             records = tuple(map(self._record, requests, layouts, buckets))
+            parts = zip(records, requests, found["tokens"], strict=True)
+            for row, (record, request, codes) in enumerate(parts):
+                own = self.layouts if request.task != "reflect" else {}
+                drawn = own.get(row) or request.drawn_layout or ((), ())
+                record |= {"codes": codes.tolist()}
+                record |= dict(zip(("layout_tokens", "decoded_at"), map(list, drawn), strict=True))
         asked, seeds, sentences, warnings = zip(
             *[(one.asked or one.words, one.seed, one.words, one.warning) for one in requests],
             strict=True,
         )
-        prompted, passed, layout_passed = zip(
-            *[
-                (self.prompted.get(row, (0, 0)), self.tokens[row], self.layout_tokens[row])
-                for row in range(len(requests))
-            ],
-            strict=True,
+        counts = self.tokens, self.layout_tokens, self.shared
+        passed, layout_passed, shared = (
+            tuple(one[row] for row in range(len(requests))) for one in counts
         )
+        prompted = tuple(self.prompted.get(row, (0, 0)) for row in range(len(requests)))
         return Result(
             requests[0].task,
             asked,
@@ -171,6 +194,7 @@ class TaskRun:
             prompted=prompted,
             passed=passed,
             layout_passed=layout_passed,
+            shared=shared,
             **found,
         )
 
@@ -193,6 +217,7 @@ class TaskRun:
             "prompt": request.words,
             "asked": request.asked,
             "seed": request.seed,
+            "turns": [list(turn) for turn in request.turns],
             "recipe": recipe,
             "layout": layout,
             SHOWN_KEY: request.images[0].as_json() if request.images else None,
@@ -209,16 +234,13 @@ class TaskRun:
 
     def draw_images(self, requests: Sequence[Request]) -> Result:
         """Draws the images of requests."""
-        canvases = [self._canvas(request) for request in requests]
+        canvases = self._canvases(requests)
         if side_by_side.are_made_ahead():
             for cells in {canvas.cells for canvas in canvases}:
                 self.codec.decoding(cells, self.sampling.vq_dtype)  # while the others are made
         layouts = self._layouts(requests, canvases)
-        examples = [
-            self._image_example(canvas, layout)
-            for canvas, layout in zip(canvases, layouts or [None] * len(requests), strict=True)
-        ]
-        cells = self.decode("image", examples, requests)
+        pairs = zip(canvases, layouts or [None] * len(requests), strict=True)
+        cells = self.decode("image", _made(self._image_example, pairs), requests)
         pixels: list[Pixels] = []
         with self.timed("pixels"):
             pairs = zip(canvases, cells, strict=True)
@@ -227,6 +249,36 @@ class TaskRun:
                 pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
         found = {"pixels": tuple(pixels), "layouts": tuple(layouts or ())}
         return self.result(requests, tokens=tuple(cells), **found)
+
+    def _canvases(self, requests: Sequence[Request]) -> list[_Canvas]:
+        """Returns the canvas of each image; branches of one image share theirs."""
+        if requests[0].turns and are_branches(requests):
+            return [self._canvas(requests[0])] * len(requests)
+        return [self._canvas(request) for request in requests]
+
+    def step_counts(self, request: Request, stage: str) -> list[int]:
+        """Returns how many tokens each step of a stage of an image decodes, as planned.
+
+        Args:
+            request: for the stage "image", with the layout to follow, or without any.
+        """
+        if stage == "layout":
+            example, _, how = self.layout_example(request)
+        else:
+            example, how = self.image_example(request), self.sampling
+        block = how.text_block_len or self.prompts.text_block_len
+        return planned_counts(self.settings.model, how, example, request, block)
+
+    def image_example(self, request: Request) -> Example:
+        """Returns what draws the image of a request, after its layout if that is in words."""
+        layout = request.layout if isinstance(request.layout, str) else None
+        return self._image_example(self._canvas(request), layout)
+
+    def layout_example(self, request: Request) -> tuple[Example, RowRequest, config.Sampling]:
+        """Returns what writes the layout of a request, and how it is sampled."""
+        canvas, how = self._canvas(request), self._text_sampling(as_layout=request.task != "edit")
+        row = dataclasses.replace(request, **presets.scales(how, "text"))
+        return self.prompts.layout(canvas.words, canvas.image), row, how
 
     def _canvas(self, request: Request) -> _Canvas:
         side, grid = self.codec.image_size, self.settings.model.grid_size
@@ -264,7 +316,8 @@ class TaskRun:
         wanted = self.sampling.layout if asked[0] is None else asked[0]
         if not wanted or not learned:
             return None
-        examples = [self.prompts.layout(canvas.words, canvas.image) for canvas in canvases]
+        shown = ((canvas.words, canvas.image) for canvas in canvases)
+        examples = _made(self.prompts.layout, shown)
         as_layout = task != "edit"  # edits use the temperature of other texts
         return self._about_images("layout", examples, requests, as_layout=as_layout)
 
@@ -281,14 +334,18 @@ class TaskRun:
         Args:
             as_layout: whether to use the temperature of layouts.
         """
+        how = self._text_sampling(as_layout=as_layout)
+        rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
+        return self._texts(self.decode(making, examples, rows, how))
+
+    def _text_sampling(self, *, as_layout: bool) -> config.Sampling:
+        """Returns the settings of texts about images to be drawn; see `_about_images`."""
         how, changes = self.sampling, {}
         if how.layout_block_len:
             changes["text_block_len"] = how.layout_block_len
         if as_layout and how.layout_temperature >= 0:
             changes["text_temperature"] = how.layout_temperature
-        how = dataclasses.replace(how, **changes)
-        rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
-        return self._texts(self.decode(making, examples, rows, how))
+        return dataclasses.replace(how, **changes)
 
     def _image_example(
         self, canvas: _Canvas, layout: str | None, attempts: Sequence[_Attempt] = ()

@@ -189,6 +189,14 @@ class KVCache:
             block=_put(block, rows.block[:, text:], (first, self.understanding_len)),
         )
 
+    def copied(self, copies: int) -> "KVCache":
+        """Returns a cache with so many copies of each row, next to each other."""
+        joint, split = jax.tree.map(
+            lambda x: jnp.repeat(x, copies, axis=1), (self.joint, self.split)
+        )
+        block = jnp.repeat(self.block, copies, axis=0)
+        return dataclasses.replace(self, joint=joint, split=split, block=block)
+
     def row(self, number: int, lengths: tuple[int, int]) -> "KVCache":
         """Returns one row with the first slots of both regions, so many, and nothing committed."""
         text, image = lengths

@@ -51,6 +51,7 @@ from sparse_lavida_jax.sampling.state import (
     capacity,
     decodes,
     first_canvas,
+    forked,
     gather,
     pass_prompt,
     prefill,
@@ -181,16 +182,29 @@ class Prepared:
     kept: frozenset[int] = frozenset()
     pixels: SeenBatch | None = None
 
-    def passed(self, run_phase: Callable[..., Any], cache: ContentCache | None) -> Begun:
-        """Runs the prefill; where programs are made ahead, makes those of all steps with it."""
+    def passed(
+        self, run_phase: Callable[..., Any], cache: ContentCache | None, until: int = NOT_DECODED
+    ) -> Begun:
+        """Runs the prefill; where programs are made ahead, makes those of the steps with it.
+
+        Args:
+            until: the block before which steps are going to be run.
+        """
         model, begun = self.arrays[0], self.begun
         with over_mesh(model):
             if jax.sharding.get_abstract_mesh().empty and side_by_side.are_made_ahead():
-                trips = {trip.program: trip for part in begun.phases for trip in begun.trips(part)}
+                phases = [phase for phase in begun.phases if phase.block[0] < until]
+                trips = {trip.program: trip for part in phases for trip in begun.trips(part)}
                 calls = self.all_calls(run_phase, [*trips.values()])
                 make(calls, 2 * len(self.parts) + 2 + len(trips))
             state = finish(self.calls(cache), Call.__call__)
         return dataclasses.replace(begun, state=state)
+
+    def forked(self, state: SamplerState) -> Begun:
+        """Returns the batch with rows that all go on from the state of one row."""
+        with over_mesh(self.arrays[0]):
+            copies = forked(state, self.arrays[3], copies=len(self.begun.canvas))
+        return dataclasses.replace(self.begun, state=copies)
 
     def all_calls(
         self, run_phase: Callable[..., Any], trips: Sequence[Trip]

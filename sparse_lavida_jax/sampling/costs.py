@@ -8,6 +8,7 @@ import numpy as np
 
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.tags import FIRST_BLOCK
 
 # Repeated word for word wherever numbers are shown.
 DEFINITION = (
@@ -55,6 +56,12 @@ def costs(
         for newest, decode, rest in (rows * part.tokens()[:, row]).tolist():
             steps.append(StepCost(again, newest, decode, rest, rows * part.registers))
     return steps
+
+
+def before(phases: Sequence[plans.Steps], settings: StepSettings, step: int) -> int:
+    """Returns how many entries of `costs` come before a step (`presets.Turn`)."""
+    blocks = np.concatenate([phase.block for phase in phases])
+    return int((blocks < FIRST_BLOCK + step).sum()) + settings.caches_prompt
 
 
 def total(steps: Sequence[StepCost]) -> int:

@@ -37,7 +37,7 @@ class Draws:
         if settings.greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         drawn = self.noise(rows.key, now, logits.shape[2:])
-        return jnp.argmax(_scores(rows, now, logits, drawn), axis=-1).astype(jnp.int32)
+        return jnp.argmax(scores(rows, now, logits, drawn), axis=-1).astype(jnp.int32)
 
     def noise(
         self, row_key: Key[Array, " b"], now: Steps, shape: tuple[int, ...]
@@ -102,7 +102,7 @@ def _barred(
     return is_mask | (is_end & early[..., None])
 
 
-def _scores(
+def scores(
     rows: Rows, now: Steps, logits: Float[Array, "b *w v"], noise: Float[Array, "b *w v"]
 ) -> Float[Array, "b *w v"]:
     """Scores whose maximum is drawn: Gumbel-max, or at temperature 0 the most probable token."""
@@ -160,7 +160,7 @@ def draw_by_tiles(
         if settings.greedy:
             return logits
         drawn = noise(rows.key, now, (settings.head_tile,), number)[..., : logits.shape[-1]]
-        return _scores(rows, now, logits, drawn)
+        return scores(rows, now, logits, drawn)
 
     drawn = text_head.draw(
         hidden, model.text_kernel, logits_of=logits_of, score_of=score_of, tile=settings.head_tile

@@ -7,7 +7,7 @@ of one width, each of which is one compiled loop. NumPy on the host: nothing her
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import flax.struct
@@ -164,6 +164,26 @@ class Steps:
         decode = np.repeat(positions[None], self.num_steps, axis=0)
         parts = {"clean": decode[..., :0], "decode": decode, "rest": decode[..., :0]}
         return dataclasses.replace(self, **parts, candidates=decode[..., None] >= 0, registers=0)
+
+
+def first_row(phases: Sequence[Steps]) -> list[Steps]:
+    """Returns the phases of the first row alone."""
+    by_row = ("clean", "decode", "candidates", "rest", "count")
+    return [
+        dataclasses.replace(phase, **{name: getattr(phase, name)[:, :1] for name in by_row})
+        for phase in phases
+    ]
+
+
+def cut(phases: Sequence[Steps], blocks: Sequence[int]) -> Iterator[tuple[int, Steps]]:
+    """Yields the parts of phases between some blocks, with the number of steps before each."""
+    before = 0
+    for phase in phases:
+        inner = np.searchsorted(phase.block, blocks).tolist()
+        for start, stop in itertools.pairwise(sorted({0, phase.num_steps, *inner})):
+            whole = stop - start == phase.num_steps
+            yield before + start, phase if whole else phase[start:stop]
+        before += phase.num_steps
 
 
 def in_groups(phase: Steps, multiple: int) -> Steps:

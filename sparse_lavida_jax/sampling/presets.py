@@ -18,7 +18,7 @@ and the registers, and what the cache holds:
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
@@ -99,23 +99,53 @@ def untrained(sampling: config.Sampling, model: config.Model) -> str:
     return next((name for name in named if preset(name).full_attention != is_full), "")
 
 
+STAGES = ("layout", "image")  # of an image, in the order in which they are drawn
+
+
+class Turn(NamedTuple):
+    """Where noise changes: from a step of a stage on, and in later stages, it is of another seed.
+
+    Attributes:
+        stage: one of `STAGES`.
+        step: the first step with the new noise, from 0; those of a text count through all its text
+            blocks (`plans.Steps.block` less `FIRST_BLOCK`).
+    """
+
+    stage: str
+    step: int
+    seed: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowRequest:
     """How one row is sampled: what rows of a batch may differ in, none of which is compiled in.
 
     Attributes:
-        seed: determines all random numbers of the row.
+        seed: determines all random numbers of the row, up to its first turn.
+        turns: where its noise is of other seeds, in the order of stages and steps. The order of
+            cells and the reading of words stay those of `seed`.
         attempt: the number of this attempt; each has its own noise.
         temperature: of the image, or of the text; 0 takes the most probable token or code.
         guidance, guidance_edit, guidance_image: scales of an image (`config.Sampling`).
     """
 
     seed: int = 0
+    turns: tuple[Turn, ...] = ()
     attempt: int = 0
     temperature: float = 0.0
     guidance: float = 0.0
     guidance_edit: float = -1.0
     guidance_image: float = 0.0
+
+    def seeds(self, stage: str) -> list[tuple[int, int]]:
+        """Returns the seeds of a stage's noise, each with the first step that it is used in."""
+        found = [(0, self.seed)]
+        for turn in self.turns if stage in STAGES else ():
+            if turn.stage == stage:
+                found = [one for one in found if one[0] < turn.step] + [(turn.step, turn.seed)]
+            elif STAGES.index(turn.stage) < STAGES.index(stage):
+                found = [(0, turn.seed)]
+        return found
 
 
 def scales(sampling: config.Sampling, kind: Kind) -> dict[str, Any]:

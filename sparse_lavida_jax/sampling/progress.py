@@ -72,10 +72,12 @@ class ProgressReporter:
         self._report(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
 
     def after(self, phase: Steps, state: SamplerState) -> None:
-        """Waits for a phase, and reports the responses after it."""
+        """Waits for a phase, and reports the responses after it; a single row stands for all."""
         blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
         seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
-        self._report(int(seen[0]), seen[1], seen[2], blocks)
+        copies = self.phases[0].decode.shape[1] // len(seen[1])
+        rows = (np.repeat(x, copies, axis=0) for x in seen[1:])
+        self._report(int(seen[0]), *rows, blocks)
 
     def _report(self, steps: int, canvas, decoded_at, blocks: range) -> None:
         total = sum(len(phase.block) for phase in self.phases)

@@ -102,12 +102,12 @@ def lay_out(
     """Lays out an example on the host, with all guidance rows."""
     given_passed = not settings.preset.passes_given
     known, text, image = np.flatnonzero(example.given & given_passed), [], []
-    for drops in _drops(settings.guidance_rows, settings.edit_guidance):
+    for dropped in drops(settings.guidance_rows, settings.edit_guidance):
         row = prompt_row(
             example.parts,
             text_mask_id=model.text_mask_id,
             codes_per_token=model.codes_per_token,
-            **drops,
+            **dropped,
         )
         blocks = np.full(len(row.ids), PROMPT_BLOCK), np.full(len(row.cell), PROMPT_BLOCK)
         text.append(StreamRow(row.ids, row.feature, row.position, blocks[0]))
@@ -276,7 +276,7 @@ def _padded(length: int) -> int:
     return -(-length // PROMPT_BUCKET) * PROMPT_BUCKET
 
 
-def _drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
+def drops(guidance_rows: int, edit_guidance: str) -> list[dict[str, bool]]:
     """What guidance drops from each of its rows (`sequence.prompt_row`)."""
     dropped = {"drop_prompt": True, "drop_source": True}
     second = [EDIT_DROPS[edit_guidance]] if guidance_rows == 3 else []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a batch while it is sampled, and its prefill."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from sparse_lavida_jax.models.stack import (
 )
 from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling.plans import Steps
-from sparse_lavida_jax.sampling.presets import StepSettings, guidance_of
+from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings, guidance_of
 from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
 from sparse_lavida_jax.tags import (
@@ -66,15 +67,25 @@ def rows_of(laid: Sequence[LaidOut], settings: StepSettings, making: str = "") -
         making: a key of `NOISE`; "": the kind of the responses.
     """
     requests, edits = [one.request for one in laid], settings.guidance_rows == 3
-    seeds, attempts = np.array([(one.seed, one.attempt) for one in requests]).T
     scales = [
         (one.temperature, guidance_of(one, has_source=edits), one.guidance_image)
         for one in requests
     ]
     temperature, guidance, guidance_image = np.array(scales, np.float32).T
-    key = _keys(seeds, attempts, making=NOISE[making or settings.kind])
+    key = keys_from(requests, making or settings.kind, 0)
     ends = np.array([ends_from(one.example) for one in laid], np.int32)
     return Rows(key, temperature, guidance, guidance_image, ends)
+
+
+def keys_from(requests: Sequence[RowRequest], making: str, step: int) -> Key[Array, " b"]:
+    """Returns the keys of the rows' noise from a step on, until the next turn.
+
+    Args:
+        making: a key of `NOISE`.
+    """
+    seeds = [[seed for first, seed in one.seeds(making) if first <= step][-1] for one in requests]
+    attempts = [one.attempt for one in requests]
+    return _keys(np.array(seeds), np.array(attempts), making=NOISE[making])
 
 
 @kept(static=("making",))
@@ -256,6 +267,29 @@ def gather(
         cache = cache.with_rows(row, own)
     cache = cache.commit(prompt_len)
     return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
+
+
+@kept(static=("copies",))
+def forked(state: SamplerState, rows: Rows, *, copies: int) -> SamplerState:
+    """Returns the state of a batch whose rows all go on from the only row of another one.
+
+    Args:
+        state: of one row, in all its guidance rows.
+        rows: of the batch.
+        copies: how many rows it has.
+    """
+
+    def copied(x, axis: int = 0):
+        return None if x is None else jnp.repeat(x, copies, axis=axis)
+
+    return dataclasses.replace(
+        state,
+        canvas=copied(state.canvas),
+        decoded_at=copied(state.decoded_at),
+        rows=rows,
+        features=copied(state.features),
+        cache=None if state.cache is None else state.cache.copied(copies),
+    )
 
 
 def prompt_bytes(model: config.Model, prompt: Prompt, kind: Kind) -> int:

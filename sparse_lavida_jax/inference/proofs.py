@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an image follows from its record: layout, codes and pixels, in one pass per stage.
+
+The record holds the tokens and codes that were drawn. One pass over the whole plan
+(`whole_plan.py`) gives the scores of each step, with the noise of the recorded seed. A token
+follows if no other one scores higher by more than a tolerance: logits of a pass and of the sampler
+agree up to rounding. The first step that does not follow holds a change; later ones may be its
+consequences. What follows could have been drawn so; how much that says is its evidence, the bits
+that the noise decided: an image that its layout determines has none, and any seed draws it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.image_files import Pixels
+from sparse_lavida_jax.inference import whole_plan
+from sparse_lavida_jax.inference.requests import Request, grid_of
+from sparse_lavida_jax.inference.tasks import TaskRun
+from sparse_lavida_jax.prompting.request_errors import RequestError
+from sparse_lavida_jax.sampling import presets
+
+TOLERANCE = 1e-4  # logits without guidance in float32; measured between pass and sampler: 2e-5
+ROUNDING = 1  # levels of 255 by which pixels of another device may differ
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What a pass says about the draws of a stage.
+
+    Attributes:
+        name: "layout" or "image".
+        tokens: tokens of the layout, or codes of the image, that were drawn.
+        wrong: how many do not follow.
+        step: the first step that does not follow, from 0; None: all follow.
+        places: the positions in it that do not follow.
+        bits: that the noise decided.
+        shortfall: the largest distance of a draw from the largest score, in logits.
+    """
+
+    name: str
+    tokens: int
+    wrong: int
+    step: int | None
+    places: tuple[int, ...]
+    bits: float
+    shortfall: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """Whether an image follows from its record.
+
+    Attributes:
+        layout: None: the image has none, or it was told and not drawn.
+        image: its codes.
+        text: whether the recorded layout is what its recorded tokens say.
+        given: given cells whose codes are not those of the image that was changed.
+        pixels: cells whose pixels are not those of the recorded codes.
+        tolerance: in logits.
+    """
+
+    layout: Stage | None
+    image: Stage
+    text: bool
+    given: tuple[int, ...]
+    pixels: tuple[int, ...]
+    tolerance: float
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [stage for stage in (self.layout, self.image) if stage is not None]
+
+    @property
+    def bits(self) -> float:
+        """The evidence: bits that the noise decided."""
+        return sum(stage.bits for stage in self.stages)
+
+    @property
+    def follows(self) -> bool:
+        drawn = all(stage.step is None for stage in self.stages)
+        return drawn and self.text and not self.given and not self.pixels
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person is told."""
+        told = [] if self.layout else ["the layout: none was drawn, or it was told"]
+        for one in self.stages:
+            said = f"the {one.name}: {one.tokens - one.wrong} of {one.tokens} draws follow"
+            if one.step is not None:
+                places = ", ".join(map(str, one.places))
+                said += f"; step {one.step} is the first that does not, at {places}"
+                said += "; later ones may be consequences" * (one.wrong > len(one.places))
+            told.append(said)
+        told += ["the layout in words is not that of the recorded tokens"] * (not self.text)
+        for name, cells in (("given cells", self.given), ("pixels", self.pixels)):
+            if cells:
+                told.append(
+                    f"{name} are not the recorded ones in cells {', '.join(map(str, cells))}"
+                )
+        answer = f"it could have been drawn so, with {self.bits:.1f} bits of evidence"
+        return [*told, answer if self.follows else "it was not drawn so"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `--json` prints."""
+        return {"follows": self.follows, "bits": self.bits} | dataclasses.asdict(self)
+
+
+def prove(
+    run: TaskRun,
+    requests: Sequence[Request],
+    records: Sequence[dict[str, Any]],
+    pixels: Sequence[Pixels],
+    tolerance: float | None = None,
+) -> list[Proof]:
+    """Returns whether images of one task, with the same settings, follow from their records.
+
+    Args:
+        requests: of the records, which were checked (`records.check`).
+        pixels: the images.
+        tolerance: in logits; None: `TOLERANCE`, times what guidance multiplies errors by.
+
+    Raises:
+        RequestError: a record holds no codes, or its draws do not follow from one pass.
+    """
+    for request, record in zip(requests, records, strict=True):
+        _check(run, request, record)
+    if tolerance is None:
+        most = max(max(one.guidance, one.guidance_edit, 0.0) for one in requests)
+        more = max(one.guidance_image for one in requests)
+        tolerance = TOLERANCE * (1 + 2 * most) * (1 + 2 * more)
+    examples = [run.image_example(request) for request in requests]
+    codes = [
+        _array(record["codes"], one.response.shape, run.settings.model.codebook_size, "codes")
+        for record, one in zip(records, examples, strict=True)
+    ]
+    layouts, texts = _layouts(run, requests, tolerance)
+    images = _stages(run, "image", examples, requests, run.sampling, codes, None, tolerance)
+    proofs = []
+    for i, (request, one, own) in enumerate(zip(requests, examples, codes, strict=True)):
+        given = np.flatnonzero(one.given & (own != one.response).any(axis=1))
+        wrong = _other_pixels(run, request, own, pixels[i])
+        parts = tuple(given.tolist()), wrong, tolerance
+        proofs.append(Proof(layouts.get(i), images[i], texts.get(i, True), *parts))
+    return proofs
+
+
+def _check(run: TaskRun, request: Request, record: dict[str, Any]) -> None:
+    """Refuses what does not follow from one pass over a plan, with the reason."""
+    how, model = request.sampling, run.settings.model
+    image, text = (
+        presets.preset(name or presets.default_preset(model))
+        for name in (how.preset, how.text_preset or how.preset)
+    )
+    drawn = bool(record.get("decoded_at"))
+    reasons = {
+        "its record was written before records held codes: draw it again": not record.get("codes"),
+        "reflect records only the last of its images": request.task == "reflect",
+        "its order of cells follows from confidences, which the record does not hold":
+            how.order == "confidence",
+        "the steps of its sampler see all masks, so no pass holds them all":
+            not image.truncate or image.full_attention
+            or (drawn and (not text.truncate or text.full_attention)),
+        "the steps of its layout stop early, by what was drawn":
+            drawn and how.text_commit in ("threshold", "factor", "entropy"),
+        "it was drawn in 8 bits, whose rounding depends on what is passed together":
+            how.quantize != "",
+        "its model multiplies in less than float32: name a tolerance in logits":
+            model.compute_dtype != "float32",
+    }  # fmt: skip
+    for reason, holds in reasons.items():
+        if holds:
+            raise RequestError(f"the image cannot be proved: {reason}.")
+
+
+def _array(values: Any, shape: tuple[int, ...], most: int, name: str) -> np.ndarray:
+    """Returns recorded numbers below `most` as an array of this shape."""
+    found = np.array(values, np.int64)
+    if found.shape != shape or found.max(initial=0) >= most:
+        raise RequestError(f"the record is damaged: its {name} are not {list(shape)} below {most}.")
+    return found.astype(np.int32)
+
+
+def _layouts(
+    run: TaskRun, requests: Sequence[Request], tolerance: float
+) -> tuple[dict[int, Stage], dict[int, bool]]:
+    """Returns the stage of each layout that was drawn, and whether its words are its tokens'."""
+    rows, found = [], {}
+    for i, request in enumerate(requests):
+        if request.drawn_layout and request.drawn_layout[1]:
+            example, row, how = run.layout_example(request)
+            most = run.settings.model.vocab_size, len(example.response) * how.text_steps + 2**8
+            ids, order = (
+                _array(x, example.given.shape, n, "layout tokens")
+                for x, n in zip(request.drawn_layout, most, strict=True)
+            )
+            rows.append((i, example, row, how, ids[:, None], order))
+    if not rows:
+        return {}, {}
+    numbers, examples, own, (how, *_), ids, orders = zip(*rows, strict=True)
+    stages = _stages(run, "layout", examples, own, how, ids, orders, tolerance)
+    for i, tokens, order in zip(numbers, ids, orders, strict=True):
+        end, told = run.settings.model.end_of_text_id, order != whole_plan.UNTOLD
+        ended = np.cumsum((tokens[:, 0] == end) & told) > 0
+        said = run.prompts.text(np.where(ended[:, None], end, tokens))
+        found[i] = said == requests[i].layout and bool((told | ended).all())
+    return dict(zip(numbers, stages, strict=True)), found
+
+
+def _stages(
+    run: TaskRun,
+    name: str,
+    examples: Sequence[Example],
+    requests: Sequence[presets.RowRequest],
+    sampling: config.Sampling,
+    responses: Sequence[Int[np.ndarray, "_l g"]],
+    orders: Sequence[Int[np.ndarray, " _l"]] | None,
+    tolerance: float,
+) -> list[Stage]:
+    """Returns what one pass says about the draws of a stage."""
+    how = examples, requests, sampling, responses, orders
+    scored = run.engine.scores(*how, making=name, tolerance=tolerance)
+    return [
+        _stage(name, steps, scores, None if orders is None else orders[i], tolerance)
+        for i, (steps, scores) in enumerate(scored)
+    ]
+
+
+def _stage(
+    name: str,
+    steps: Sequence[whole_plan.Step],
+    scores: whole_plan.Scores,
+    order: Int[np.ndarray, " l"] | None,
+    tolerance: float,
+) -> Stage:
+    """Returns which draws of a row do not follow.
+
+    Args:
+        order: the block of each token of a text, whose steps commit their surest draws.
+    """
+    taken = scores.decided.copy()
+    far = np.maximum(scores.deficit, 0)
+    if order is not None:
+        block = np.array([step.block for step in steps])[scores.step]
+        taken &= (order[scores.at] == block)[:, None]
+        for number, step in enumerate(steps):
+            own = scores.step == number
+            now, left = own & taken[:, 0], own & ~taken[:, 0]
+            surest = scores.drawn_sure[left].max(initial=-np.inf)
+            far[now, 0] = np.maximum(far[now, 0], (surest - scores.sure[now]) / 2)
+            if now.sum() != step.count:  # the order is not that of the plan
+                far[own], taken[own] = np.inf, True
+        if not np.isin(order, [whole_plan.UNTOLD, *(step.block for step in steps)]).all():
+            far[:], taken[:] = np.inf, True
+    wrong = taken & ~(far <= tolerance)
+    first = int(scores.step[wrong.any(axis=1)].min()) if wrong.any() else None
+    places = scores.at[wrong.any(axis=1) & (scores.step == first)]
+    bits, shortfall = max(float(scores.bits[taken].sum()), 0.0), float(far[taken].max(initial=0))
+    counts = int(taken.sum()), int(wrong.sum())
+    return Stage(name, *counts, first, tuple(places.tolist()), bits, shortfall)
+
+
+def _other_pixels(
+    run: TaskRun, request: Request, codes: Int[np.ndarray, "l g"], pixels: Pixels
+) -> tuple[int, ...]:
+    """Returns the cells whose pixels are not those of the codes, up to rounding."""
+    rows, columns = grid_of(request.size, run.codec.image_size, run.settings.model)
+    (drawn,) = run.codec.decode(codes[None], rows, run.sampling.vq_dtype)
+    if pixels.shape != drawn.shape:
+        return tuple(range(rows * columns))
+    apart = np.abs(drawn.astype(int) - pixels).max(axis=-1) > ROUNDING
+    cells = apart.reshape(rows, apart.shape[0] // rows, columns, -1).any(axis=(1, 3))
+    return tuple(np.flatnonzero(cells).tolist())

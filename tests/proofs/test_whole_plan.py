@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over a whole plan has the sampler's draws, and the probabilities of the paper.
+
+The probabilities and the draws of every step are compared with `dense_pass`, in float64, with noise
+keyed here. Planted faults show that the comparison detects them.
+"""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import dense_pass
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.inference import engine, whole_plan
+from sparse_lavida_jax.sampling import draw, presets, state
+from sparse_lavida_jax.sampling.presets import RowRequest
+
+TOLERANCE = 1e-4  # in bits and in logits, at most 3 x guided; measured: 2e-5
+FAULT = 0.02  # the least change of a planted fault, in bits or logits; measured: 0.05
+NUMBERS = {"text": 0, "image": 2}  # of the kinds of noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch that was decoded by the sampler.
+
+    Attributes:
+        examples, requests, sampling: as for `Engine.decode`.
+        decoded: what it returned.
+    """
+
+    engine: engine.Engine
+    examples: list
+    requests: list[RowRequest]
+    sampling: config.Sampling
+    decoded: engine.Decoded
+
+    def scored(self):
+        """Returns the steps and scores of each row, of one pass."""
+        kind = self.examples[0].kind
+        orders = self.decoded.orders if kind == "text" else None
+        how = self.examples, self.requests, self.sampling, self.decoded.drawn, orders
+        return self.engine.scores(*how, making=kind)
+
+
+@functools.cache
+def case(name: str) -> Case:
+    kind = "text" if name == "answer" else "image"
+    rows = [{"words": 3}, {"words": 9}]
+    if name == "edit":
+        rows = [{"words": 2, "vision": True, "source": True, "given": 0.4}, {"words": 6}]
+    if name == "inpaint":
+        rows = [{"words": 3, "given": 0.4}, {"words": 7, "given": 0.7}]
+    changes = {
+        "draw": {"guidance": 0.7, "temperature_schedule": "linear", "temperature_end": 0.5},
+        "guided in some steps": {"guidance": 0.7, "guidance_interval": (0.3, 0.7)},
+        "registers": {"registers": 3, "registers_end": 1},
+        "passes": {"cell_passes": 2},
+        "filtered": {"top_k": 6, "top_p": 0.8, "merge_cells": 2},
+        "edit": {"guidance": 0.7, "guidance_image": 0.4},
+        "inpaint": {},
+        "answer": {"text_steps": 2, "text_temperature": 0.8},
+    }[name]
+    codes = {"passes": 4, "edit": 4}.get(name, 1)
+    model = tiny.model_settings(codes_per_token=codes)
+    sampling = config.Sampling(
+        num_steps=5, schedule="linear", order_seed=-1, temperature=0.8, **changes
+    )
+    scales = presets.scales(sampling, kind)
+    examples = [tiny.request(kind, model, i, **row) for i, row in enumerate(rows)]
+    requests = [RowRequest(seed=5 + i, attempt=i, **scales) for i in range(len(rows))]
+    made = engine.Engine(tiny.denoiser(model), 2, tiny.TEXT_BLOCK_LEN)
+    return Case(made, examples, requests, sampling, made.decode(examples, requests, sampling))
+
+
+CASES = (
+    "draw",
+    "guided in some steps",
+    "registers",
+    "passes",
+    "filtered",
+    "edit",
+    "inpaint",
+    "answer",
+)
+
+
+def gumbel(request: RowRequest, kind: str, block: int, position: int, shape) -> np.ndarray:
+    """Returns the noise of a token: keyed by seed, kind, attempt, step and position."""
+    key = jax.random.key(request.seed)
+    for number in (NUMBERS[kind], request.attempt, block, position):
+        key = jax.random.fold_in(key, number)
+    return np.asarray(jax.random.gumbel(key, shape, mode="low"), np.float64)
+
+
+def difference(one: Case, scored) -> float:
+    """Returns the largest difference of bits and deficits from those of the independent pass."""
+    found = []
+    for row, (steps, scores) in enumerate(scored):
+        for number, step in enumerate(steps):
+            logits = independent_logits(one, row, step)
+            own = np.flatnonzero(scores.step == number)
+            np.testing.assert_array_equal(scores.at[own], step.at)
+            temperature = 0.8 * step.temperature
+            for i, position in zip(own, step.at, strict=True):
+                scaled = logits[position] / temperature
+                chosen = one.decoded.drawn[row][position][:, None]
+                bits = np.log2(np.exp(scaled).sum(axis=-1, keepdims=True))
+                bits = bits - np.take_along_axis(scaled, chosen, -1) / np.log(2)
+                noise = gumbel(
+                    one.requests[row], one.examples[0].kind, step.block, position, scaled.shape
+                )
+                score = scaled + noise
+                short = score.max(-1, keepdims=True) - np.take_along_axis(score, chosen, -1)
+                # A token that this step does not commit may be one that it may not draw.
+                drawn = step.decided[step.at == position][0]
+                apart = bits[:, 0] - scores.bits[i], short[:, 0] * temperature - scores.deficit[i]
+                found += [np.abs(x[drawn]).max(initial=0) for x in apart]
+    return float(np.max(found))
+
+
+def independent_logits(one: Case, row: int, step: whole_plan.Step) -> np.ndarray:
+    """Returns the logits [l g v] of a step that may be drawn, NaN outside its tokens."""
+    asked, response = one.examples[row], one.decoded.drawn[row]
+    model = dense_pass.in_float64(one.engine.model)
+    model.settings = dataclasses.replace(model.settings, num_registers=step.registers)
+    is_text = asked.kind == "text"
+    mask_id = model.settings.text_mask_id if is_text else model.settings.image_mask_id
+    order = order_of(one, row)
+    clean = order < step.block
+    canvas = np.where(clean[:, None], response, mask_id)
+    canvas[step.at] = np.where(step.known, response[step.at], mask_id)
+    blocks = np.where(clean, order, step.block + 1)
+    blocks[step.at] = step.block
+    request = one.requests[row]
+    image = request.guidance_image * step.guidance if one.sampling.guidance_image else None
+    guidance = request.guidance * step.guidance
+    logits = dense_pass.step_logits(model, asked, canvas, blocks, step.block, guidance, image)
+    if is_text:
+        logits[..., mask_id] = -np.inf
+    filters = one.sampling.top_k, one.sampling.top_p
+    kept = draw.filtered(jnp.asarray(logits, jnp.float32), *(filters if not is_text else (0, 1.0)))
+    return np.where(np.isneginf(kept), -np.inf, logits)
+
+
+def order_of(one: Case, row: int) -> np.ndarray:
+    order = np.array(one.decoded.orders[row])
+    return np.where(order == whole_plan.UNTOLD, 2**20, order)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_whole_plan_has_the_sampler_s_draws_and_the_papers_probabilities(name):
+    one = case(name)
+    scored = one.scored()
+    assert difference(one, scored) < TOLERANCE
+    for row, (steps, scores) in enumerate(scored):
+        number = np.array([step.block for step in steps])[scores.step]
+        order = one.decoded.orders[row]
+        committed = scores.decided & (order[scores.at] == number)[:, None]
+        assert scores.deficit[committed].max() < TOLERANCE
+        given = one.examples[row].given
+        decided = np.zeros(one.decoded.drawn[row].shape, int)
+        np.add.at(decided, scores.at, committed)
+        expected = np.repeat(
+            (~given)[:, None] & (order != whole_plan.UNTOLD)[:, None], decided.shape[1], 1
+        )
+        np.testing.assert_array_equal(decided, expected)
+
+
+def test_a_text_step_commits_its_surest_draws():
+    one = case("answer")
+    for row, (steps, scores) in enumerate(one.scored()):
+        order = one.decoded.orders[row]
+        for number, step in enumerate(steps):
+            own = scores.step == number
+            taken = own & (order[scores.at] == step.block)
+            assert taken.sum() == step.count
+            left = scores.drawn_sure[own & ~taken]
+            assert scores.sure[taken].min() > left.max(initial=-np.inf)
+
+
+def test_the_pass_has_as_many_tokens_as_the_steps():
+    """Each cell is passed once masked, and all but those of the last step once clean."""
+    steps, _ = case("draw").scored()[0]
+    blocks = whole_plan.blocks_of(steps, case("draw").decoded.orders[0])
+    present = (blocks.block != whole_plan.ABSENT).sum()
+    assert present == 2 * tiny.IMAGE_LEN - len(steps[-1].at)
+
+
+def other_noise():
+    return mock.patch.dict(state.NOISE, image=7, text=8)
+
+
+def horizon(by: int):
+    blocks_of = whole_plan.blocks_of
+
+    def changed(*args):
+        blocks = blocks_of(*args)
+        return blocks._replace(sees={number: m + by for number, m in blocks.sees.items()})
+
+    return mock.patch.object(whole_plan, "blocks_of", changed)
+
+
+def missing_register():
+    steps_of = whole_plan.steps_of
+
+    def changed(*args, **how):
+        return [one._replace(registers=one.registers - 1) for one in steps_of(*args, **how)]
+
+    return mock.patch.object(whole_plan, "steps_of", changed)
+
+
+def swapped_guidance_rows():
+    drops = whole_plan.drops
+    return mock.patch.object(whole_plan, "drops", lambda *args: drops(*args)[::-1])
+
+
+def guided_in_every_step():
+    steps_of = whole_plan.steps_of
+
+    def changed(*args, **how):
+        return [one._replace(guidance=1.0) for one in steps_of(*args, **how)]
+
+    return mock.patch.object(whole_plan, "steps_of", changed)
+
+
+def later_codes_known():
+    """Passes over codes of a cell see what later ones decode."""
+    steps_of = whole_plan.steps_of
+
+    def changed(*args, **how):
+        return [one._replace(known=~one.decided) for one in steps_of(*args, **how)]
+
+    return mock.patch.object(whole_plan, "steps_of", changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("draw", other_noise),
+        ("draw", functools.partial(horizon, -1)),
+        ("draw", functools.partial(horizon, 1)),
+        ("draw", missing_register),
+        ("draw", swapped_guidance_rows),
+        ("edit", swapped_guidance_rows),
+        ("guided in some steps", guided_in_every_step),
+        ("passes", later_codes_known),
+        ("answer", functools.partial(horizon, -1)),
+        ("answer", other_noise),
+    ],
+)
+def test_a_planted_fault_shows(name, fault):
+    one = case(name)
+    with fault():
+        scored = one.scored()
+    # The steps themselves are those of the sampler: only what was scored is at fault.
+    right = [(steps, scores) for (steps, _), (_, scores) in zip(one.scored(), scored, strict=True)]
+    assert difference(one, right) > FAULT
