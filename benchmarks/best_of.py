@@ -95,7 +95,7 @@ def _tried(
     judged = [run.tokens[i] + run.layout_tokens[i] for i in range(len(rows))]
     return [
         {
-            "right": tasks.score(tasks.sample(task, SEED, index), one.pixels).correct,
+            "right": tasks.score(tasks.sample(task, SEED, index), one.pixels).ok,
             "accepted": pipe.prompts.accepts(verdict),
             "tokens": cost,
             "judging_tokens": whole - cost,

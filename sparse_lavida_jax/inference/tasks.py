@@ -324,7 +324,7 @@ class TaskRun:
             example = self.prompts.plan(canvas.words, canvas.image)
         else:
             layout = request.plan if isinstance(request.plan, str) else None
-            example = self._image_example(canvas, layout)
+            example = self._image_example(canvas, layout, blank=True)
         block = how.text_block_len or self.prompts.text_block_len
         return planned_counts(self.settings.model, how, example, request, block)
 
@@ -396,15 +396,20 @@ class TaskRun:
         return dataclasses.replace(how, **changes)
 
     def _image_example(
-        self, canvas: _Canvas, plan: str | None, attempts: Sequence[_Attempt] = ()
+        self,
+        canvas: _Canvas,
+        plan: str | None,
+        attempts: Sequence[_Attempt] = (),
+        *,
+        blank: bool = False,
     ) -> Example:
+        """Returns the example that draws an image; `blank` leaves out the codes of its source."""
+        codes = np.zeros((math.prod(canvas.cells), self.settings.model.codes_per_token), np.int32)
         if canvas.pixels is None:
-            shape = math.prod(canvas.cells), self.settings.model.codes_per_token
-            blank = np.zeros(shape, np.int32)
             more = {"plan": plan, "attempts": attempts, "grid": canvas.cells}
-            example = self.prompts.draw(canvas.words, blank, **more)
+            example = self.prompts.draw(canvas.words, codes, **more)
         else:
-            codes = self._codes(canvas.pixels)
+            codes = codes if blank else self._codes(canvas.pixels)
             assert canvas.image is not None
             example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, plan)
         return dataclasses.replace(example, grid=canvas.cells)
