@@ -60,7 +60,7 @@ class _Canvas:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class DrawnImage:
     """An image, the request that drew it, and what the model said about it, if it was asked."""
 
     request: Request
@@ -248,7 +248,7 @@ class TaskRun:
 
         If it accepts none, the last one is returned: another ranking of the tries belongs here.
         """
-        drawn: dict[int, Drawn] = {}
+        drawn: dict[int, DrawnImage] = {}
         rows, judges = [*range(len(requests))], any(one.best_of > 1 for one in requests)
         while rows:
             self.rows, tries = rows, [requests[i] for i in rows]
@@ -273,12 +273,12 @@ class TaskRun:
             **found,
         )
 
-    def _is_open(self, request: Request, drawn: Drawn) -> bool:
+    def _is_open(self, request: Request, drawn: DrawnImage) -> bool:
         """Whether an image is drawn once more."""
         tries = drawn.request.attempt - request.attempt + 1
         return tries < request.best_of and not self.prompts.accepts(drawn.verdict)
 
-    def try_images(self, requests: Sequence[Request], *, judges: bool) -> list[Drawn]:
+    def try_images(self, requests: Sequence[Request], *, judges: bool) -> list[DrawnImage]:
         """Draws an image for each request; `judges` says whether the model judges them."""
         canvases = self._canvases(requests)
         if side_by_side.are_made_ahead():
@@ -297,7 +297,7 @@ class TaskRun:
         if judges:
             verdicts = self.verdicts(requests, pixels)
         rows = zip(requests, cells, pixels, layouts, buckets, verdicts, strict=True)
-        return [Drawn(*row) for row in rows]
+        return [DrawnImage(*row) for row in rows]
 
     def verdicts(self, requests: Sequence[Request], images: Sequence[Pixels]) -> list[str]:
         """Returns what the model says is wrong with images, if anything."""

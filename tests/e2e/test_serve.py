@@ -101,6 +101,7 @@ def test_an_image_is_branched_from_its_png_and_nothing_it_names_is_read(address,
     own = image_files.encoded(drawn.pixels[0], record=drawn.records[0])
     fields, url = {"at": "image:1", "n": "2", "seed": "9"}, f"{address}/v1/images/branches"
     reply = httpx.post(url, data=fields, files={"image": own}, timeout=120)
+    assert reply.status_code == 200, reply.text
     made = [base64.b64decode(one["b64_json"]) for one in reply.json()["data"]]
     wanted = service.pipe.branch(drawn, "image:1", num_images=2, seed=9)
     assert [image_files.record_in(one)["turns"] for one in made] == [

@@ -191,7 +191,7 @@ async def queued(
         if images:
             with service.counting_refusals(task), about("image"):
                 others = {"inpaint": "the mask", BRANCH: "the source"}
-                names = ("the image", others[task]) if task in others else ()
+                names = ("the image", others[task])[: len(images)] if task in others else ()
                 shown, read = await client.decoded(images, decode, *names)
             given |= read
         options = {"previews": previews, "client": client.address, **more, **given}
