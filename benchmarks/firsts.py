@@ -268,7 +268,7 @@ def prove_rows(pipe: SparseLaViDa, count: int) -> Iterator[dict[str, Any]]:
         for key in PLANTED:
             tried = [one for one in parts if key in one]
             if tried:
-                row[key] = [sum(one[key] for one in tried), BATCH * len(tried)]
+                row[f"planted {key}"] = [sum(one[key] for one in tried), BATCH * len(tried)]
         bits = np.concatenate([one["bits"] for one in parts])
         row |= {"bits_median": float(np.median(bits)), "above_20_bits": int((bits > 20).sum())}
         for key in ("other_seed", "other_prompt"):
@@ -277,6 +277,7 @@ def prove_rows(pipe: SparseLaViDa, count: int) -> Iterator[dict[str, Any]]:
             row[key] = [int(passes.sum()), len(passes)]
             row[f"{key}_above_20_bits"] = [int(passes[above].sum()), int(above.sum())]
         row["shortfall"] = max(one["shortfall"] for one in parts)
+        row["method"] = name.replace(" ", "_")
         yield row | {"seconds": float(np.median([one["seconds"] for one in parts[1:] or parts]))}
 
 

@@ -296,7 +296,11 @@ def planned_counts(
     """Returns how many codes or tokens each step of one example decodes, as planned.
 
     Steps count through all text blocks, as those of a `presets.Turn` do.
+
+    Raises:
+        ConfigError: more steps than there are tokens.
     """
+    check_steps(example, sampling, model, text_block_len)
     edits = _has_source(example)
     guided = presets.is_guided(request, has_source=edits)
     settings = _settings(sampling, model, example.kind, edits, guided)
