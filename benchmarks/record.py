@@ -78,10 +78,12 @@ def read_rows(suite: str) -> list[dict[str, Any]]:
 
 
 def read_row(path: pathlib.Path) -> dict[str, Any]:
-    """Returns a row with today's names; its id may end in the name of a task."""
+    """Returns a row with today's names; the id of a score holds the name of its task."""
     row = json.loads(path.read_text())
-    *model, task = row["id"].split("/")
-    return old_names.current(row) | {"id": "/".join([*model, old_names.NAMES.get(task, task)])}
+    if "task" not in row:
+        return old_names.current(row)
+    parts = [old_names.NAMES.get(one, one) for one in row["id"].split("/")]
+    return old_names.current(row) | {"id": "/".join(parts)}
 
 
 def differing(row: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -592,7 +592,7 @@ class SparseLaViDa:
         pipe, parent, bucket = self._recorded(dict(record), shown)
 
         def step_counts(request: Request, stage: str) -> list[int]:
-            return pipe._task_run(request.sampling).step_counts(request, stage)
+            return pipe.task_run(request.sampling).step_counts(request, stage)
 
         made = branches.requests_of(parent, at, num_images, seed, step_counts)
         if bucket is None or made[0].turns[-1].stage == "layout":
@@ -687,6 +687,7 @@ class SparseLaViDa:
                 f" this is {self.source.name} with {self.source.sha256[:12]}."
             )
         task, recipe = record["task"], dict(record["recipe"])
+        attempt = recipe.pop("attempt", 0)
         if task != "reflect":
             recipe["layout"] = False if record.get("layout") is None else record["layout"]
         sampling = config.build(config.Sampling, record["sampling"])
@@ -696,7 +697,8 @@ class SparseLaViDa:
         words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
         turns = tuple(presets.Turn(*turn) for turn in record.get("turns") or ())
         drawn = [tuple(record.get(name) or ()) for name in ("layout_tokens", "decoded_at")]
-        made = dataclasses.replace(made, **words, turns=turns, drawn_layout=tuple(drawn))
+        more = {"turns": turns, "attempt": attempt, "drawn_layout": tuple(drawn)}
+        made = dataclasses.replace(made, **words, **more)
         shapes = record.get("bucket")
         bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
         model = provenance.attending(record, self.model)
@@ -769,9 +771,9 @@ class SparseLaViDa:
         if len(tasks) != 1:
             raise RequestError("what is run together is of one task, with the same settings.")
         ((_, sampling),) = tasks
-        return self._task_run(sampling, callback, bucket, padding, programs).run(requests)
+        return self.task_run(sampling, callback, bucket, padding, programs).run(requests)
 
-    def _task_run(
+    def task_run(
         self,
         sampling: config.Sampling,
         callback: Callback | None = None,
@@ -779,6 +781,7 @@ class SparseLaViDa:
         padding: Padding = "fit",
         programs: Programs = contextlib.nullcontext,
     ) -> TaskRun:
+        """Returns what executes requests with these settings; see `run`."""
         parts = self.engine, self.settings, self.prompts, self.codec, self.source
         return TaskRun(*parts, sampling, callback, bucket, padding, programs)
 

@@ -101,7 +101,7 @@ def test_a_way_learns_its_own_tasks_and_no_others():
     study = Study.read(path)
     learned = {way: set(study.settings(way, 0).data.tasks) for way in study.ablation.ways}
     of_a_skill = {
-        "draw": {"plan", "draw"}, "edit": {"edit"}, "answer": {"quiz", "answer"},
+        "draw": {"layout", "draw"}, "edit": {"edit"}, "answer": {"quiz", "answer"},
         "point": {"locate", "point"}, "infill": {"infill"},
     }  # fmt: skip
     assert learned == {

@@ -350,6 +350,11 @@ ARGUMENTS = {
     "layout": Argument("--layout", _LAYOUT, _layout, group="layout", metavar="LAYOUT"),
     "no_layout": Argument("--no-layout", "draw without a layout", None, group="layout"),
     "num_images": Argument("--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1),
+    "best_of": Argument(
+        "--best-of",
+        f"draw each image anew until the model accepts it, at most so often, 1 to {MOST_IMAGES}",
+        _whole,
+    ),
     "vq_dtype": Argument(
         "--vq-dtype",
         f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",

@@ -141,8 +141,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
         if written or not result.pixels or _form(asked) != "text":
             _print(result, written, form=_form(asked))
     if film is not None and film_path is not None:
-        frames = film.first(len(result.attempts[0]) if result.attempts else 1)
-        shown_frames = [image_files.enlarged(frame, _scale(asked, frame)) for frame in frames]
+        shown_frames = [image_files.enlarged(one, _scale(asked, one)) for one in film.frames]
         image_files.write_animation(film_path, shown_frames)
 
 
@@ -453,26 +452,21 @@ def _recorded(
 
 
 class _Film:
-    """Frames of the first image of each batch: before its first step and after each step."""
+    """Frames of the first image, at each of its tries: before the first step and after each."""
 
     def __init__(self, pipe: SparseLaViDa, size: tuple[int, int] | None):
         self.pipe = pipe
         self.size = size
-        self.takes: list[list[image_files.Pixels]] = []
+        self.frames: list[image_files.Pixels] = []
 
     def add(self, state: Progress) -> None:
         """Adds a frame for each step of a phase, or the empty image before the first step."""
-        if state.making != "image":
+        if state.making != "image" or 0 not in state.rows:
             return
-        if not state.steps:
-            self.takes.append([])
+        first = state.rows.index(0)
         for canvas in map(state.after, state.blocks) if state.steps else [state.canvas]:
-            rows = cell_rows(len(canvas[0]), self.size)
-            self.takes[-1].append(self.pipe.preview(canvas[0], rows))
-
-    def first(self, count: int) -> list[image_files.Pixels]:
-        """Returns the frames of the first `count` batches, which are attempts at the same image."""
-        return [frame for take in self.takes[:count] for frame in take]
+            rows = cell_rows(len(canvas[first]), self.size)
+            self.frames.append(self.pipe.preview(canvas[first], rows))
 
 
 def _save(

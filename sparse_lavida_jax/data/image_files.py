@@ -155,7 +155,12 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
     Raises:
         ImageError: as `read`, or there is no such record.
     """
-    with _opened(_contents(path), str(path)) as image:
+    return record_in(_contents(path), str(path))
+
+
+def record_in(contents: bytes, name: str = "the image") -> dict[str, Any]:
+    """Does what `read_record` does with a file in memory; `name` is for error messages."""
+    with _opened(contents, name) as image:
         text = image.info.get(RECORD)
     try:
         record = files.parse_json(text) if isinstance(text, str) else None
@@ -163,7 +168,7 @@ def read_record(path: pathlib.Path | str) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise ImageError(
-            f"{path} does not say how it was drawn: replay a PNG that `sparse-lavida` wrote and"
+            f"{name} does not say how it was drawn: it takes a PNG that `sparse-lavida` wrote and"
             " no other program has saved since."
         )
     return old_names.current(record)

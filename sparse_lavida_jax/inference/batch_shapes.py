@@ -82,6 +82,7 @@ def kind_of(request: Request) -> Hashable:
         request.size,
         request.box,
         request.max_new_tokens,
+        request.best_of > 1,
         "told" if isinstance(request.layout, str) else request.layout,
         None if request.mask is None else request.mask.tobytes(),
         tuple(image.pixels.shape for image in request.images),

@@ -187,8 +187,10 @@ class Engine:
             most: tokens that the steps of a batch may predict.
 
         Raises:
-            RequestError: they are more.
+            RequestError: they are more, or an example has an image in several views.
         """
+        if any(one.views for one in examples):
+            raise RequestError("an image that the model sees in several views fits no such pass.")
         model, block = self.model.settings, sampling.text_block_len or self.text_block_len
         kind, edits = examples[0].kind, _has_source(examples[0])
         guided = any(presets.is_guided(one, has_source=edits) for one in requests)
@@ -294,7 +296,11 @@ def planned_counts(
     """Returns how many codes or tokens each step of one example decodes, as planned.
 
     Steps count through all text blocks, as those of a `presets.Turn` do.
+
+    Raises:
+        ConfigError: more steps than there are tokens.
     """
+    check_steps(example, sampling, model, text_block_len)
     edits = _has_source(example)
     guided = presets.is_guided(request, has_source=edits)
     settings = _settings(sampling, model, example.kind, edits, guided)

@@ -121,7 +121,7 @@ def prove(
     """Returns whether images of one task, with the same settings, follow from their records.
 
     Args:
-        requests: of the records, which were checked (`records.check`).
+        requests: of the records, which were checked (`provenance.check`).
         pixels: the images.
         tolerance: in logits; None: `TOLERANCE`, times what guidance multiplies errors by.
 

@@ -64,6 +64,7 @@ class _Recipe(schema.Section):
     known: Annotated[object, schema.Allowed(_is_grid, "rows of true and false")] = ()
     box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     rounds: schema.UpTo1024 = 0
+    attempt: schema.UpTo1024 = 0
     layout: bool | str = False
 
 

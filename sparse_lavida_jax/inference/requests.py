@@ -73,6 +73,7 @@ class Request(RowRequest):
         mask: cells of an image to redraw; the others stay as they are.
         box: the place of the given image in an outpainted one: x1, y1, x2, y2 in pixels.
         rounds: the largest number of attempts at an image that the model judges itself.
+        best_of: the largest number of times that the image is drawn, until the model accepts it.
         max_new_tokens: of an answer; None: the usual number.
         template: the text with gaps for a constrained caption.
         required: words that a constrained caption must contain, in order.
@@ -92,6 +93,7 @@ class Request(RowRequest):
     mask: Grid | None = None
     box: tuple[int, int, int, int] | None = None
     rounds: int = ROUNDS
+    best_of: int = 1
     max_new_tokens: int | None = None
     template: Template | None = None
     required: tuple[str, ...] = ()
@@ -153,6 +155,8 @@ class ImageOptions(Options, total=False):
 
     Attributes:
         num_images: images per prompt.
+        best_of: draws each image anew until the model, asked whether it shows the prompt, accepts
+            it, at most so many times; the last one is the result if it accepts none.
         layout: whether to lay the image out in text first, or the layout to follow, or one per
             row; by default as in the sampling settings, if the model learned it.
         layout_temperature: how random layouts are, for all tasks but "edit"; by default as in the
@@ -163,6 +167,7 @@ class ImageOptions(Options, total=False):
     """
 
     num_images: Number
+    best_of: Number
     layout: bool | Words | None
     layout_temperature: Number
     guidance: Numbers
@@ -208,10 +213,16 @@ class TaskSpec:
 _ALL = frozenset(
     {"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize", "as_written"}
 )
-_DRAWS = _ALL | {"num_images", "layout", "guidance", "order", "vq_dtype"}
+_DRAWS = _ALL | {"num_images", "best_of", "layout", "guidance", "order", "vq_dtype"}
 _CHANGES = _DRAWS | {"guidance_image"}
 _LAYS_OUT = frozenset({"layout_temperature"})  # edits use the temperature of other texts
 _ANSWERS = _ALL | {"max_new_tokens", "earlier", "together"}
+
+# Why tasks that make an image do not take the best of several.
+UNJUDGED = {
+    "edit": "the model judges what an image shows, which an instruction does not say",
+    "reflect": "it judges its attempts already, and corrects them: set rounds",
+}
 
 TASKS: dict[str, TaskSpec] = {
     "generate": TaskSpec("image", "prompt", "", _DRAWS | _LAYS_OUT | {"size"}),
@@ -340,9 +351,13 @@ class RequestMaker:
                 "ground takes no {setting} here: this model finds all boxes in one.",
                 setting="steps",
             )
-        ceilings = {"num_images": MOST_IMAGES, "rounds": MOST_IMAGES}
+        ceilings = dict.fromkeys(("num_images", "rounds", "best_of"), MOST_IMAGES)
         ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
         checks.check_ceilings(given, ceilings)
+        if given.get("best_of", 1) > 1:
+            why = UNJUDGED.get(task) or self.prompts.refusal("reflect")
+            if why:
+                raise RequestError(f"{task} takes no {{setting}} here: {why}.", setting="best_of")
         if task == "constrained_caption" and ("template" in given) == ("required" in given):
             raise RequestError("a constrained caption needs a template or words, one of the two.")
 
@@ -357,7 +372,7 @@ class RequestMaker:
         """Returns the fields of `Request` for one row, from the options of a task."""
         model = self.settings.model
         found: dict[str, Any] = {
-            name: given[name] for name in ("rounds", "max_new_tokens") if name in given
+            name: given[name] for name in ("rounds", "best_of", "max_new_tokens") if name in given
         }
         found["earlier"] = given.get("earlier", ())
         for question, answer in found["earlier"]:

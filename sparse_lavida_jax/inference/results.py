@@ -51,7 +51,8 @@ class Result:
         seconds: the time of each stage, for all rows together.
         tokens: the decoded responses: text ids [l 1] or codes of cells [l g].
         pixels: images.
-        texts: answers, captions, filled texts; verdicts of "reflect".
+        texts: answers, captions, filled texts; verdicts of "reflect" and of the best of several.
+        tries: how many times each image was drawn, if it is the best of several.
         boxes: for "ground", one per phrase: x1, y1, x2, y2 in pixels of the image that was shown;
             None if the model named none.
         layouts: the layouts that images were drawn from.
@@ -77,6 +78,7 @@ class Result:
     tokens: tuple[Int[np.ndarray, "_l _g"], ...] = dataclasses.field(default=(), repr=False)
     pixels: tuple[UInt8[np.ndarray, "_h _w 3"], ...] = dataclasses.field(default=(), repr=False)
     texts: tuple[str, ...] = ()
+    tries: tuple[int, ...] = ()
     boxes: tuple[Box | None, ...] = ()
     layouts: tuple[str, ...] = ()
     attempts: tuple[tuple[tuple[UInt8[np.ndarray, "_h _w 3"], str], ...], ...] = ()
@@ -142,6 +144,7 @@ class Result:
             "warnings": list(self.warnings),
             "seeds": list(self.seeds),
             "texts": list(self.texts),
+            "tries": list(self.tries),
             "boxes": [None if box is None else list(box) for box in self.boxes],
             "layouts": list(self.layouts),
         }

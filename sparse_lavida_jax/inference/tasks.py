@@ -36,7 +36,7 @@ from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.content_cache import digest
 from sparse_lavida_jax.sampling.presets import RowRequest
-from sparse_lavida_jax.sampling.progress import Callback
+from sparse_lavida_jax.sampling.progress import Callback, Progress
 
 _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
 
@@ -60,12 +60,35 @@ class _Canvas:
     mask: Grid | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class DrawnImage:
+    """An image, the request that drew it, and what the model said about it, if it was asked."""
+
+    request: Request
+    cells: Int[np.ndarray, "_l g"]
+    pixels: Pixels
+    layout: str | None
+    bucket: Bucket
+    verdict: str = ""
+
+
 def _made(make: Callable[..., Example], given: Iterable[tuple[Any, ...]]) -> list[Example]:
     """Returns what `make` makes of some arguments; the same objects make one example."""
     rows = [*given]
     made = {tuple(map(id, row)): row for row in rows}
     examples = {key: make(*row) for key, row in made.items()}
     return [examples[tuple(map(id, row))] for row in rows]
+
+
+def _of_rows(callback: Callback | None, rows: Sequence[int]) -> Callback | None:
+    """Returns a callback that is told of the requests of examples in place of their numbers."""
+    if callback is None:
+        return None
+
+    def told(state: Progress) -> None:
+        callback(dataclasses.replace(state, rows=tuple(rows[i] for i in state.rows)))
+
+    return told
 
 
 @dataclasses.dataclass
@@ -77,7 +100,7 @@ class TaskRun:
         sampling: for all requests, except for settings of single requests.
         callback, bucket, padding, programs: see `SparseLaViDa.run`.
         seconds: the time of each stage.
-        first: the request of the first example, if requests are done one after another.
+        rows: the request of each example, if not all requests are done together.
         buckets: of the images decoded last.
         tokens, layout_tokens: the number passed through the network for each request.
         shared: how many of both stand for later requests too, which do not count them.
@@ -96,7 +119,7 @@ class TaskRun:
     padding: Padding
     programs: Programs
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    first: int = 0
+    rows: Sequence[int] = ()
     buckets: list[Bucket] = dataclasses.field(default_factory=list)
     tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     layout_tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
@@ -125,6 +148,7 @@ class TaskRun:
             for one in examples:
                 own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
                 batch_shapes.check(self.bucket, own + self.prompts.longest)
+        rows = self.rows or range(len(examples))
         with self.timed(making):
             decoded = self.engine.decode(
                 examples,
@@ -133,19 +157,19 @@ class TaskRun:
                 making=making,
                 bucket=self.bucket if making == "image" else None,
                 padding=self.padding,
-                callback=self.callback,
+                callback=_of_rows(self.callback, rows),
                 programs=self.programs,
             )
         if making == "image":
             self.buckets = decoded.buckets
-        if making == "layout" and not self.first:
+        if making == "layout":
             pairs = zip(decoded.drawn, decoded.orders, strict=True)
             drawn = [(tuple(ids[:, 0].tolist()), tuple(at.tolist())) for ids, at in pairs]
-            self.layouts = dict(enumerate(drawn))
+            self.layouts |= zip(rows, drawn, strict=False)  # nothing, if nothing was drawn
         tokens = self.layout_tokens if making == "layout" else self.tokens
-        for row, one in enumerate(examples, self.first):
-            tokens[row] += decoded.tokens[row - self.first]
-            self.shared[row] += decoded.shared[row - self.first]
+        for i, (row, one) in enumerate(zip(rows, examples, strict=True)):
+            tokens[row] += decoded.tokens[i]
+            self.shared[row] += decoded.shared[i]
             self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
         return decoded.responses
 
@@ -210,6 +234,8 @@ class TaskRun:
             "outpaint": lambda: {"box": list(request.box)} if request.box else {"known": known},
             "reflect": lambda: {"rounds": request.rounds, "layout": request.layout},
         }[request.task]()
+        if request.attempt and request.task != "reflect":
+            recipe["attempt"] = request.attempt
         return {
             "format": FORMAT,
             "sampler": SAMPLER_VERSION,
@@ -233,13 +259,48 @@ class TaskRun:
     # -- images -----------------------------------------------------------------------------
 
     def draw_images(self, requests: Sequence[Request]) -> Result:
-        """Draws the images of requests."""
+        """Draws the images of requests; those with `best_of` until the model accepts them.
+
+        If it accepts none, the last one is returned: another ranking of the tries belongs here.
+        """
+        drawn: dict[int, DrawnImage] = {}
+        rows, judges = [*range(len(requests))], any(one.best_of > 1 for one in requests)
+        while rows:
+            self.rows, tries = rows, [requests[i] for i in rows]
+            if drawn:
+                tries = [dataclasses.replace(one.request, attempt=one.request.attempt + 1)
+                         for one in map(drawn.__getitem__, rows)]  # fmt: skip
+            drawn |= zip(rows, self.try_images(tries, judges=judges), strict=True)
+            rows = [i for i in rows if self._is_open(requests[i], drawn[i])]
+        images = [drawn[i] for i in range(len(requests))]
+        self.rows, self.buckets = (), [one.bucket for one in images]
+        layouts = [one.layout for one in images if one.layout is not None]
+        found: dict[str, Any] = {"plans": tuple(layouts)}
+        if judges:
+            found["texts"] = tuple(one.verdict for one in images)
+            first = [one.attempt for one in requests]
+            tries = zip(images, first, strict=True)
+            found["tries"] = tuple(one.request.attempt - attempt + 1 for one, attempt in tries)
+        return self.result(
+            [one.request for one in images],
+            tokens=tuple(one.cells for one in images),
+            pixels=tuple(one.pixels for one in images),
+            **found,
+        )
+
+    def _is_open(self, request: Request, drawn: DrawnImage) -> bool:
+        """Whether an image is drawn once more."""
+        tries = drawn.request.attempt - request.attempt + 1
+        return tries < request.best_of and not self.prompts.accepts(drawn.verdict)
+
+    def try_images(self, requests: Sequence[Request], *, judges: bool) -> list[DrawnImage]:
+        """Draws an image for each request; `judges` says whether the model judges them."""
         canvases = self._canvases(requests)
         if side_by_side.are_made_ahead():
             for cells in {canvas.cells for canvas in canvases}:
                 self.codec.decoding(cells, self.sampling.vq_dtype)  # while the others are made
-        layouts = self._layouts(requests, canvases)
-        pairs = zip(canvases, layouts or [None] * len(requests), strict=True)
+        layouts = self._layouts(requests, canvases) or [None] * len(requests)
+        pairs = zip(canvases, layouts, strict=True)
         cells = self.decode("image", _made(self._image_example, pairs), requests)
         pixels: list[Pixels] = []
         with self.timed("pixels"):
@@ -247,8 +308,18 @@ class TaskRun:
             for (rows, _), group in itertools.groupby(pairs, lambda pair: pair[0].cells):
                 own = np.stack([one for _, one in group])
                 pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
-        found = {"pixels": tuple(pixels), "layouts": tuple(layouts or ())}
-        return self.result(requests, tokens=tuple(cells), **found)
+        buckets, verdicts = self.buckets, [""] * len(requests)
+        if judges:
+            verdicts = self.verdicts(requests, pixels)
+        rows = zip(requests, cells, pixels, layouts, buckets, verdicts, strict=True)
+        return [DrawnImage(*row) for row in rows]
+
+    def verdicts(self, requests: Sequence[Request], images: Sequence[Pixels]) -> list[str]:
+        """Returns what the model says is wrong with images, if anything."""
+        pairs = zip(requests, images, strict=True)
+        judged = [self.prompts.judge(request.words, image) for request, image in pairs]
+        said = self._about_images("text", judged, requests, as_layout=False)
+        return [verdict.strip() for verdict in said]
 
     def _canvases(self, requests: Sequence[Request]) -> list[_Canvas]:
         """Returns the canvas of each image; branches of one image share theirs."""
@@ -265,14 +336,14 @@ class TaskRun:
         if stage == "layout":
             example, _, how = self.layout_example(request)
         else:
-            example, how = self.image_example(request), self.sampling
+            example, how = self.image_example(request, blank=True), self.sampling
         block = how.text_block_len or self.prompts.text_block_len
         return planned_counts(self.settings.model, how, example, request, block)
 
-    def image_example(self, request: Request) -> Example:
+    def image_example(self, request: Request, *, blank: bool = False) -> Example:
         """Returns what draws the image of a request, after its layout if that is in words."""
         layout = request.layout if isinstance(request.layout, str) else None
-        return self._image_example(self._canvas(request), layout)
+        return self._image_example(self._canvas(request), layout, blank=blank)
 
     def layout_example(self, request: Request) -> tuple[Example, RowRequest, config.Sampling]:
         """Returns what writes the layout of a request, and how it is sampled."""
@@ -348,15 +419,20 @@ class TaskRun:
         return dataclasses.replace(how, **changes)
 
     def _image_example(
-        self, canvas: _Canvas, layout: str | None, attempts: Sequence[_Attempt] = ()
+        self,
+        canvas: _Canvas,
+        layout: str | None,
+        attempts: Sequence[_Attempt] = (),
+        *,
+        blank: bool = False,
     ) -> Example:
+        """Returns the example that draws an image; `blank` leaves out the codes of its source."""
+        codes = np.zeros((math.prod(canvas.cells), self.settings.model.codes_per_token), np.int32)
         if canvas.pixels is None:
-            shape = math.prod(canvas.cells), self.settings.model.codes_per_token
-            blank = np.zeros(shape, np.int32)
             more = {"layout": layout, "attempts": attempts, "grid": canvas.cells}
-            example = self.prompts.draw(canvas.words, blank, **more)
+            example = self.prompts.draw(canvas.words, codes, **more)
         else:
-            codes = self._codes(canvas.pixels)
+            codes = codes if blank else self._codes(canvas.pixels)
             assert canvas.image is not None
             example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, layout)
         return dataclasses.replace(example, grid=canvas.cells)
@@ -375,7 +451,8 @@ class TaskRun:
     def reflect(self, requests: Sequence[Request]) -> Result:
         """Draws and judges images; returns the last ones, with all attempts and their verdicts."""
         done = []
-        for self.first, request in enumerate(requests):
+        for row, request in enumerate(requests):
+            self.rows = [row]
             done.append(self._reflect(request))
         return self.result(
             requests,
@@ -396,12 +473,11 @@ class TaskRun:
             example = self._image_example(canvas, layouts[0] if layouts else None, earlier)
             (cells,) = self.decode("image", [example], [now])
             (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
-            judged = [self.prompts.judge(request.words, image)]
-            (verdict,) = self._about_images("text", judged, [now], as_layout=False)
-            attempts.append((image, verdict.strip()))
-            if self.prompts.accepts(verdict.strip()) or len(attempts) == request.rounds:
+            (verdict,) = self.verdicts([dataclasses.replace(now, words=request.words)], [image])
+            attempts.append((image, verdict))
+            if self.prompts.accepts(verdict) or len(attempts) == request.rounds:
                 return cells, attempts
-            correction = self.prompts.correction(verdict.strip())
+            correction = self.prompts.correction(verdict)
             now = dataclasses.replace(request, task="generate", attempt=len(attempts))
             if correction is not None:
                 shown = (ShownImage(image),)

@@ -26,6 +26,7 @@ from sparse_lavida_jax.diffusion import ABSENT, Blocks, CorruptedRow, StreamToke
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.kept import kept
 from sparse_lavida_jax.sampling import commit, draw, plans, state
+from sparse_lavida_jax.sampling.calls import over_mesh
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import LaidOut, drops
@@ -81,13 +82,11 @@ class Scores(NamedTuple):
     tokens: int
 
 
-def image_order(
-    phases: Sequence[Steps], given: Bool[np.ndarray, " l"], row: int = 0
-) -> Int[np.ndarray, " l"]:
-    """Returns the block in which each cell of an image is decoded, which its plan says."""
+def image_order(phases: Sequence[Steps], given: Bool[np.ndarray, " l"]) -> Int[np.ndarray, " l"]:
+    """Returns the block in which each cell of an image is decoded, from a plan of one row."""
     decoded_at = np.where(given, GIVEN_BLOCK, UNTOLD)
     for phase in phases:
-        for block, decode in zip(phase.block, phase.decode[:, row], strict=True):
+        for block, decode in zip(phase.block, phase.decode[:, 0], strict=True):
             decoded_at[decode[decode >= 0]] = block
     return decoded_at
 
@@ -97,9 +96,8 @@ def steps_of(
     settings: StepSettings,
     decoded_at: Int[np.ndarray, " l"],
     codes: int,
-    row: int = 0,
 ) -> list[Step]:
-    """Returns the steps of one row, up to the last one in which anything is decoded.
+    """Returns the steps of a plan of one row, up to the last in which anything is decoded.
 
     Args:
         decoded_at: the block of each token, `UNTOLD` where none decodes it.
@@ -109,16 +107,16 @@ def steps_of(
     order = np.where(decoded_at == UNTOLD, state.NOT_DECODED, decoded_at)
     for phase in phases:
         for i in range(phase.num_steps):
-            block, at = int(phase.block[i]), phase.decode[i, row]
+            block, at = int(phase.block[i]), phase.decode[i, 0]
             slots = (at >= 0) & (order[at] >= block)
-            at, decided = at[slots], phase.candidates[i, row][slots]
+            at, decided = at[slots], phase.candidates[i, 0][slots]
             if block > decoded_at.max(initial=0) or not len(at):
                 continue
             decided = np.broadcast_to(decided, (len(at), codes))
             again = bool(found) and found[-1].block == block  # a later pass of the same step
             known = found[-1].known | found[-1].decided if again else np.zeros_like(decided)
             scales = float(phase.temperature[i]), float(phase.guidance[i] * phase.guided)
-            count = int(phase.count[i, row])
+            count = int(phase.count[i, 0])
             found.append(Step(block, at, known, decided, count, *scales, phase.registers))
     return found
 
@@ -180,7 +178,8 @@ def scores(
     rows = state.rows_of(laid, settings, making)
     how = dataclasses.replace(settings, greedy=False)
     given = rows, jnp.stack(keys), padded, np.float32(tolerance)
-    found = _scored(model, *streams, pixels, *given, settings=how)
+    with over_mesh(model):
+        found = _scored(model, *streams, pixels, *given, settings=how)
     values = [np.split(np.asarray(x), np.cumsum([len(t[0]) for t in tables])) for x in found]
     done = []
     for i, own in enumerate(steps):

@@ -26,20 +26,22 @@ from starlette.routing import Mount
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files, image_files
+from sparse_lavida_jax.inference.branches import SHARES
 from sparse_lavida_jax.inference.checks import SEEDS
-from sparse_lavida_jax.inference.requests import TASKS
+from sparse_lavida_jax.inference.requests import BRANCHES, TASKS
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.page import example_prompts, page_guard, passes, standing
 from sparse_lavida_jax.page.tabs import TABS
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.schema import InputError
 from sparse_lavida_jax.server.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
-from sparse_lavida_jax.server.serving import Service, one_large_image
+from sparse_lavida_jax.server.serving import BRANCH, Service, one_large_image
 
 POLL_SECONDS = 0.2  # between two looks at the progress
 KEEP_SECONDS = 3600  # for which uploads and images stay on disk
 HEIGHT = 384  # pixels of an image on the page
 MOST_GUIDANCE = 8.0
+MOST_PLACE = 0.95  # of a layout or an image that branches have in common
 LEAST_MARKED = 768  # pixels of the longer side of an image with boxes
 MOST_KEPT = 24  # images in the gallery
 MOST_PAINTED = 2**25  # pixels of a painted image and its layers
@@ -176,6 +178,11 @@ class _Tab:
         if spec.draws:
             outputs.append(gr.HTML(passes.legend()))
         self.output, note = outputs[:2]
+        if spec.draws:
+            drawn = gr.State()  # the record of the image, and what it was drawn after
+            outputs.append(drawn)
+            if task != "reflect":
+                _more(service, drawn, note, pace)
 
         async def run(*values: Any) -> AsyncIterator[tuple[Any, ...]]:
             async for made in _run(service, task, dict(zip(inputs, values, strict=True)), pace):
@@ -191,6 +198,24 @@ class _Tab:
         stopped = standing.note("Stopped.")
         ended = stop.click(None, None, None, cancels=[self.drawing], **QUIET)
         ended.then(lambda: stopped, None, note, **QUIET)
+
+
+def _more(service: Service, drawn: gr.State, note: gr.HTML, pace: standing.Pace) -> None:
+    """Adds images like the one that was drawn, which branch off at a place of choice."""
+    with gr.Accordion("More like this", open=False):
+        place = gr.Slider(0, MOST_PLACE, SHARES["layout"], step=0.05, label="Same up to")
+        place.info = (
+            "a share of the layout, or of the image if it has no layout; from there on, other noise"
+        )
+        go = gr.Button("More like this")
+        images = gr.Gallery(show_label=False, columns=4, format="png", elem_classes="gallery")
+    place.preprocess = functools.partial(_number, place, place.preprocess)
+
+    async def run(drawn: Any, place: float) -> AsyncIterator[tuple[Any, ...]]:
+        async for made in _branched(service, drawn, place, pace):
+            yield made
+
+    go.click(run, [drawn, place], [images, note], **QUIET)
 
 
 def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
@@ -405,33 +430,73 @@ async def _run(
         options["sampler"] = None
     whole = {"steps", "registers", "seed", "rounds"} & options.keys()
     options |= {name: int(options[name]) for name in whole if options[name] is not None}
-    try:
+    with _refusing():
         looks = EVERY if makes == "image" else 0
         ticket = service.submit(task, words, image, previews=looks, **options)
-        waited = asyncio.wrap_future(ticket.future)
-        # If nobody waits for it any more, asyncio should not log the error as never retrieved.
-        waited.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        try:
-            while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
-                drawn, *notes = _meanwhile(service, ticket, pace)
+        async with contextlib.aclosing(_waiting(ticket)) as waiting:
+            async for _ in waiting:
+                seen, *notes = _meanwhile(service, ticket, pace)
                 # gradio writes each image to a file named by its content, and may be sending it.
-                yield (gr.skip() if drawn is shown else drawn, *notes)
-                shown = drawn
-            result = await waited
-        finally:
-            ticket.cancel()
-    except (InputError, QueueFull, Stopped, Cancelled) as error:
-        said = error.worded(_label) if isinstance(error, InputError) else str(error)
-        raise gr.Error(said, print_exception=False) from error
+                yield (gr.skip() if seen is shown else seen, *notes)
+                shown = seen
+        result = ticket.future.result()
     note = standing.done(ticket, result)
     if makes == "image":
         seen = passes.drawn(ticket, result.pixels[0], _layout(service, ticket))
-        yield result.pixels[0], note, seen + passes.verdicts(result)
+        kept = (result.records[0], image) if result.records else None
+        yield result.pixels[0], note, seen + passes.verdicts(result), kept
     elif makes == "text":
         yield result.text, note
     else:
         assert image is not None  # `_needed` has seen to it
         yield _marked(image, result), note + passes.found(result)
+
+
+async def _branched(
+    service: Service, drawn: Any, place: float | None, pace: standing.Pace
+) -> AsyncIterator[tuple[Any, ...]]:
+    """Yields the branches of the image that was drawn, and where they stand.
+
+    Args:
+        drawn: its record, and the image that it was drawn after; None: there is none yet.
+        place: the share that it has in common with them.
+    """
+    if drawn is None:
+        raise gr.Error("draw an image first.", print_exception=False)
+    record, image = drawn
+    stage = "image" if record["layout"] is None else "layout"
+    options = {"record": record, "at": f"{stage}:{place or 0.0:.2f}"}
+    options["num_images"] = min(BRANCHES, service.limits.images)
+    with _refusing():
+        ticket = service.submit(BRANCH, None, image, **options)
+        async with contextlib.aclosing(_waiting(ticket)) as waiting:
+            async for _ in waiting:
+                yield gr.skip(), standing.standing(ticket, pace)
+        result = ticket.future.result()
+    yield list(result.images), standing.done(ticket, result)
+
+
+async def _waiting(ticket: Ticket) -> AsyncIterator[None]:
+    """Yields now and then until a request is done; cancels it if nobody waits any more."""
+    waited = asyncio.wrap_future(ticket.future)
+    # If nobody waits for it any more, asyncio should not log the error as never retrieved.
+    waited.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    try:
+        while not (await asyncio.wait([waited], timeout=POLL_SECONDS))[0]:
+            yield
+        await waited
+    finally:
+        ticket.cancel()
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Shows what is refused in a sentence."""
+    try:
+        yield
+    except (InputError, QueueFull, Stopped, Cancelled) as error:
+        said = error.worded(_label) if isinstance(error, InputError) else str(error)
+        raise gr.Error(said, print_exception=False) from error
 
 
 def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[Any, ...]:
@@ -440,7 +505,7 @@ def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[A
     if makes != "image":
         return "" if makes == "text" else gr.skip(), note
     preview = ticket.previews[-1] if ticket.previews else None
-    return preview, note, passes.drawn(ticket, preview, _layout(service, ticket))
+    return preview, note, passes.drawn(ticket, preview, _layout(service, ticket)), gr.skip()
 
 
 def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:

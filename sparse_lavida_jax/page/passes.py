@@ -70,7 +70,10 @@ def counted(ticket: Ticket, *, layout: bool = False) -> tuple[int, int]:
     for state in ticket.stages:
         for row in {*ticket.rows} & {*state.rows} if (state.making == "layout") == layout else ():
             i = state.rows.index(row)
-            sparse += costs.total(_costs(state, i))
+            turn = ticket.requests[row - ticket.start].seeds(state.making)[-1][0]
+            # What branches have in common passes in the first row alone.
+            once = costs.before(state.plan, state.settings, turn) if i and turn else 0
+            sparse += costs.total(_costs(state, i)[once:])
             dense += costs.total(_costs(state, i, dense=True))
     return sparse, dense
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests on one device: which share a batch, which go first, and compiling in the background.
 
-Waiting requests of one kind (`batches.kind_of`) are done together. Batches of different kinds take
+Waiting requests of one kind (`batch_shapes.kind_of`) are done together. Batches of different kinds take
 turns on the device at the ends of their phases. A batch whose programs have not run yet releases
 the device while it compiles and runs them, unless the model is split over several devices.
 """
@@ -54,7 +54,7 @@ class Limits:
         upload: bytes in an image file.
         pixels: in all images of a request (`image_files.cost`).
         rows: texts of a request, such as things to find.
-        images: images per request, and attempts at an image.
+        images: images per request, all tries of each counted, and attempts at an image.
         new_tokens: tokens in an answer.
         longest_wait: the longest, in seconds, to wait for more requests while the device is free.
         together: batches of different kinds that take turns on the device; each has a cache.
@@ -123,7 +123,8 @@ class Ticket:
 
     def __post_init__(self):
         kinds = {kind_of(request) for request in self.requests}
-        self.shares = self.task in SHARING and len(kinds) == 1
+        alone = any(request.turns for request in self.requests)  # branches of one image
+        self.shares = self.task in SHARING and len(kinds) == 1 and not alone
         self.kind: Hashable = kinds.pop() if self.shares else self.task
 
     @property

@@ -25,7 +25,7 @@ from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.inference import batch_shapes, regions, warmup
 from sparse_lavida_jax.inference.checks import check_ceilings
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
-from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 from sparse_lavida_jax.schema import InputError, about
@@ -33,6 +33,7 @@ from sparse_lavida_jax.server.batching import Batcher, Cancelled, Limits, Stoppe
 
 log = logging.getLogger(__name__)
 
+BRANCH = "branch"  # what is submitted as a task: an image of ours, from a step on
 LANES = {"text": 2, "small": 2, "large": 1}  # threads; only one large image is in memory at once
 HEADER_SECONDS = 2.0  # of processor time for the headers of all images of a request
 SMALL = 2**22  # pixels, or bytes, up to which reading is a matter of a moment
@@ -89,7 +90,8 @@ class Service:
         """Adds a request to the end of the queue.
 
         Args:
-            task, words, shown, options: see `SparseLaViDa.requests`.
+            task, words, shown, options: see `SparseLaViDa.requests`. The task `BRANCH` takes what
+                `SparseLaViDa.branch` does, `record` among its options.
             previews: the largest number of previews, or `batching.EVERY`; each costs one decoding.
 
         Raises:
@@ -136,13 +138,37 @@ class Service:
     ) -> Ticket:
         """Adds a request that has a `place` to the end of the queue; see `submit`."""
         with self.counting_refusals(task):
-            self._check(words, options)
-            rows = 1 if words is None or isinstance(words, str) else len(words)
-            requests = self.pipe.requests(task, words, shown, **_by_row(options, rows))
+            if task == BRANCH:
+                requests = self._branches(shown, **options)
+            else:
+                self._check(words, options)
+                rows = 1 if words is None or isinstance(words, str) else len(words)
+                requests = self.pipe.requests(task, words, shown, **_by_row(options, rows))
             self._check_settings(requests)
         ticket = Ticket(requests, self._batcher.open, looks=previews, client=client)
         self._batcher.add(ticket)
         return ticket
+
+    def _branches(
+        self,
+        shown: Shown | None,
+        record: dict[str, Any],
+        at: str | None = None,
+        num_images: int | None = None,
+        seed: int | None = None,
+    ) -> list[Request]:
+        """Returns the requests of branches; no name in the record is followed.
+
+        Raises:
+            RequestError: the record is damaged, of another model, or of an image that was drawn
+                after one that is not given; or it asks for more than the limits allow.
+        """
+        provenance.check(record)
+        own = [record["prompt"], record.get("asked") or "", record.get("layout") or ""]
+        self._check([text for text in own if text.strip()], {"num_images": num_images})
+        if record.get(SHOWN_KEY) is not None and shown is None:
+            raise RequestError("it was drawn after another image: give that one as well.")
+        return self.pipe.branches(record, at, num_images, seed, shown)[1]
 
     @contextlib.contextmanager
     def counting_refusals(self, task: str) -> Iterator[None]:
@@ -330,8 +356,15 @@ class Service:
                     " taken.",
                     setting="prompt",
                 )
-        ceilings = dict.fromkeys(("num_images", "rounds"), self.limits.images)
+        ceilings = dict.fromkeys(("num_images", "rounds", "best_of"), self.limits.images)
         check_ceilings(options, ceilings | {"max_new_tokens": self.limits.new_tokens})
+        copies, best_of = (options.get(name) or 1 for name in ("num_images", "best_of"))
+        if copies * best_of > self.limits.images:
+            raise RequestError(
+                f"{copies} images, each the best of {best_of}, are up to {copies * best_of}: at"
+                f" most {self.limits.images} are drawn.",
+                setting="best_of",
+            )
 
     def _settings(self, task: str) -> list[tuple[int | None, int | None]]:
         """Returns the (steps, registers) that may be asked for and are compiled in advance."""

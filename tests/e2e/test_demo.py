@@ -365,11 +365,27 @@ def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
         return values
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
-        *before, (image, note, _) = thread.submit(asyncio.run, seen()).result()
+        *before, (image, note, *_) = thread.submit(asyncio.run, seen()).result()
     decoded = [one.max() for one, *_ in before if isinstance(one, np.ndarray)]
     assert decoded and set(decoded) <= {1, 2} and decoded == sorted({*decoded})  # each once
-    assert any("Drawing: step" in said for _, said, _ in before)
+    assert any("Drawing: step" in said for _, said, *_ in before)
     assert PASSED in note and (image == 9).all()
+
+
+def test_more_like_an_image_are_its_branches(service):
+    inputs = {"words": "a red circle", "sampler": demo.AS_TRAINED, "seed": 3, "steps": 4}
+
+    async def all_of(values):
+        return [one async for one in values]
+
+    *_, kept = asyncio.run(all_of(demo._run(service, "generate", inputs, standing.Pace())))[-1]
+    images, note = asyncio.run(all_of(demo._branched(service, kept, 0.5, standing.Pace())))[-1]
+    wanted = service.pipe.branch(kept[0], "image:0.5")
+    for image, pixels in zip(images, wanted.pixels, strict=True):
+        np.testing.assert_array_equal(np.array(image), pixels)
+    assert f"{wanted.tokens_passed:,} tokens through the network" in note
+    with pytest.raises(gr.Error, match="draw an image first"):
+        asyncio.run(all_of(demo._branched(service, None, 0.5, standing.Pace())))
 
 
 def test_a_preview_hides_what_is_not_drawn_yet(service, monkeypatch):

@@ -96,6 +96,67 @@ def test_images_are_those_that_python_draws_and_say_how(client, service, tmp_pat
     np.testing.assert_array_equal(service.pipe.replay(record).pixels[0], wanted.pixels[1])
 
 
+def test_an_image_is_branched_from_its_png_and_nothing_it_names_is_read(address, service, shown):
+    drawn = service.pipe.generate(PROMPT, seed=3, steps=2)
+    own = image_files.encoded(drawn.pixels[0], record=drawn.records[0])
+    fields, url = {"at": "image:1", "n": "2", "seed": "9"}, f"{address}/v1/images/branches"
+    reply = httpx.post(url, data=fields, files={"image": own}, timeout=120)
+    assert reply.status_code == 200, reply.text
+    made = [base64.b64decode(one["b64_json"]) for one in reply.json()["data"]]
+    wanted = service.pipe.branch(drawn, "image:1", num_images=2, seed=9)
+    assert [image_files.record_in(one)["turns"] for one in made] == [
+        [["image", 1, 9]],
+        [["image", 1, 10]],
+    ]
+    for contents, pixels_of_one in zip(made, wanted.pixels, strict=True):
+        np.testing.assert_array_equal(image_files.read_bytes(contents), pixels_of_one)
+    assert reply.json()["sparse_lavida"]["tokens_passed"] == wanted.tokens_passed
+    edited = service.pipe.edit(shown, "remove it", seed=3, steps=2)
+    named = edited.records[0] | {"picture": edited.records[0]["picture"] | {"path": "/etc/passwd"}}
+    contents = image_files.encoded(edited.pixels[0], record=named)
+    refused = {
+        "it was drawn after another image": {"files": {"image": contents}},
+        "branches are drawn as their image was": {
+            "files": {"image": own}, "data": fields | {"steps": "4"},
+        },
+        "n: Input should be less than or equal to 10": {
+            "files": {"image": own}, "data": {"n": "11"},
+        },
+        "at='image:7' is out of range: image:0 to image:1": {
+            "files": {"image": own}, "data": {"at": "image:7"},
+        },
+        "does not say how it was drawn": {"files": {"image": png(shown)}},
+        "drawn by another checkpoint": {
+            "files": {"image": image_files.encoded(
+                drawn.pixels[0], record=drawn.records[0] | {"checkpoint": {"sha256": "ab"}}
+            )},
+        },
+    }  # fmt: skip
+    for told, asked in refused.items():
+        reply = httpx.post(url, timeout=120, **asked)
+        assert (reply.status_code, told in reply.text) == (400, True), reply.text
+    source = {"image": contents, "source": png(shown)}
+    reply = httpx.post(url, data={"at": "image:1"}, files=source, timeout=120)
+    assert reply.status_code == 200, reply.text
+
+
+def test_the_best_of_several_counts_as_so_many_images(address, service):
+    url, asked = f"{address}/v1/images/generations", {"prompt": PROMPT, "best_of": 2, **QUICK}
+    reply = httpx.post(url, json=asked, timeout=120).json()
+    wanted = service.pipe.generate(PROMPT, best_of=2, seed=3, steps=2)
+    assert reply["sparse_lavida"]["tries"] == list(wanted.tries)
+    made = base64.b64decode(reply["data"][0]["b64_json"])
+    np.testing.assert_array_equal(image_files.read_bytes(made), wanted.pixels[0])
+    reply = httpx.post(url, json=asked | {"n": 6}, timeout=120)
+    told = "6 images, each the best of 2, are up to 12: at most 10 are drawn"
+    assert (reply.status_code, told in reply.text) == (400, True), reply.text
+    edit = {"prompt": "remove it", "best_of": "2"}
+    files = {"image": png(wanted.pixels[0])}
+    reply = httpx.post(f"{address}/v1/images/edits", data=edit, files=files, timeout=120)
+    assert "edit takes no best_of here" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "best_of"
+
+
 @slow_test
 def test_a_mask_is_transparent_where_it_is_drawn(client, service, shown):
     holed = np.dstack([shown, np.full(shown.shape[:2], 255, np.uint8)])

@@ -18,6 +18,7 @@ import tiny
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.inference import engine, whole_plan
+from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import draw, presets, state
 from sparse_lavida_jax.sampling.presets import RowRequest
 
@@ -191,6 +192,19 @@ def test_the_pass_has_as_many_tokens_as_the_steps():
     blocks = whole_plan.blocks_of(steps, case("draw").decoded.orders[0])
     present = (blocks.block != whole_plan.ABSENT).sum()
     assert present == 2 * tiny.IMAGE_LEN - len(steps[-1].at)
+
+
+def test_what_no_pass_holds_is_refused():
+    one = case("draw")
+    how = one.requests[:1], one.sampling, one.decoded.drawn[:1]
+    views = (np.zeros((2, 8, 8, 3), np.uint8),)
+    with pytest.raises(RequestError, match="several views"):
+        one.engine.scores([dataclasses.replace(one.examples[0], views=views)], *how, making="image")
+    with pytest.raises(RequestError, match="9 tokens: 1 to 8 fit"):
+        one.engine.scores(one.examples[:1], *how, making="image", most=8)
+    given = dataclasses.replace(one.examples[0], given=np.ones(tiny.IMAGE_LEN, bool))
+    with pytest.raises(RequestError, match="0 tokens"):
+        one.engine.scores([given], *how, making="image")
 
 
 def other_noise():

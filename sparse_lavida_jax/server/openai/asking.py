@@ -20,11 +20,16 @@ from sparse_lavida_jax.server.batching import Cancelled, Ticket
 from sparse_lavida_jax.server.openai import http_errors
 from sparse_lavida_jax.server.openai.bodies import Body
 from sparse_lavida_jax.server.openai.guards import client_of
-from sparse_lavida_jax.server.serving import SMALL, Service, one_large_image
+from sparse_lavida_jax.server.serving import BRANCH, SMALL, Service, one_large_image
 
 POLL_SECONDS = 0.05  # between looks at the progress, for streams
 P = TypeVar("P")
-OPTIONS = {*options.OPTIONS, "num_inference_steps", "guidance_scale"}  # that bodies may set
+OPTIONS = {
+    *options.OPTIONS,
+    "num_inference_steps",
+    "guidance_scale",
+    "best_of",
+}  # that bodies may set
 
 
 def service_of(request: fastapi.Request) -> Service:
@@ -185,7 +190,8 @@ async def queued(
         shown = None
         if images:
             with service.counting_refusals(task), about("image"):
-                names = ("the image", "the mask") if task == "inpaint" else ()
+                others = {"inpaint": "the mask", BRANCH: "the source"}
+                names = ("the image", others[task])[: len(images)] if task in others else ()
                 shown, read = await client.decoded(images, decode, *names)
             given |= read
         options = {"previews": previews, "client": client.address, **more, **given}
@@ -262,5 +268,6 @@ def notes(ticket: Ticket, result: Result) -> dict[str, Any]:
         "seconds": round(ticket.seconds, 4),
         "tokens_passed": sum(result.passed),
         "layout_tokens_passed": sum(result.layout_passed),
+        **({"verdicts": list(result.texts), "tries": list(result.tries)} if result.tries else {}),
         "batch": ticket.batch,
     }

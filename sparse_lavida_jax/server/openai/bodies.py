@@ -31,6 +31,7 @@ NAMED = 10  # unknown fields in a message
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs what strangers send
 DATA_URI = re.compile(rb'"data:[^"]*"', re.IGNORECASE)
 NEEDED = ("prompt", "messages")
+OUTPUT = ("response_format", "output_format", "output_compression")  # of the files of images
 # What says nothing: the first for any field, two for an unsupported one, all for an unknown one.
 EMPTY = ("", [], {})
 B = TypeVar("B", bound="Body")
@@ -130,6 +131,7 @@ class ImageBody(Body):
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: Annotated[int, pydantic.Field(ge=0, le=100)] = 100
     partial_images: Annotated[int, pydantic.Field(ge=0, le=3)] = 0
+    best_of: Count | None = None
     layout_temperature: Scale | None = None
     guidance: Scale | None = None
     guidance_scale: Scale | None = None
@@ -204,7 +206,28 @@ class ChatBody(Body):
         return "messages" if option in ("prompt", "image") else super().sent(option)
 
 
-FIELDS = {"image", "mask", *ImageBody.model_fields, *ChatBody.model_fields}
+class BranchBody(ImageBody):
+    """A request for branches of an image, which keep its words and settings.
+
+    Attributes:
+        at: see `branches.requests_of`.
+    """
+
+    prompt: str = ""
+    at: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _of_its_image(self) -> "BranchBody":
+        taken = {"model", "n", "seed", "at", "stream", "partial_images", *OUTPUT}
+        if others := sorted(self.model_fields_set - taken):
+            raise InputError(
+                f"{others[0]}: branches are drawn as their image was: leave it out",
+                setting=others[0],
+            )
+        return self
+
+
+FIELDS = {"image", "mask", "source", "at", *ImageBody.model_fields, *ChatBody.model_fields}
 FIELDS |= {*ImageBody.neutral, *ChatBody.neutral}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images: `POST /v1/images/generations` and `POST /v1/images/edits`, streamed or not."""
+"""Images: `POST /v1/images/generations`, `edits` and `branches`, streamed or not."""
 
 import asyncio
 import base64
@@ -17,7 +17,8 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.schema import about
 from sparse_lavida_jax.server.openai import asking, bodies, http_errors
-from sparse_lavida_jax.server.openai.bodies import ImageBody
+from sparse_lavida_jax.server.openai.bodies import BranchBody, ImageBody
+from sparse_lavida_jax.server.serving import BRANCH
 
 FILES = 2  # the most files in a request: an image and a mask
 
@@ -65,6 +66,31 @@ async def edit(request: fastapi.Request):
     return await _images(client, task, asked, images + masks, decode)
 
 
+@router.post("/v1/images/branches")
+async def branch(request: fastapi.Request):
+    """Draws images like one of ours, from a step on; not of OpenAI's API."""
+    client, content_type = asking.Client(request), request.headers.get("content-type", "")
+    parse = functools.partial(bodies.of_form, content_type=content_type, most_files=FILES)
+    with http_errors.refusing():
+        form = await client.body(parse, has_images=True)
+    files = {name: [one for one in sent if one] for name, sent in form.files.items()}
+    images, shown = files.pop("image", []), files.pop("source", [])
+    if len(images) != 1 or len(shown) > 1 or any(files.values()):
+        sentence = "image: send one PNG named image, and at most one file named source."
+        raise http_errors.Refused(sentence, "image")
+    asked = bodies.checked(form.fields, BranchBody)
+
+    def decode() -> tuple[Any, dict[str, Any]]:
+        record = image_files.record_in(images[0])
+        source = None
+        if shown:
+            with about("source"):
+                source = image_files.read_bytes(shown[0], "the source", check=client.check)
+        return source, {"record": record, "at": asked.at}
+
+    return await _images(client, BRANCH, asked, images + shown, decode)
+
+
 async def _images(
     client: asking.Client,
     task: str,
@@ -84,7 +110,7 @@ async def _images(
         previews=asked.partial_images,
         num_images=asked.n,
         **more,
-        **quality(asked.quality, settings),
+        **({} if task == BRANCH else quality(asked.quality, settings)),
     )
     if asked.stream:
         return await asking.streamed(waiting, _events(waiting, asked))
