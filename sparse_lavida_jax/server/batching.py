@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests on one device: which share a batch, which go first, and compiling in the background.
 
-Waiting requests of one kind (`batch_shapes.kind_of`) are done together. Batches of different kinds take
+Waiting requests of one kind (`batch_shapes.kind_of`) are done together. Batches of other kinds take
 turns on the device at the ends of their phases. A batch whose programs have not run yet releases
 the device while it compiles and runs them, unless the model is split over several devices.
 """

@@ -22,7 +22,7 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.data import image_files, images
-from sparse_lavida_jax.inference import batch_shapes, regions, warmup
+from sparse_lavida_jax.inference import batch_shapes, provenance, regions, warmup
 from sparse_lavida_jax.inference.checks import check_ceilings
 from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
