@@ -638,7 +638,7 @@ class SparseLaViDa:
             rows = [*group]
             for start in range(0, len(rows), self.batch_size):
                 pipes, *columns = zip(*rows[start : start + self.batch_size], strict=True)
-                found += proofs.prove(pipes[0]._task_run(sampling), *columns, tolerance)
+                found += proofs.prove(pipes[0].task_run(sampling), *columns, tolerance)
         return found
 
     @runtime.interrupts_held()
@@ -669,7 +669,7 @@ class SparseLaViDa:
         sampling = surprise.sampling_of(self.settings.sampling, self.settings.model)
         made = self.requests("generate", captions, layout=layout or False, sampling=sampling)
         count = surprise.PLANS if num_plans is None else num_plans
-        return surprise.surprise(self._task_run(sampling), made, image, count)
+        return surprise.surprise(self.task_run(sampling), made, image, count)
 
     def _recorded(
         self: S, record: dict[str, Any], shown: Shown | None

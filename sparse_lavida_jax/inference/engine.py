@@ -29,6 +29,7 @@ from sparse_lavida_jax.sampling.state import NOT_DECODED, ends_from
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
+MOST_LOGITS = 2**28  # of a pass over whole plans
 # Entered around compiled programs, with the key that chooses them.
 Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
 
@@ -175,7 +176,7 @@ class Engine:
         *,
         making: str,
         tolerance: float = 0.0,
-        most: int = plans.BUCKETS[-1],
+        most_logits: int = MOST_LOGITS,
     ) -> list[tuple[list[whole_plan.Step], whole_plan.Scores]]:
         """Returns the steps that would decode responses, and how they score them, in one pass.
 
@@ -184,7 +185,7 @@ class Engine:
             responses: whole ones, each with a token that is not given.
             orders: the block of each token (`Decoded.orders`); None: as planned, for images.
             tolerance: see `whole_plan.scores`.
-            most: tokens that the steps of a batch may predict.
+            most_logits: of the steps of a batch.
 
         Raises:
             RequestError: they are more, or an example has an image in several views.
@@ -205,6 +206,8 @@ class Engine:
             for phases, order, one in zip(plan, orders, responses, strict=True)
         ]
         number = sum(len(step.at) for own in steps for step in own)
+        classes = model.vocab_size if kind == "text" else model.codebook_size
+        most = min(plans.BUCKETS[-1], most_logits // (classes * responses[0].shape[1]))
         if number > most or not all(steps):
             raise RequestError(f"its steps predict {number} tokens: 1 to {most} fit one pass.")
         network = self._model(sampling.quantize)

@@ -99,7 +99,7 @@ def test_every_planted_code_is_found(pipe, drawn):
 
 def test_a_code_of_the_last_step_is_found(pipe, drawn):
     result, shown = drawn["inpaint"]
-    run = pipe._task_run(pipe.settings.sampling)
+    run = pipe.task_run(pipe.settings.sampling)
     _, request, _ = pipe._recorded(result.records[0], shown)
     ((steps, _),) = run.engine.scores(
         [run.image_example(request)], [request], request.sampling, result.tokens, making="image"
@@ -154,6 +154,16 @@ def test_a_branch_follows_with_its_turns(pipe, drawn):
         assert not proof.follows
 
 
+def test_the_best_of_several_follows(pipe):
+    result = pipe.generate("a red circle", seed=3, best_of=2)
+    assert result.records[0]["recipe"]["attempt"] == 1
+    (proof,) = pipe.prove(result)
+    assert proof.follows and proof.layout
+    first = result.records[0]["recipe"] | {"attempt": 0}
+    (proof,) = pipe.prove(with_changes(result, recipe=first))
+    assert not proof.follows
+
+
 def test_a_replayed_image_has_the_same_record(pipe, drawn):
     for result, shown in drawn.values():
         assert pipe.replay(with_changes(result).records[0], shown).records == result.records[:1]
@@ -202,7 +212,7 @@ def test_surprise_is_the_mean_of_the_plans_bits(pipe):
     alone = pipe.surprise(IMAGE, "two blue squares", num_plans=1)
     sampling = surprise.sampling_of(pipe.settings.sampling, pipe.settings.model)
     (made,) = pipe.requests("generate", "two blue squares", layout=False, sampling=sampling)
-    run = pipe._task_run(sampling)
+    run = pipe.task_run(sampling)
     bits = []
     for seed in (surprise.FIRST_SEED, surprise.FIRST_SEED + 1):
         row = dataclasses.replace(made, seed=seed)

@@ -201,7 +201,7 @@ def test_what_no_pass_holds_is_refused():
     with pytest.raises(RequestError, match="several views"):
         one.engine.scores([dataclasses.replace(one.examples[0], views=views)], *how, making="image")
     with pytest.raises(RequestError, match="9 tokens: 1 to 8 fit"):
-        one.engine.scores(one.examples[:1], *how, making="image", most=8)
+        one.engine.scores(one.examples[:1], *how, making="image", most_logits=12 * 8)
     given = dataclasses.replace(one.examples[0], given=np.ones(tiny.IMAGE_LEN, bool))
     with pytest.raises(RequestError, match="0 tokens"):
         one.engine.scores([given], *how, making="image")
