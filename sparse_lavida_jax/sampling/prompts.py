@@ -261,7 +261,10 @@ class _Rows:
         return any(len(self.image[row].index) for row in rows)
 
     def prompt(self, rows: range, lengths: tuple[int, int]) -> Prompt:
-        """Returns consecutive rows: of any guidance, but without images and cells all requests."""
+        """Returns consecutive rows, padded to these lengths of the two streams.
+
+        Images are numbered by request: rows with images have to be those of all requests.
+        """
         own = slice(rows.start, rows.stop)
         return Prompt(
             _stack(self.text[own], self.model.end_of_text_id, lengths[0]),
