@@ -35,7 +35,7 @@ COUNT = flags.DEFINE_integer("count", 200, "Scenes, or images of each setting.",
 DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, CAPTIONS, SEED = "scenes", 16, 8, 20
-CHANGED = 32  # images of each setting that are changed, and proved with other words and seeds
+CHANGED = 16  # images of each setting that are changed, and proved with other words and seeds
 PLURALS = tuple(shape + ("es" if shape == "cross" else "s") for shape in world.SHAPES)
 PLANTED = ("code", "last code", "layout token", "pixel", "given cell")
 FREE = {"layout": False, "temperature": 1.0}
@@ -156,7 +156,7 @@ def surprise_rows(pipe: SparseLaViDa, count: int) -> Iterator[dict[str, Any]]:
         a, b = sign * columns[good], sign * columns[bad]
         bounds = np.quantile([auc(a[i], b[i]) for i in drawn[:, :]], (0.025, 0.975))
         row = {
-            "method": method, "scenes": count, "auc": auc(a, b), "auc_interval": bounds.tolist(),
+            "method": method.replace(" ", "_"), "scenes": count, "auc": auc(a, b), "auc_interval": bounds.tolist(),
             "captions_first": columns[first].mean(), "captions": CAPTIONS,
             "captions_interval": wilson_interval(round(columns[first].sum()), count),
             "tokens": columns[tokens].mean(),
