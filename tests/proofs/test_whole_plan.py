@@ -19,7 +19,7 @@ import tiny
 from sparse_lavida_jax import config
 from sparse_lavida_jax.inference import engine, whole_plan
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sampling import draw, presets, state
+from sparse_lavida_jax.sampling import commit, presets, state
 from sparse_lavida_jax.sampling.presets import RowRequest
 
 TOLERANCE = 1e-4  # in bits and in logits, at most 3 x guided; measured: 2e-5
@@ -146,7 +146,7 @@ def independent_logits(one: Case, row: int, step: whole_plan.Step) -> np.ndarray
     if is_text:
         logits[..., mask_id] = -np.inf
     filters = one.sampling.top_k, one.sampling.top_p
-    kept = draw.filtered(jnp.asarray(logits, jnp.float32), *(filters if not is_text else (0, 1.0)))
+    kept = commit.filtered(jnp.asarray(logits, jnp.float32), *(filters if not is_text else (0, 1.0)))
     return np.where(np.isneginf(kept), -np.inf, logits)
 
 
