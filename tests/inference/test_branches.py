@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Branches of images: their records, their tokens, and what is refused.
 
-`tests/sampling/test_branches.py` proves their codes.
+`tests/sampling/test_turns.py` proves their codes.
 """
 
 import dataclasses
