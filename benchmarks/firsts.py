@@ -154,9 +154,10 @@ def surprise_rows(pipe: SparseLaViDa, count: int) -> Iterator[dict[str, Any]]:
     ):
         sign = -1 if method == "check" else 1
         a, b = sign * columns[good], sign * columns[bad]
-        bounds = np.quantile([auc(a[i], b[i]) for i in drawn[:, :]], (0.025, 0.975))
+        bounds = np.quantile([auc(a[i], b[i]) for i in drawn], (0.025, 0.975))
         row = {
-            "method": method.replace(" ", "_"), "scenes": count, "auc": auc(a, b), "auc_interval": bounds.tolist(),
+            "method": method.replace(" ", "_"), "scenes": count,
+            "auc": auc(a, b), "auc_interval": bounds.tolist(),
             "captions_first": columns[first].mean(), "captions": CAPTIONS,
             "captions_interval": wilson_interval(round(columns[first].sum()), count),
             "tokens": columns[tokens].mean(),

@@ -604,7 +604,7 @@ class SparseLaViDa:
     @jax_settings.defaults()
     def prove(
         self,
-        image: Result | str | os.PathLike,
+        image: Result | str | pathlib.Path,
         *,
         shown: Shown | None = None,
         tolerance: float | None = None,
@@ -637,8 +637,10 @@ class SparseLaViDa:
         for (_, sampling), group in itertools.groupby(made, lambda x: (x[1].task, x[1].sampling)):
             rows = [*group]
             for start in range(0, len(rows), self.batch_size):
-                pipes, *columns = zip(*rows[start : start + self.batch_size], strict=True)
-                found += proofs.prove(pipes[0].task_run(sampling), *columns, tolerance)
+                own = rows[start : start + self.batch_size]
+                pipes, asked, notes, images = zip(*own, strict=True)
+                run = pipes[0].task_run(sampling)
+                found += proofs.prove(run, asked, notes, images, tolerance)
         return found
 
     @runtime.interrupts_held()

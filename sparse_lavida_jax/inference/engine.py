@@ -159,10 +159,11 @@ class Engine:
                 once = costs.before(phases, settings, shared) if shared else 0
                 first, rest = costs.total(steps[:once]), costs.total(steps[once:])
                 first = 0 if row else first
-                drawn = [x[row] for x in seen] or [responses[row], laid[i].example.given * 1]
+                own = [x[row] for x in seen] or [responses[row], laid[i].example.given * 1]
+                drawn, order = own
                 if kind == "text":
-                    drawn[1] = _until_end(*drawn, model.end_of_text_id, laid[i].example)
-                decoded[i] = responses[row], chunk.bucket, first + rest, first, *drawn
+                    order = _until_end(drawn, order, model.end_of_text_id, laid[i].example)
+                decoded[i] = responses[row], chunk.bucket, first + rest, first, drawn, order
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
 

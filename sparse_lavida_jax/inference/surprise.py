@@ -130,5 +130,5 @@ def surprise(
             tokens += scores.tokens
     of_captions = np.stack(found).reshape(len(requests), count, -1).mean(axis=1)
     words = tuple(one.words for one in requests)
-    grid = (run.settings.model.grid_size,) * 2
-    return Surprise(words, of_captions, grid, error, tokens // len(requests))
+    side = int(run.settings.model.grid_size)
+    return Surprise(words, of_captions, (side, side), error, tokens // len(requests))

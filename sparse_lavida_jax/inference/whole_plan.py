@@ -185,8 +185,9 @@ def scores(
     for i, own in enumerate(steps):
         step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])
         decided = np.concatenate([one.decided for one in own])
-        found_here = (x[i] for x in values)
-        done.append(Scores(step, blocks[i].copies, decided, *found_here, int(tokens[i])))
+        deficit, bits, sure, drawn_sure = (x[i] for x in values)
+        where = step, blocks[i].copies, decided
+        done.append(Scores(*where, deficit, bits, sure, drawn_sure, int(tokens[i])))
     return done
 
 
@@ -243,7 +244,7 @@ def _laid_out(
     images = [one.example.pixels for one in laid] * settings.guidance_rows
     batch = stack(streams, shape, how, pixels=stack_images(images), predicts=rows[0].predicts)
     own = getattr(batch, name).tags.block
-    tokens = sum(sizes).reshape(settings.guidance_rows, -1).sum(axis=0)
+    tokens = np.sum(sizes, axis=0).reshape(settings.guidance_rows, -1).sum(axis=0)
     return (batch.understanding, batch.generation), batch.pixels, own, tokens
 
 

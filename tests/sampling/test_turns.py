@@ -206,6 +206,6 @@ def test_tokens_before_a_turn_are_counted_once():
     steps = costs.costs(plan, settings, (4, 7))
     assert [costs.before(plan, settings, step) for step in range(3)] == [1, 2, 3]
     parts = [*plans.cut(plan, [FIRST_BLOCK + 2])]
-    passes = sum(stop - start for *_, start, stop in parts)
+    passes = sum(part.num_steps for _, part in parts)
     assert len(parts) > len(plan) and passes == len(steps) - 1
     assert len(request.given) == sum(step.decode for step in steps) // 2
