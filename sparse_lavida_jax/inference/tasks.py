@@ -275,7 +275,7 @@ class TaskRun:
         images = [drawn[i] for i in range(len(requests))]
         self.rows, self.buckets = (), [one.bucket for one in images]
         layouts = [one.layout for one in images if one.layout is not None]
-        found: dict[str, Any] = {"plans": tuple(layouts)}
+        found: dict[str, Any] = {"layouts": tuple(layouts)}
         if judges:
             found["texts"] = tuple(one.verdict for one in images)
             first = [one.attempt for one in requests]

@@ -146,7 +146,9 @@ def independent_logits(one: Case, row: int, step: whole_plan.Step) -> np.ndarray
     if is_text:
         logits[..., mask_id] = -np.inf
     filters = one.sampling.top_k, one.sampling.top_p
-    kept = commit.filtered(jnp.asarray(logits, jnp.float32), *(filters if not is_text else (0, 1.0)))
+    kept = commit.filtered(
+        jnp.asarray(logits, jnp.float32), *(filters if not is_text else (0, 1.0))
+    )
     return np.where(np.isneginf(kept), -np.inf, logits)
 
 
