@@ -15,8 +15,8 @@ from sparse_lavida_jax.art.world import BACKGROUNDS, CELL, STEP
 
 ROUNDS = 12  # Lloyd's iterations
 # Of the codes that add up to a cell; all ours.
-START_ROUNDS = 4  # Lloyd's iterations for each quarter of a cell
-FIT_ROUNDS = 12  # of all four places
+START_ROUNDS = 5  # Lloyd's iterations for each quarter of a cell
+FIT_ROUNDS = 8  # of all four places
 SMOOTH = 8.0  # levels, root mean square: nearer drawings weigh no more than about this
 CARE = 1.6  # power of the distance to the nearest drawing by which a cell weighs less
 MOST_APART = 4000.0  # squared levels: cells farther from all others weigh the same
@@ -73,7 +73,13 @@ def fit(sheet: Sheet, codebook_size: int, say: Callable[[str], None]) -> Content
         start = part[rng.choice(len(part), count, replace=False, p=share)]
         start[0] = 0
         for _ in range(START_ROUNDS):
-            start = _moved(part, weights, _nearest(part, start), start)
+            nearest = _nearest(part, start)
+            error = weights * np.square(part - start[nearest]).sum(axis=1)
+            unused = np.setdiff1d(np.arange(1, count), nearest)[: np.count_nonzero(error)]
+            start = _moved(part, weights, nearest, start)
+            if len(unused):
+                share = error / error.sum()
+                start[unused] = part[rng.choice(len(part), len(unused), replace=False, p=share)]
         books[:count, place, quarter] = start
         codes[:, place] = _nearest(part, start)
     rest = points - sum(books[codes[:, place], place] for place in range(cells.PLACES))

@@ -289,7 +289,11 @@ SOURCES = {
 
 
 def _report(
-    model: vq.VQModel | vq.CellModel, images: np.ndarray, report: Callable, workdir: pathlib.Path, console
+    model: vq.VQModel | vq.CellModel,
+    images: np.ndarray,
+    report: Callable,
+    workdir: pathlib.Path,
+    console,
 ) -> None:
     """Prints how good the tokenizer is on new images, and draws some of them."""
     codes = vq.encode_images(model, images)
