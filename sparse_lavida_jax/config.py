@@ -203,6 +203,9 @@ class Model(Section):
 class VQ(Section):
     """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3)."""
 
+    # "cells", ours: four codes that add up to a cell of art (`art.cells`); all below is ignored
+    # except the sizes of images and codebook.
+    kind: Literal["convolutions", "cells"] = "convolutions"
     image_size: Size = 96  # pixels per side
     channels: Sizes = (16, 16, 32, 48, 64)  # one entry per resolution
     layers_per_block: Blocks = 1  # residual layers of the encoder; the decoder has one more
@@ -235,6 +238,8 @@ class VQ(Section):
     @property
     def factor(self) -> int:
         """Pixels per side for one code."""
+        if self.kind == "cells":
+            return 4  # 2x2 codes for 8x8 pixels
         return 2 ** (len(self.channels) - 1)
 
 

@@ -31,7 +31,7 @@ class ImageCodec:
     def __init__(self, name_or_folder: str | pathlib.Path, model: config.Model):
         self.side = model.codes_side
         self.grid_size = model.grid_size
-        self._decoders: dict[str, vq.VQModel] = {}  # by dtype
+        self._decoders: dict[str, vq.VQModel | vq.CellModel] = {}  # by dtype
         self.vq, settings = vq_files.load(name_or_folder)
         self.folder, self.image_size = vq_files.find(name_or_folder), settings.image_size
         self.factor = settings.factor  # pixels per side of a code
@@ -67,7 +67,7 @@ class ImageCodec:
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
         return [vq.decode.program(self._decoder(dtype), codes)]
 
-    def _decoder(self, dtype: str) -> vq.VQModel:
+    def _decoder(self, dtype: str) -> vq.VQModel | vq.CellModel:
         if dtype not in self._decoders:
             with jax_settings.defaults():
                 self._decoders[dtype] = taken_apart(vq.for_decoding(self.vq, dtype))

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config, runtime
+from sparse_lavida_jax.art.cells import CellModel
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.kept import kept, shapes_of
 from sparse_lavida_jax.programs.program_arguments import taken_apart
@@ -98,9 +99,10 @@ class VQModel(nnx.Module):
 
 
 @functools.cache
-def shapes(settings: config.VQ) -> VQModel:
+def shapes(settings: config.VQ) -> VQModel | CellModel:
     """Returns the model with shapes instead of arrays; it must not be modified."""
-    return shapes_of(lambda: VQModel(settings, rngs=nnx.Rngs(0)), settings)
+    kind = CellModel if settings.kind == "cells" else VQModel
+    return shapes_of(lambda: kind(settings, rngs=nnx.Rngs(0)), settings)
 
 
 class Encoder(nnx.Module):
@@ -400,19 +402,21 @@ def to_float(
 
 
 def encode_images(
-    model: VQModel, pixels: UInt8[np.ndarray, "n h w 3"], batch: int = 64
+    model: VQModel | CellModel, pixels: UInt8[np.ndarray, "n h w 3"], batch: int = 64
 ) -> Int[np.ndarray, "n y x"]:
     """Returns the codes of any number of images, `batch` at a time, from host to host."""
     return _in_batches(_encode, model, pixels, batch)
 
 
-def for_decoding(model: VQModel, dtype: str) -> VQModel:
+def for_decoding(model: VQModel | CellModel, dtype: str) -> VQModel | CellModel:
     """Returns parameters to decode with in a dtype, whatever the dtype they are stored in.
 
     The last norm and convolution are in float32: for three channels that costs nothing, and their
     results are the grey levels, for which bfloat16 is too coarse. In bfloat16, accelerators read
     the input of a group norm once and double the sides with fewer operations.
     """
+    if isinstance(model, CellModel):  # sums of a few codes, in float32 whatever it is stored in
+        return model
     wide = jax.tree.map(lambda leaf: leaf.astype("float32"), model)
     if dtype == "float32":
         return wide
@@ -423,7 +427,7 @@ def for_decoding(model: VQModel, dtype: str) -> VQModel:
 
 
 def decode_codes(
-    model: VQModel, codes: Int[np.ndarray, "n y x"], batch: int = 64
+    model: VQModel | CellModel, codes: Int[np.ndarray, "n y x"], batch: int = 64
 ) -> UInt8[np.ndarray, "n h w 3"]:
     """Returns the images of any number of code grids, `batch` at a time, from host to host.
 

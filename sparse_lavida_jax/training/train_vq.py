@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PyTree, UInt8
 from PIL import Image
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.art import codebook, dice
+from sparse_lavida_jax.art import codebook, dice, sheet
 from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.scenes import world
@@ -64,13 +64,18 @@ def train(
         )
     console, seed = rich.console.Console(), settings.seed
     images_of, surveyed, reported, report = SOURCES[settings.data.source]
-    model = fit(
-        settings,
-        images_of((seed, SURVEY), surveyed),
-        lambda step: images_of((seed, TRAINING, step), settings.train.batch_size),
-        console,
-        is_asked_to_stop,
-    )
+    if settings.vq.kind == "cells":
+        model = vq.CellModel(settings.vq, rngs=nnx.Rngs(seed))
+        fitted = codebook.fit(sheet.load(), settings.vq.codebook_size, console.print)
+        model.codebook = nnx.Param(jnp.asarray(fitted, jnp.float16))
+    else:
+        model = fit(
+            settings,
+            images_of((seed, SURVEY), surveyed),
+            lambda step: images_of((seed, TRAINING, step), settings.train.batch_size),
+            console,
+            is_asked_to_stop,
+        )
     vq_files.save(workdir / "vq", model)
     _report(model, images_of((seed, REPORT), reported), report, workdir, console)
 
@@ -284,7 +289,11 @@ SOURCES = {
 
 
 def _report(
-    model: vq.VQModel, images: np.ndarray, report: Callable, workdir: pathlib.Path, console
+    model: vq.VQModel | vq.CellModel,
+    images: np.ndarray,
+    report: Callable,
+    workdir: pathlib.Path,
+    console,
 ) -> None:
     """Prints how good the tokenizer is on new images, and draws some of them."""
     codes = vq.encode_images(model, images)
