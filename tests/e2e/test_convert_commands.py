@@ -193,12 +193,12 @@ def test_a_terminated_conversion_leaves_nothing(tmp_path, folder):
     program = (
         "import os, signal, sys\n"
         "from sparse_lavida_jax import main\n"
-        "from sparse_lavida_jax.checkpoints import arrays\n"
-        "digest_of = arrays.digest_of\n"
+        "from sparse_lavida_jax.checkpoints import named_arrays\n"
+        "digest_of = named_arrays.digest_of\n"
         "def stop(*given):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return digest_of(*given)\n"
-        "arrays.digest_of = stop\n"
+        "named_arrays.digest_of = stop\n"
         "sys.exit(main.main())\n"
     )
     ended = subprocess.run(

@@ -146,7 +146,7 @@ def test_the_seed_of_a_torch_generator_is_read(pipe):
         ({"eta": 0.5}, "eta=0.5 is out of range: 0, or leave it out"),
         ({"strength": 0.8}, "strength=0.8 is out of range: 1, or leave it out"),
         ({"clip_skip": 2}, "clip_skip=2 is out of range"),
-        ({"lightness": 2}, "generate takes no lightness. It takes as_written, guidance"),
+        ({"lightness": 2}, "generate takes no lightness. It takes as_written, best_of"),
         ({"num_images_per_prompt": "2"}, "num_images_per_prompt='2' is out of range"),
         ({"guidance_scale": True}, "guidance_scale=True is out of range: it must be a number"),
         ({"height": 96.5, "width": 96}, "height=96.5 is out of range: it must be a whole number"),

@@ -17,7 +17,7 @@ import traces
 
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.sampling import costs, draw, plans, state
+from sparse_lavida_jax.sampling import costs, draw, loop, plans, state
 from sparse_lavida_jax.sampling.presets import RowRequest, Turn
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
@@ -143,10 +143,10 @@ def test_a_turn_to_the_same_seed_changes_nothing():
 # cache in another order, clean tokens of the cache that no later step sees.
 FAULTS = {
     "a step late": (
-        traces.sample, "keys_from", lambda of: lambda row, made, at: of(row, made, max(0, at - 1)),
+        loop, "keys_from", lambda of: lambda row, made, at: of(row, made, max(0, at - 1)),
     ),
     "other noise": (
-        traces.sample, "keys_from", lambda of: lambda rows, made, at: of(rows, made, at)[::-1],
+        loop, "keys_from", lambda of: lambda rows, made, at: of(rows, made, at)[::-1],
     ),
     "swapped guidance rows": (
         KVCache, "copied",
