@@ -35,7 +35,7 @@ ELSEWHERE = {
     "replay": ("runs at the end of the tests below", "test_readme_commands"),
 }
 FILES = (
-    "out edited inpainted four planned cut around reflected boxes turns/1 sampled".split()
+    "out edited inpainted four laid_out cut around reflected boxes turns/1 sampled".split()
 )  # PNGs that the lines leave
 
 

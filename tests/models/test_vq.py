@@ -303,7 +303,7 @@ def test_an_interrupted_save_leaves_the_old_files(tmp_path, monkeypatch):
 
 
 def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(vq_files.VQError, match=r"'nowhere'.*or a bundled model: scenes\."):
+    with pytest.raises(vq_files.VQError, match=r"'nowhere'.*or a bundled model: art, scenes\."):
         vq_files.load("nowhere")
 
 
