@@ -98,7 +98,7 @@ def test_unknown_tasks_and_tokenizers_list_the_known_ones(tmp_path, words, compl
     assert "Data.tasks has no drawing. It has: answer, arithmetic" in sentence
     words = [*stand_ins.command_line(tmp_path, stand_ins.settings()), *words[-1:]]
     sentence = complaint(*words, "--config.data.image_codec=scenes_g9")
-    assert "or a bundled model: scenes." in sentence
+    assert "or a bundled model: art, scenes." in sentence
     assert not (tmp_path / "run").exists()
 
 
