@@ -761,7 +761,7 @@ class SparseLaViDa:
             callback: called before the first step and after each phase
                 (`sampling.progress.Progress`).
             bucket: the shapes to pad images to, for `replay`; by default as `padding` says.
-            padding: see `batches.Padding`.
+            padding: see `batch_shapes.Padding`.
             programs: entered around each batch, with the key of its compiled programs.
 
         Raises:

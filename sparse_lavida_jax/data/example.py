@@ -15,7 +15,7 @@ class Example:
 
     Attributes:
         parts: the sequence; `sequence.prompt_row` lays it out.
-        response: clean ids (g = 1) or codes.
+        response: clean ids (g = 1) or codes; in a request, placeholders except where given.
         given: response tokens that are known beforehand.
         kind: of the response.
         pixels: the image that the `VisionTokens` part stands for.

@@ -144,13 +144,13 @@ class PromptFormat(Protocol):
         instruction: str,
         codes: Int[np.ndarray, "l g"],
         image: Pixels,
-        known: Grid | None,
+        mask: Grid | None,
         layout: str | None = None,
     ) -> Example:
-        """Returns an example that edits an image, or draws the unknown part of it.
+        """Returns an example that edits an image, or redraws a part of it.
 
         Args:
-            known: which cells are known; None for an edit, which may change all of them.
+            mask: the cells to redraw; None for an edit, which may change all of them.
         """
         ...
 

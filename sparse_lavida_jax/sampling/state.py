@@ -109,7 +109,7 @@ class SamplerState:
 
     Attributes:
         canvas: ids or codes, the mask id where nothing is decoded yet.
-        decoded_at: the step that decoded each token, `GIVEN_BLOCK` if it was given,
+        decoded_at: the block of the step that decoded each token, `GIVEN_BLOCK` if it was given,
             `NOT_DECODED` if it is masked.
         rows: seeds and scales.
         features: vision features of each request, for presets that pass the prompt again.
