@@ -109,7 +109,7 @@ def _tried(
 def summary(items: Sequence[Sequence[Try]], best_of: int) -> dict[str, Any]:
     """Returns how many items are right with at most `best_of` tries, and the tokens of an item.
 
-    One try is not judged. Multiples are of that.
+    A single try is not judged, and its tokens are the unit of the multiples.
     """
     chosen = [tries[: 1 if best_of == 1 else best_of] for tries in items]
     right = sum(tries[-1]["right"] for tries in chosen)

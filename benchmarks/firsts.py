@@ -4,10 +4,11 @@ r"""What one pass over a whole plan tells (`inference/surprise.py`, `inference/p
     python -m benchmarks.firsts --part=surprise --count=1000   # of the bundled model
     python -m benchmarks.firsts --part=prove --count=96
 
-Surprise: scenes that a caption describes, each also with one thing changed so that it breaks the
-caption, and each caption among seven with one attribute wrong. Beside it the model's own answers
-to `check:`. Proof: images of several settings, unchanged and with planted faults. What is done is
-kept line by line in `--done`, and not done again.
+Surprise: a scene and its caption, compared with the scene after one thing was changed so that the
+caption is false, and with seven captions that have one attribute wrong. The model's own answers to
+`check:` are scored on the same pairs. Proof: images of several settings, unchanged and with planted
+faults. Finished items are saved line by line in `--done`, and are skipped when the command is
+repeated.
 """
 
 import copy
@@ -192,7 +193,7 @@ def drawn_images(pipe: SparseLaViDa, name: str, start: int) -> tuple[Result, Any
 def planted(
     result: Result, what: str, rng: np.random.Generator, pipe: SparseLaViDa
 ) -> Result | None:
-    """Returns a result with a fault in each image; None if there is no place for one."""
+    """Returns a copy of a result whose images have a fault each; None if this kind has no place."""
     records, pixels = copy.deepcopy([*result.records]), [one.copy() for one in result.pixels]
     for one, image in zip(records, pixels, strict=True):
         known = one["recipe"].get("known")

@@ -3,7 +3,7 @@ r"""The training of the bundled model "scenes": `configs/scenes.py`, longer, wit
 
     python -m sparse_lavida_jax.main --config=configs/scenes_long.py
 
-It takes about three hours on one CPU core. The bundled model was trained with a learning rate that
+It took 328 minutes on one busy CPU core. The bundled model was trained with a learning rate that
 would have ended at step 50,000, shortened to 44,000 when the last lesson began.
 
 `configs/scenes_long.py:blind` is the same without vision: what it gets right in a task about an

@@ -48,9 +48,9 @@ class TokenTags:
 
     Attributes:
         position: absolute index in the whole untruncated sequence of the row.
-        block: 0 for the prompt, the step that decoded it for a clean token, the step that will
-            decode it for a masked token or register (in training, any number after the clean ones),
-            `PAD_BLOCK` for padding.
+        block: 0 for the prompt, `GIVEN_BLOCK` for given tokens, that of its step (from
+            `FIRST_BLOCK` on) for a clean, masked or register token; in training, masked blocks have
+            any number after the clean ones. `PAD_BLOCK` for padding.
         horizon: last block that the token may look back to, `PAD_HORIZON` for padding.
         segment: the example that each token belongs to, if several share a row; else None.
     """

@@ -28,8 +28,8 @@ def visible(
     A token sees every block up to its horizon, and its own block. With `M` clean blocks the
     horizon is `min(block, M)`: prompt and clean tokens look back as far as themselves, masked
     tokens and registers as far as the last clean block. These two comparisons are all three
-    branches of Algorithm 1. (Each masked block of a text may have an M of its own, see
-    `diffusion.text_schedule_blocks`.)
+    branches of Algorithm 1. (Where a row holds several steps, each masked block has an M of
+    its own: `diffusion.Blocks.sees`.)
 
     Prompt 0, clean 1 and 2, masked 3 and 4 (`M` = 2), keys across:
 
