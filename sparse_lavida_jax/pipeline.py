@@ -24,9 +24,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from sparse_lavida_jax import config, old_names, runtime
+from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder, room
-from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
@@ -41,7 +40,6 @@ from sparse_lavida_jax.inference.requests import (
     Request,
     RequestMaker,
     Shown,
-    recorded_image,
 )
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.inference.tasks import TaskRun
@@ -580,25 +578,15 @@ class SparseLaViDa:
         shown: Shown | None = None,
     ) -> tuple[S, list[Request], Bucket | None]:
         """Returns the requests of `branch`, and what they are to be run with."""
-        from sparse_lavida_jax.inference import branches
+        from sparse_lavida_jax.inference import branches, provenance
 
-        if isinstance(record, Result):
-            if len(record.records) != 1:
-                count = len(record.records)
-                raise RequestError(f"one image is branched, and the result has {count} of them.")
-            record = record.records[0]
-        elif not isinstance(record, Mapping):
-            record = image_files.read_record(record)
-        pipe, parent, bucket = self._recorded(dict(record), shown)
+        pipe, parent, bucket = self._recorded(provenance.record_of(record), shown)
 
         def step_counts(request: Request, stage: str) -> list[int]:
             return pipe.task_run(request.sampling).step_counts(request, stage)
 
         made = branches.requests_of(parent, at, num_images, seed, step_counts)
-        if bucket is None or made[0].turns[-1].stage == "layout":
-            return pipe, made, None
-        rows = min(self.batch_size, 1 << (len(made) - 1).bit_length())
-        return pipe, made, dataclasses.replace(bucket, rows=rows)
+        return pipe, made, branches.bucket_of(made, bucket, self.batch_size)
 
     @runtime.interrupts_held()
     @jax_settings.defaults()
@@ -622,12 +610,9 @@ class SparseLaViDa:
         Raises:
             RequestError: see `replay`; or the draws do not follow from one pass, which says why.
         """
-        from sparse_lavida_jax.inference import proofs
+        from sparse_lavida_jax.inference import proofs, provenance
 
-        if isinstance(image, Result):
-            pairs = [*zip(image.records, image.pixels, strict=True)]
-        else:
-            pairs = [(image_files.read_record(image), image_files.read(image))]
+        pairs = provenance.recorded_pixels(image)
         seen = shown if isinstance(shown, list | tuple) else [shown] * len(pairs)
         made = [
             (*self._recorded(record, one)[:2], record, pixels)
@@ -679,33 +664,9 @@ class SparseLaViDa:
         """Returns the request of a recorded image, and what it is to be run with; see `replay`."""
         from sparse_lavida_jax.inference import provenance
 
-        record = old_names.current(record)
-        provenance.check(record)
-        provenance.check_names(record, {"checkpoint", "adapters", "" if shown is None else "image"})
-        name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
-        if theirs != self.source.sha256:
-            raise RequestError(
-                f"it was drawn by another checkpoint: {name:.200} with SHA-256 {theirs[:12]},"
-                f" this is {self.source.name} with {self.source.sha256[:12]}."
-            )
-        task, recipe = record["task"], dict(record["recipe"])
-        attempt = recipe.pop("attempt", 0)
-        if task != "reflect":
-            recipe["layout"] = False if record.get("layout") is None else record["layout"]
-        sampling = config.build(config.Sampling, record["sampling"])
-        seen = recorded_image(record, shown)
-        given = {"seed": record["seed"], "sampling": sampling, "as_written": True, **recipe}
-        (made,) = self.requests(task, record["prompt"], seen, **given)
-        words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
-        turns = tuple(presets.Turn(*turn) for turn in record.get("turns") or ())
-        drawn = [tuple(record.get(name) or ()) for name in ("layout_tokens", "decoded_at")]
-        more = {"turns": turns, "attempt": attempt, "drawn_layout": tuple(drawn)}
-        made = dataclasses.replace(made, **words, **more)
-        shapes = record.get("bucket")
-        bucket = shapes and Bucket(shapes["rows"], tuple(shapes["prompt_len"]))
-        model = provenance.attending(record, self.model)
-        pipe = self if model is self.model else self.with_model(model, self.source)
-        return pipe, made, bucket
+        made = provenance.recorded(record, shown, self.model, self.source, self.requests)
+        pipe = self if made.model is self.model else self.with_model(made.model, self.source)
+        return pipe, made.request, made.bucket
 
     # -- requests in, results out ---------------------------------------------------------
 

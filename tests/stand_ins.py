@@ -128,6 +128,16 @@ def batches(given: config.Config) -> SceneBatches:
     return SceneBatches(given, encoder(given))
 
 
+def pipe_of_tasks(trained, batch_size: int, **sampling) -> pipelines.SparseLaViDa:
+    """Returns a pipeline with arbitrary weights that learned some tasks of the small world."""
+    given = settings(
+        data={"tasks": dict.fromkeys(trained, 1.0), "max_answer_len": 16},
+        sampling={"schedule": "linear", "temperature": 1.0, **sampling},
+    )
+    parts = tiny.denoiser(given.model), given, prompts(given), Codec()
+    return pipelines.SparseLaViDa(*parts, batch_size)
+
+
 def without_waiting(monkeypatch) -> None:
     """Replaces the trained codec by the exact one; uses few examples to determine shapes."""
     monkeypatch.setattr(sources, "ImageCodec", Codec)

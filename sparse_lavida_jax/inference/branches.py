@@ -7,12 +7,13 @@ once (`Engine.decode`). The record of a branch names its turns, so branches have
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparse_lavida_jax.inference import checks, provenance
+from sparse_lavida_jax.inference.batch_shapes import Bucket
 from sparse_lavida_jax.inference.requests import BRANCHES, Request
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling.presets import STAGES, Turn
@@ -61,6 +62,20 @@ def requests_of(
     layout = True if stage == "layout" else parent.layout
     parent = dataclasses.replace(parent, layout=layout)
     return [dataclasses.replace(parent, turns=(*kept, Turn(stage, step, one))) for one in seeds]
+
+
+def bucket_of(requests: Sequence[Request], parent: Bucket | None, batch_size: int) -> Bucket | None:
+    """Returns the shapes that branches are padded to: those of their parent, with rows for all.
+
+    None where they write a layout of their own, whose length is not known.
+
+    Args:
+        parent: the shapes that the parent was padded to, if they are recorded.
+    """
+    if parent is None or requests[0].turns[-1].stage == "layout":
+        return None
+    rows = min(batch_size, 1 << (len(requests) - 1).bit_length())
+    return dataclasses.replace(parent, rows=rows)
 
 
 def _order(stage: str, step: int) -> tuple[int, int]:

@@ -7,22 +7,33 @@
 import dataclasses
 import itertools
 import logging
+import os
 import pathlib
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, Literal
 
 import jax
 
-from sparse_lavida_jax import config, schema
+from sparse_lavida_jax import config, old_names, schema
 from sparse_lavida_jax.checkpoints import adapter_names, model_folder
-from sparse_lavida_jax.data import files
+from sparse_lavida_jax.data import files, image_files
+from sparse_lavida_jax.data.image_files import Pixels
+from sparse_lavida_jax.inference.batch_shapes import Bucket
 from sparse_lavida_jax.inference.checks import SEEDS
-from sparse_lavida_jax.inference.results import FORMAT, OLDER_FORMATS, SAMPLER_VERSION, SHOWN_KEY
+from sparse_lavida_jax.inference.requests import Request, Shown, recorded_image
+from sparse_lavida_jax.inference.results import (
+    FORMAT,
+    OLDER_FORMATS,
+    SAMPLER_VERSION,
+    SHOWN_KEY,
+    Origin,
+    Result,
+)  # fmt: skip
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sampling.presets import STAGES
+from sparse_lavida_jax.sampling.presets import STAGES, Turn
 
 log = logging.getLogger(__name__)
 
@@ -229,3 +240,84 @@ def _given(values: dict[str, Any], kind: type[schema.Section] = _Record) -> Any:
         if kinds.get(name) in (_Recipe, _Shown) and isinstance(value, dict):
             found[name] = _given(value, kinds[name])
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What draws a recorded image again.
+
+    Attributes:
+        bucket: the shapes that it was padded to; None: they are not recorded.
+        model: with the kernels that drew it, as far as they run here.
+    """
+
+    request: Request
+    bucket: Bucket | None
+    model: Denoiser
+
+
+def recorded(
+    record: dict[str, Any],
+    shown: Shown | None,
+    model: Denoiser,
+    source: Origin,
+    requests: Callable[..., list[Request]],
+) -> Recorded:
+    """Returns what draws a recorded image again, after all checks of the record.
+
+    Args:
+        shown: the image it was drawn after, see `SparseLaViDa.replay`.
+        source: where the model comes from.
+        requests: makes requests (`SparseLaViDa.requests`).
+
+    Raises:
+        RequestError: the record is damaged or from another version or checkpoint, or the image is
+            another one.
+    """
+    record = old_names.current(record)
+    check(record)
+    check_names(record, {"checkpoint", "adapters", "" if shown is None else "image"})
+    name, theirs = (record["checkpoint"].get(key, "") for key in ("name", "sha256"))
+    if theirs != source.sha256:
+        raise RequestError(
+            f"it was drawn by another checkpoint: {name:.200} with SHA-256 {theirs[:12]},"
+            f" this is {source.name} with {source.sha256[:12]}."
+        )
+    task, recipe = record["task"], dict(record["recipe"])
+    attempt = recipe.pop("attempt", 0)
+    if task != "reflect":
+        recipe["layout"] = False if record.get("layout") is None else record["layout"]
+    sampling = config.build(config.Sampling, record["sampling"])
+    seen = recorded_image(record, shown)
+    given = {"seed": record["seed"], "sampling": sampling, "as_written": True, **recipe}
+    (made,) = requests(task, record["prompt"], seen, **given)
+    words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
+    turns = tuple(Turn(*turn) for turn in record.get("turns") or ())
+    drawn = tuple(tuple(record.get(name) or ()) for name in ("layout_tokens", "decoded_at"))
+    made = dataclasses.replace(made, **words, turns=turns, attempt=attempt, drawn_layout=drawn)
+    shapes = record.get("bucket")
+    bucket = Bucket(shapes["rows"], tuple(shapes["prompt_len"])) if shapes else None
+    return Recorded(made, bucket, attending(record, model))
+
+
+def record_of(image: Mapping[str, Any] | Result | str | os.PathLike) -> dict[str, Any]:
+    """Returns the record of one image: itself, of a PNG, or of a result.
+
+    Raises:
+        RequestError: the result has no image or several.
+        ImageError: the PNG has no record.
+    """
+    if isinstance(image, Mapping):
+        return dict(image)
+    if not isinstance(image, Result):
+        return image_files.read_record(image)
+    if len(image.records) != 1:
+        raise RequestError(f"one image is meant, and the result has {len(image.records)} of them.")
+    return image.records[0]
+
+
+def recorded_pixels(image: Result | str | os.PathLike) -> list[tuple[dict[str, Any], Pixels]]:
+    """Returns the records of a PNG or of a result, each with its image."""
+    if isinstance(image, Result):
+        return [*zip(image.records, image.pixels, strict=True)]
+    return [(image_files.read_record(image), image_files.read(image))]

@@ -7,30 +7,24 @@ import json
 import numpy as np
 import pytest
 import stand_ins
-import tiny
 
-from sparse_lavida_jax import pipeline
 from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import rules, tasks, world
 
-SAMPLING = {"num_steps": 2, "schedule": "linear", "text_steps": 1, "temperature": 1.0}
+SAMPLING = {"num_steps": 2, "text_steps": 1}
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 
 
 def made(trained):
-    given = stand_ins.settings(
-        data={"tasks": dict.fromkeys(trained, 1.0), "max_answer_len": 16}, sampling=SAMPLING
-    )
-    parts = tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec()
-    return pipeline.SparseLaViDa(*parts, 4)
+    return stand_ins.pipe_of_tasks(trained, 4, **SAMPLING)
 
 
 @pytest.fixture(scope="module")
 def pipe():
     with stand_ins.quick_compilation():
-        yield made((*tasks.TASKS, "fill_plan"))
+        yield made((*tasks.TASKS, "fill_layout"))
 
 
 @pytest.fixture

@@ -10,27 +10,22 @@ import json
 import numpy as np
 import pytest
 import stand_ins
-import tiny
 
-from sparse_lavida_jax import pipeline
 from sparse_lavida_jax.inference import branches, provenance
 from sparse_lavida_jax.inference.results import OLDER_FORMATS
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling.presets import Turn
 from sparse_lavida_jax.scenes import tasks, world
 
-TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
-SAMPLING = {"num_steps": 4, "schedule": "linear", "text_steps": 2, "temperature": 1.0,
-            "layout_temperature": 1.0}  # fmt: skip
+TASKS = (*tasks.TASKS, "fill_layout")
+SAMPLING = {"num_steps": 4, "text_steps": 2, "layout_temperature": 1.0}
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 
 
 @pytest.fixture(scope="module")
 def pipe():
-    given = stand_ins.settings(data={"tasks": TASKS, "max_answer_len": 16}, sampling=SAMPLING)
-    parts = tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec()
     with stand_ins.quick_compilation():
-        yield pipeline.SparseLaViDa(*parts, 4)
+        yield stand_ins.pipe_of_tasks(TASKS, 4, **SAMPLING)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +157,7 @@ def test_images_of_reflect_and_several_images_are_refused(pipe):
     with pytest.raises(RequestError, match="follows from verdicts"):
         pipe.branch(result)
     several = dataclasses.replace(result, records=result.records * 2)
-    with pytest.raises(RequestError, match="one image is branched, and the result has 2"):
+    with pytest.raises(RequestError, match="one image is meant, and the result has 2"):
         pipe.branch(several)
 
 

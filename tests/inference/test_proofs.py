@@ -10,9 +10,7 @@ import json
 import numpy as np
 import pytest
 import stand_ins
-import tiny
 
-from sparse_lavida_jax import pipeline
 from sparse_lavida_jax.cli import commands, program
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import provenance, surprise
@@ -21,19 +19,16 @@ from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.schema import InputError
 
-TASKS = dict.fromkeys((*tasks.TASKS, "fill_plan"), 1.0)
-SAMPLING = {"num_steps": 4, "schedule": "linear", "text_steps": 4, "temperature": 1.0,
-            "layout_temperature": 1.0}  # fmt: skip
+TASKS = (*tasks.TASKS, "fill_layout")
+SAMPLING = {"num_steps": 4, "text_steps": 4, "layout_temperature": 1.0}
 IMAGE = world.render(tasks.sample("edit", 0, 0).image)
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 
 
 @pytest.fixture(scope="module")
 def pipe():
-    given = stand_ins.settings(data={"tasks": TASKS, "max_answer_len": 16}, sampling=SAMPLING)
-    parts = tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec()
     with stand_ins.quick_compilation():
-        yield pipeline.SparseLaViDa(*parts, 2)
+        yield stand_ins.pipe_of_tasks(TASKS, 2, **SAMPLING)
 
 
 @pytest.fixture(scope="module")
