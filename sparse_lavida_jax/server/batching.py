@@ -231,7 +231,7 @@ class Batch:
         left: steps left; 0 until that is known.
         on_device: seconds during which it held the device.
         first: seconds during which it ran programs that had to be compiled first.
-        keys: of its programs (`engine.Programs`).
+        keys: of its programs (`kept.Programs`).
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Batcher:
     Attributes:
         open: requests that have not ended, in order of arrival.
         device: what batches take turns on.
-        known: keys of the programs that are in memory because they have run (`engine.Programs`).
+        known: keys of the programs that are in memory because they have run (`kept.Programs`).
         kept: keys of all programs that ever ran: the folder of compiled programs has them.
         warm: keys of rehearsed programs, which stay in memory.
         stops: whether new requests are turned away.

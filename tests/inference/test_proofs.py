@@ -95,7 +95,7 @@ def test_every_planted_code_is_found(pipe, drawn):
 def test_a_code_of_the_last_step_is_found(pipe, drawn):
     result, shown = drawn["inpaint"]
     run = pipe.task_run(pipe.settings.sampling)
-    _, request, _ = pipe._recorded(result.records[0], shown)
+    _, request, _ = pipe.recorded(result.records[0], shown)
     ((steps, _),) = run.engine.scores(
         [run.image_example(request)], [request], request.sampling, result.tokens, making="image"
     )
