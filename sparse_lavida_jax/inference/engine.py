@@ -190,10 +190,13 @@ class Engine:
 
         Raises:
             RequestError: they are more, or an example has an image in several views.
+            ConfigError: more steps than there are tokens.
         """
         if any(one.views for one in examples):
             raise RequestError("an image that the model sees in several views fits no such pass.")
         model, block = self.model.settings, sampling.text_block_len or self.text_block_len
+        for one in examples:
+            check_steps(one, sampling, model, block)
         kind, edits = examples[0].kind, _has_source(examples[0])
         guided = any(presets.is_guided(one, has_source=edits) for one in requests)
         settings = _settings(sampling, model, kind, edits, guided)
