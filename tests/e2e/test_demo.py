@@ -28,7 +28,7 @@ gr = pytest.importorskip(
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.page import (
+from sparse_lavida_jax.page import (  # noqa: E402
     demo,
     example_prompts,
     fields,
