@@ -289,7 +289,9 @@ def _other_pixels(
 ) -> tuple[int, ...]:
     """Returns the cells whose pixels are not those of the codes, up to rounding."""
     rows, columns = grid_of(request.size, run.codec.image_size, run.settings.model)
-    (drawn,) = run.codec.decode(codes[None], rows, run.sampling.vq_dtype)
+    dtype = run.sampling.vq_dtype
+    with run.programs(("pixels", rows, columns, dtype)):
+        (drawn,) = run.codec.decode(codes[None], rows, dtype)
     if pixels.shape != drawn.shape:
         return tuple(range(rows * columns))
     apart = np.abs(drawn.astype(int) - pixels).max(axis=-1) > ROUNDING

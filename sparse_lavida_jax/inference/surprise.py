@@ -119,8 +119,9 @@ def surprise(
     if len(images) != 1:
         raise RequestError(f"one image is scored, and {len(images)} were given.")
     canvas = run.prompts.canvas(images[0].pixels, run.codec.image_size)
-    (codes,) = run.codec.encode(canvas[None])
-    (back,) = run.codec.decode(codes[None])
+    with run.programs(("codec", canvas.shape)):
+        (codes,) = run.codec.encode(canvas[None])
+        (back,) = run.codec.decode(codes[None])
     error = float(np.square(canvas.astype(float) - back).mean())
     examples = [run.image_example(request) for request in requests]
     rows = [(one, FIRST_SEED + i) for one in examples for i in range(count)]
