@@ -50,7 +50,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.programs import jax_settings
-from sparse_lavida_jax.programs.kept import Programs
+from sparse_lavida_jax.programs.persistent_jit import Programs
 from sparse_lavida_jax.prompting.protocol import PromptFormat, prompt_format
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
@@ -545,7 +545,7 @@ class SparseLaViDa:
 
     def branch(
         self,
-        record: dict[str, Any] | Result | str | os.PathLike,
+        record: dict[str, Any] | Result | str | pathlib.Path,
         at: Any = None,
         *,
         num_images: Number = None,
@@ -572,7 +572,7 @@ class SparseLaViDa:
 
     def branches(
         self: S,
-        record: dict[str, Any] | Result | str | os.PathLike,
+        record: dict[str, Any] | Result | str | pathlib.Path,
         at: Any = None,
         num_images: Number = None,
         seed: Numbers = None,
@@ -679,7 +679,7 @@ class SparseLaViDa:
         """Returns requests for a task: the one place where they are checked.
 
         Args:
-            task: a key of `requests.TASKS`.
+            task: a key of `requests.TASK_SPECS`.
             words: prompt, instruction, question, phrases or text; None if a task has none.
             shown: the images that the task is about.
             given: its options (`TaskSpec.takes`); None: not given.

@@ -241,7 +241,7 @@ def _stages(
 ) -> list[Stage]:
     """Returns what one pass says about the draws of a stage."""
     given = examples, requests, sampling, responses, orders
-    how = {"making": name, "tolerance": tolerance, "programs": run.programs}
+    how = {"stage": name, "tolerance": tolerance, "programs": run.programs}
     scored = run.engine.scores(*given, **how)
     return [
         _stage(name, steps, scores, None if orders is None else orders[i], tolerance)

@@ -133,7 +133,7 @@ def surprise(
         own, seeds = zip(*rows[start : start + run.engine.batch_size], strict=True)
         seeded = [RowRequest(seed=seed, temperature=1.0) for seed in seeds]
         same = [codes] * len(own)
-        how = {"making": "image", "programs": run.programs}
+        how = {"stage": "image", "programs": run.programs}
         for _, scores in run.engine.scores(own, seeded, run.sampling, same, **how):
             bits = np.zeros(len(codes))
             np.add.at(bits, scores.at, (scores.bits * scores.decided).sum(axis=1))
