@@ -449,8 +449,8 @@ async def _surprised(
                 yield gr.skip(), standing.standing(ticket, pace), gr.skip()
         found = ticket.future.result()
     canvas = service.pipe.prompts.canvas(image, service.pipe.codec.image_size)
-    veiled = surprises.veiled(canvas, found, found.ranked[0])
-    yield veiled, standing.scored(ticket, found), surprises.ranking(canvas, found)
+    lit = surprises.lit(canvas, found, found.ranked[0])
+    yield lit, standing.scored(ticket, found), surprises.ranking(canvas, found)
 
 
 async def _waiting(ticket: Ticket) -> AsyncGenerator[None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How surprising an image is given captions, for the page: veils over its cells, and a ranking."""
+"""How surprising an image is given captions, for the page: its cells lit by bits, and a ranking."""
 
 import base64
 import html
@@ -11,13 +11,12 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.surprise import BRIGHTEST, Surprise
 from sparse_lavida_jax.page import figures, passes
 
-VEIL = (213, 94, 0)  # of the palette of `passes.BOXES`
-THICKEST = 0.8  # share of the veil's colour in a cell of `BRIGHTEST` bits or more
-LEAST_SIDE = 384  # pixels of the longer side of an image with its veil
+DARKEST = 0.2  # share of the light that is left of a cell without bits
+LEAST_SIDE = 384  # pixels of the longer side of an image with its cells lit
 
 
-def veiled(canvas: image_files.Pixels, found: Surprise, caption: int) -> image_files.Pixels:
-    """Draws a veil over each cell, the thicker the more bits it has, and frames the worst cell.
+def lit(canvas: image_files.Pixels, found: Surprise, caption: int) -> image_files.Pixels:
+    """Draws each cell the brighter the more bits it has, and a frame around the worst one.
 
     Small images are enlarged, every pixel a square.
 
@@ -28,13 +27,13 @@ def veiled(canvas: image_files.Pixels, found: Surprise, caption: int) -> image_f
     rows, columns = found.grid
     large = image_files.enlarged(canvas, max(1, LEAST_SIDE // max(canvas.shape[:2])))
     height, width = large.shape[0] // rows, large.shape[1] // columns
-    level = np.clip(found.bits[caption] / BRIGHTEST, 0, 1).reshape(rows, columns) * THICKEST
-    level = level.repeat(height, axis=0).repeat(width, axis=1)[..., None]
-    image = Image.fromarray(np.round(large * (1 - level) + VEIL * level).astype(np.uint8))
+    level = np.clip(found.bits[caption] / BRIGHTEST, 0, 1).reshape(rows, columns)
+    light = (DARKEST + (1 - DARKEST) * level).repeat(height, axis=0).repeat(width, axis=1)
+    image = Image.fromarray(np.round(large * light[..., None]).astype(np.uint8))
     row, column = found.cell(caption)
     x, y = column * width, row * height
     box = (x, y, x + width - 1, y + height - 1)
-    ImageDraw.Draw(image).rectangle(box, outline=figures.INK, width=max(1, width // 16))
+    ImageDraw.Draw(image).rectangle(box, outline=figures.MASKED, width=max(1, width // 16))
     return np.array(image)
 
 
@@ -42,7 +41,7 @@ def ranking(canvas: image_files.Pixels, found: Surprise) -> str:
     """Returns the captions with their bits as HTML, the one that fits best first."""
     shown = []
     for place, i in enumerate(found.ranked, 1):
-        small = Image.fromarray(veiled(canvas, found, i))
+        small = Image.fromarray(lit(canvas, found, i))
         small.thumbnail((passes.SIDE, passes.SIDE), Image.Resampling.NEAREST)
         png = base64.b64encode(image_files.encoded(np.array(small))).decode()
         row, column = found.cell(i)

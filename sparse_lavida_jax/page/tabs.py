@@ -77,6 +77,6 @@ TABS = {
         ),
         info="at most eight; the fewer bits an image has given a caption, the better it fits",
         button="Measure",
-        result="The cells that the best caption explains least",
+        result="Bright where the best caption explains least",
     ),
 }

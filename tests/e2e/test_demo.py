@@ -397,7 +397,7 @@ def test_more_like_an_image_are_its_branches(service):
         asyncio.run(all_of(demo._branched(service, None, 0.5, standing.Pace())))
 
 
-def test_captions_are_ranked_under_a_veil(service, shown):
+def test_captions_are_ranked_beside_their_cells(service, shown):
     image = image_files.read(shown)
     words = "two blue squares\n\na red circle\na green cross\n"
 
@@ -405,10 +405,10 @@ def test_captions_are_ranked_under_a_veil(service, shown):
         values = demo._surprised(service, *given, standing.Pace())
         return [one async for one in values]
 
-    *_, (veiled, note, ranking) = asyncio.run(all_of(image, words))
+    *_, (lit, note, ranking) = asyncio.run(all_of(image, words))
     captions = ["two blue squares", "a red circle", "a green cross"]
     wanted = service.pipe.surprise(image, captions)
-    np.testing.assert_array_equal(veiled, surprises.veiled(image, wanted, wanted.ranked[0]))
+    np.testing.assert_array_equal(lit, surprises.lit(image, wanted, wanted.ranked[0]))
     assert f"{wanted.tokens_passed:,} {PASSED}, nothing drawn" in note
     places = [ranking.index(f"{place}. ") for place in (1, 2, 3)]
     assert places == sorted(places) and ranking.count("<img") == 3
@@ -420,18 +420,16 @@ def test_captions_are_ranked_under_a_veil(service, shown):
             asyncio.run(all_of(image, wrong))
 
 
-def test_a_veil_is_thick_where_bits_are_and_frames_the_worst_cell():
+def test_cells_are_lit_by_their_bits_and_the_worst_is_framed():
     bits = np.zeros((1, 36))
     bits[0, 7], bits[0, 9] = 8.0, 4.0
     found = surprise.Surprise(("<b>a</b>",), bits, (6, 6), 0.0, 10)
     canvas = np.full((96, 96, 3), 200, np.uint8)
-    veiled = surprises.veiled(canvas, found, 0)
-    assert veiled.shape == (384, 384, 3)
-    assert veiled[0, 0].tolist() == [200] * 3
-    full, half = veiled[96, 96], veiled[96, 224]
-    np.testing.assert_array_equal(full, np.round(0.2 * 200 + 0.8 * np.array(surprises.VEIL)))
-    np.testing.assert_array_equal(half, np.round(0.6 * 200 + 0.4 * np.array(surprises.VEIL)))
-    assert (veiled[64, 64:128] == figures.INK).all() and (veiled[64, 63] == 200).all()
+    lit = surprises.lit(canvas, found, 0)
+    assert lit.shape == (384, 384, 3)
+    shades = [lit[at].tolist() for at in ((0, 0), (96, 96), (96, 224))]
+    assert shades == [[40] * 3, [200] * 3, [120] * 3]
+    assert (lit[64, 64:128] == figures.MASKED).all() and (lit[64, 63] == 40).all()
     said = surprises.ranking(canvas, found)
     assert "&lt;b&gt;a&lt;/b&gt;<br><b>12.0 bits</b>, 8.0 of them in row 1, column 1" in said
 

@@ -428,8 +428,8 @@ def test_captions_are_measured_and_nine_are_refused(page):
     (path,) = page.upload(png()).json()
     number, image = page.number("", "surprise"), {"path": path, "meta": META}
     ok, output = page.done(number, [image, "a red circle\ntwo blue squares"])
-    veiled, note, ranking = output["data"]
-    assert ok and page.guard.folder.has(veiled["path"])
+    lit, note, ranking = output["data"]
+    assert ok and page.guard.folder.has(lit["path"])
     assert "nothing drawn" in note and ranking.count("<figure>") == 2
     for words, told in (
         ("a\n" * 9, "9 captions were sent"),
