@@ -150,7 +150,7 @@ class Service:
         with self.counting_refusals(task):
             work = None
             if task == SURPRISE:
-                requests, work = self._surprise(words, shown, **options)
+                requests, work = self._surprise(words or (), shown, **options)
             elif task == PROOF:
                 requests, work = self._proof(shown, **options)
             elif task == BRANCH:
