@@ -30,7 +30,7 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.inference.checks import Number, Numbers, Words
-from sparse_lavida_jax.inference.engine import Engine, Programs
+from sparse_lavida_jax.inference.engine import Engine
 from sparse_lavida_jax.inference.requests import (
     ROUNDS,
     ChangeOptions,
@@ -50,6 +50,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.models.stack import admit_kernel_for
 from sparse_lavida_jax.programs import jax_settings
+from sparse_lavida_jax.programs.persistent_jit import Programs
 from sparse_lavida_jax.prompting.protocol import PromptFormat, prompt_format
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
@@ -539,7 +540,7 @@ class SparseLaViDa:
             RequestError: the record is damaged or from another version or checkpoint, or the
                 image is another one.
         """
-        pipe, request, bucket = self._recorded(record, shown)
+        pipe, request, bucket = self.recorded(record, shown)
         return pipe.run([request], callback, bucket=bucket)
 
     def branch(
@@ -580,7 +581,7 @@ class SparseLaViDa:
         """Returns the requests of `branch`, and what they are to be run with."""
         from sparse_lavida_jax.inference import branches, provenance
 
-        pipe, parent, bucket = self._recorded(provenance.record_of(record), shown)
+        pipe, parent, bucket = self.recorded(provenance.record_of(record), shown)
 
         def step_counts(request: Request, stage: str) -> list[int]:
             return pipe.task_run(request.sampling).step_counts(request, stage)
@@ -589,7 +590,6 @@ class SparseLaViDa:
         return pipe, made, branches.bucket_of(made, bucket, self.batch_size)
 
     @runtime.interrupts_held()
-    @jax_settings.defaults()
     def prove(
         self,
         image: Result | str | pathlib.Path,
@@ -615,7 +615,7 @@ class SparseLaViDa:
         pairs = provenance.recorded_pixels(image)
         seen = shown if isinstance(shown, list | tuple) else [shown] * len(pairs)
         made = [
-            (*self._recorded(record, one)[:2], record, pixels)
+            (*self.recorded(record, one)[:2], record, pixels)
             for (record, pixels), one in zip(pairs, seen, strict=True)
         ]
         found = []
@@ -629,7 +629,6 @@ class SparseLaViDa:
         return found
 
     @runtime.interrupts_held()
-    @jax_settings.defaults()
     def surprise(
         self,
         image: Shown,
@@ -658,7 +657,7 @@ class SparseLaViDa:
         count = surprise.PLANS if num_plans is None else num_plans
         return surprise.surprise(self.task_run(sampling), made, image, count)
 
-    def _recorded(
+    def recorded(
         self: S, record: dict[str, Any], shown: Shown | None
     ) -> tuple[S, Request, Bucket | None]:
         """Returns the request of a recorded image, and what it is to be run with; see `replay`."""

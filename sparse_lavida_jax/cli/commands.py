@@ -416,7 +416,8 @@ def _surprise(asked: argparse.Namespace) -> None:
         _check_out(asked.out)
     found = load(asked).surprise(shown, [check_words(one) for one in asked.caption])
     if asked.out is not None:
-        image_files.write(asked.out, found.map(found.ranked[0]))
+        drawn = found.map(found.ranked[0])
+        image_files.write(asked.out, drawn, scale=_scale(asked, drawn))
     if asked.json:
         files = [] if asked.out is None else [str(asked.out)]
         say_json(found.as_json() | {"files": files})

@@ -138,7 +138,7 @@ COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
     "surprise": Command(
         "measure in bits how well captions fit an image, and which cell fits least",
         f'out.png --caption {_CIRCLE} --caption "a red circle above a blue cross" --out map.png',
-        f"needed_image captions map {_LOADED} batch_size json quiet debug",
+        f"needed_image captions map scale {_LOADED} batch_size json quiet debug",
     ),
     "demo": Command("serve a web page on which to try a model", "--port 8000", _HOSTING),
     "serve": Command("serve a model with the endpoints of OpenAI's API", "--port 8000", _HOSTING),

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from sparse_lavida_jax.inference import batch_shapes, whole_plan
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.programs.persistent_jit import Programs
 from sparse_lavida_jax.programs.program_arguments import taken_apart
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import costs, plans, presets
@@ -30,8 +31,6 @@ from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
 MOST_LOGITS = 2**28  # of a pass over whole plans
-# Entered around compiled programs, with the key that chooses them.
-Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +177,12 @@ class Engine:
         stage: str,
         tolerance: float = 0.0,
         most_logits: int = MOST_LOGITS,
+        programs: Programs = contextlib.nullcontext,
     ) -> list[tuple[list[whole_plan.Step], whole_plan.Scores]]:
         """Returns the steps that would decode responses, and how they score them, in one pass.
 
         Args:
-            requests, sampling, stage: as for `decode`.
+            requests, sampling, stage, programs: as for `decode`.
             responses: whole ones, each with a token that is not given.
             orders: the block of each token (`Decoded.orders`); None: as planned, for images.
             tolerance: see `whole_plan.scores`.
@@ -190,10 +190,13 @@ class Engine:
 
         Raises:
             RequestError: they are more, or an example has an image in several views.
+            ConfigError: more steps than there are tokens.
         """
         if any(one.views for one in examples):
             raise RequestError("an image that the model sees in several views fits no such pass.")
         model, block = self.model.settings, sampling.text_block_len or self.text_block_len
+        for one in examples:
+            check_steps(one, sampling, model, block)
         kind, edits = examples[0].kind, _has_source(examples[0])
         guided = any(presets.is_guided(one, has_source=edits) for one in requests)
         settings = _settings(sampling, model, kind, edits, guided)
@@ -215,7 +218,8 @@ class Engine:
             raise RequestError(f"its steps predict {number} tokens: 1 to {most} fit one pass.")
         network = self._model(sampling.quantize)
         how = {"settings": settings, "stage": stage, "tolerance": tolerance}
-        scored = whole_plan.scores(network, inputs, steps, responses, orders, **how)
+        given = network, inputs, steps, responses, orders
+        scored = whole_plan.scores(*given, programs=programs, **how)
         return list(zip(steps, scored, strict=True))
 
     def _model(self, method: str) -> Denoiser:

@@ -10,6 +10,7 @@ that the noise decided: an image that its layout determines has none, and any se
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.inference import whole_plan
 from sparse_lavida_jax.inference.requests import Request, grid_of
 from sparse_lavida_jax.inference.tasks import TaskRun
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
 
@@ -41,6 +43,7 @@ class Stage:
         places: the positions in it that do not follow.
         bits: that the noise decided.
         shortfall: the largest distance of a draw from the largest score, in logits.
+        passed: tokens that were passed.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Stage:
     places: tuple[int, ...]
     bits: float
     shortfall: float
+    passed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,10 @@ class Proof:
         return sum(stage.bits for stage in self.stages)
 
     @property
+    def tokens_passed(self) -> int:
+        return sum(stage.passed for stage in self.stages)
+
+    @property
     def follows(self) -> bool:
         drawn = all(stage.step is None for stage in self.stages)
         return drawn and self.text and not self.given and not self.pixels
@@ -107,10 +115,17 @@ class Proof:
         return [*told, answer if self.follows else "it was not drawn so"]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `--json` prints."""
-        return {"follows": self.follows, "bits": self.bits} | dataclasses.asdict(self)
+        """Returns what `--json` prints; what is infinite is None."""
+        return _finite({"follows": self.follows, "bits": self.bits} | dataclasses.asdict(self))
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@jax_settings.defaults()
 def prove(
     run: TaskRun,
     requests: Sequence[Request],
@@ -139,7 +154,9 @@ def prove(
         _array(record["codes"], one.response.shape, run.settings.model.codebook_size, "codes")
         for record, one in zip(records, examples, strict=True)
     ]
+    run.tell("proof", 0, 2)
     layouts, texts = _layouts(run, requests, tolerance)
+    run.tell("proof", 1, 2)
     images = _stages(run, "image", examples, requests, run.sampling, codes, None, tolerance)
     proofs = []
     for i, (request, one, own) in enumerate(zip(requests, examples, codes, strict=True)):
@@ -223,8 +240,9 @@ def _stages(
     tolerance: float,
 ) -> list[Stage]:
     """Returns what one pass says about the draws of a stage."""
-    how = examples, requests, sampling, responses, orders
-    scored = run.engine.scores(*how, stage=name, tolerance=tolerance)
+    given = examples, requests, sampling, responses, orders
+    how = {"stage": name, "tolerance": tolerance, "programs": run.programs}
+    scored = run.engine.scores(*given, **how)
     return [
         _stage(name, steps, scores, None if orders is None else orders[i], tolerance)
         for i, (steps, scores) in enumerate(scored)
@@ -262,7 +280,8 @@ def _stage(
     places = scores.at[wrong.any(axis=1) & (scores.step == first)]
     bits, shortfall = max(float(scores.bits[taken].sum()), 0.0), float(far[taken].max(initial=0))
     counts = int(taken.sum()), int(wrong.sum())
-    return Stage(name, *counts, first, tuple(places.tolist()), bits, shortfall)
+    where = first, tuple(places.tolist())
+    return Stage(name, *counts, *where, bits, shortfall, scores.tokens)
 
 
 def _other_pixels(
@@ -270,7 +289,9 @@ def _other_pixels(
 ) -> tuple[int, ...]:
     """Returns the cells whose pixels are not those of the codes, up to rounding."""
     rows, columns = grid_of(request.size, run.codec.image_size, run.settings.model)
-    (drawn,) = run.codec.decode(codes[None], rows, run.sampling.vq_dtype)
+    dtype = run.sampling.vq_dtype
+    with run.programs(("pixels", rows, columns, dtype)):
+        (drawn,) = run.codec.decode(codes[None], rows, dtype)
     if pixels.shape != drawn.shape:
         return tuple(range(rows * columns))
     apart = np.abs(drawn.astype(int) - pixels).max(axis=-1) > ROUNDING

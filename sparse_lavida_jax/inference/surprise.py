@@ -18,6 +18,7 @@ from sparse_lavida_jax.data.image_files import Pixels, enlarged
 from sparse_lavida_jax.inference import checks
 from sparse_lavida_jax.inference.requests import Request, Shown, shown_images
 from sparse_lavida_jax.inference.tasks import TaskRun
+from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.presets import RowRequest
@@ -38,14 +39,19 @@ class Surprise:
         grid: rows and columns of cells.
         error: of encoding and decoding the image: the mean squared difference of its values, 0 to
             255 squared. The codes of an image that the codec cannot keep are not the image's.
-        tokens: passed for each caption.
+        tokens_passed: for all captions.
     """
 
     captions: tuple[str, ...]
     bits: Float[np.ndarray, "n l"] = dataclasses.field(repr=False)
     grid: tuple[int, int]
     error: float
-    tokens: int
+    tokens_passed: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were passed for each caption."""
+        return self.tokens_passed // len(self.captions)
 
     @property
     def ranked(self) -> list[int]:
@@ -96,6 +102,7 @@ def sampling_of(given: config.Sampling, model: config.Model) -> config.Sampling:
     )  # fmt: skip
 
 
+@jax_settings.defaults()
 def surprise(
     run: TaskRun, requests: Sequence[Request], shown: Shown, num_plans: checks.Number
 ) -> Surprise:
@@ -112,18 +119,22 @@ def surprise(
     if len(images) != 1:
         raise RequestError(f"one image is scored, and {len(images)} were given.")
     canvas = run.prompts.canvas(images[0].pixels, run.codec.image_size)
-    (codes,) = run.codec.encode(canvas[None])
-    (back,) = run.codec.decode(codes[None])
+    with run.programs(("codec", canvas.shape)):
+        (codes,) = run.codec.encode(canvas[None])
+        (back,) = run.codec.decode(codes[None])
     error = float(np.square(canvas.astype(float) - back).mean())
     examples = [run.image_example(request) for request in requests]
     rows = [(one, FIRST_SEED + i) for one in examples for i in range(count)]
     found: list[Float[np.ndarray, " l"]] = []
     tokens = 0
-    for start in range(0, len(rows), run.engine.batch_size):
+    starts = range(0, len(rows), run.engine.batch_size)
+    for number, start in enumerate(starts):
+        run.tell("surprise", number, len(starts))
         own, seeds = zip(*rows[start : start + run.engine.batch_size], strict=True)
         seeded = [RowRequest(seed=seed, temperature=1.0) for seed in seeds]
         same = [codes] * len(own)
-        for _, scores in run.engine.scores(own, seeded, run.sampling, same, stage="image"):
+        how = {"stage": "image", "programs": run.programs}
+        for _, scores in run.engine.scores(own, seeded, run.sampling, same, **how):
             bits = np.zeros(len(codes))
             np.add.at(bits, scores.at, (scores.bits * scores.decided).sum(axis=1))
             found.append(bits)
@@ -131,4 +142,4 @@ def surprise(
     of_captions = np.stack(found).reshape(len(requests), count, -1).mean(axis=1)
     words = tuple(one.words for one in requests)
     side = int(run.settings.model.grid_size)
-    return Surprise(words, of_captions, (side, side), error, tokens // len(requests))
+    return Surprise(words, of_captions, (side, side), error, tokens)

@@ -18,7 +18,7 @@ from sparse_lavida_jax import __version__, config, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
-from sparse_lavida_jax.inference.engine import Engine, Programs, planned_counts
+from sparse_lavida_jax.inference.engine import Engine, planned_counts
 from sparse_lavida_jax.inference.requests import (
     TASK_SPECS,
     DrawnLayout,
@@ -31,6 +31,7 @@ from sparse_lavida_jax.inference.requests import (
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
 from sparse_lavida_jax.programs import side_by_side
+from sparse_lavida_jax.programs.persistent_jit import Programs
 from sparse_lavida_jax.prompting.protocol import PromptFormat
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
@@ -172,6 +173,12 @@ class TaskRun:
             self.shared[row] += decoded.shared[i]
             self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
         return decoded.responses
+
+    def tell(self, stage: str, passes: int, total: int) -> None:
+        """Tells the callback how many passes over whole plans are done; they draw nothing."""
+        if self.callback is not None:
+            canvas, decoded_at = np.zeros((0, 0, 1), np.int32), np.zeros((0, 0), np.int32)
+            self.callback(Progress(stage, passes, total, canvas, decoded_at, range(0), -1))
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ many tokens as the sampler's steps together; it saves launches and reads of weig
 """
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from sparse_lavida_jax import diffusion
 from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.diffusion import ABSENT, Blocks, CorruptedRow, StreamTokens
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.programs.persistent_jit import persistent_jit
+from sparse_lavida_jax.programs.persistent_jit import Programs, persistent_jit
 from sparse_lavida_jax.sampling import commit, draw, plans, state
 from sparse_lavida_jax.sampling.calls import over_mesh
 from sparse_lavida_jax.sampling.plans import Steps
@@ -147,6 +148,7 @@ def scores(
     settings: StepSettings,
     stage: str,
     tolerance: float = 0.0,
+    programs: Programs = contextlib.nullcontext,
 ) -> list[Scores]:
     """Passes the whole plans of a batch once, and scores the responses.
 
@@ -158,6 +160,7 @@ def scores(
         settings: as for the sampler.
         stage: a key of `state.NOISE`.
         tolerance: a draw that is no further than this from the largest score may have been made.
+        programs: entered around the pass.
 
     Returns:
         The scores of each row.
@@ -175,12 +178,14 @@ def scores(
     turns = sorted({step for one in requests for step, _ in one.seeds(stage)})
     padded[-1] = np.searchsorted(turns, padded[-1] - FIRST_BLOCK, side="right") - 1
     keys = [state.keys_from(requests, stage, step) for step in turns]
+    keys += keys[-1:] * ((1 << (len(keys) - 1).bit_length()) - len(keys))  # for few programs
     rows = state.rows_of(inputs, settings, stage)
     how = dataclasses.replace(settings, greedy=False)
     given = rows, jnp.stack(keys), padded, np.float32(tolerance)
-    with over_mesh(model):
-        found = _scored(model, *streams, pixels, *given, settings=how)
-    values = [np.split(np.asarray(x), np.cumsum([len(t[0]) for t in tables])) for x in found]
+    shapes = tuple(np.shape(x) for x in jax.tree.leaves((streams, pixels, given)))
+    with programs((stage, how, shapes)), over_mesh(model):
+        found = jax.device_get(_scored(model, *streams, pixels, *given, settings=how))
+    values = [np.split(x, np.cumsum([len(t[0]) for t in tables])) for x in found]
     done = []
     for i, own in enumerate(steps):
         step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])

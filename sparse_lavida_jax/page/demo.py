@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import math
 import os
 import pathlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import fastapi
@@ -26,25 +25,31 @@ from starlette.routing import Mount
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files, image_files
+from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.inference.branches import SHARES
 from sparse_lavida_jax.inference.checks import SEEDS
 from sparse_lavida_jax.inference.requests import BRANCHES, TASK_SPECS
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.page import example_prompts, page_guard, passes, standing
+from sparse_lavida_jax.page import (
+    example_prompts,
+    fields,
+    page_guard,
+    passes,
+    standing,
+    surprises,
+)
 from sparse_lavida_jax.page.tabs import TABS
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.schema import InputError
 from sparse_lavida_jax.server.batching import EVERY, Cancelled, QueueFull, Stopped, Ticket
-from sparse_lavida_jax.server.serving import BRANCH, Service, one_large_image
+from sparse_lavida_jax.server.serving import BRANCH, SURPRISE, Service
 
 POLL_SECONDS = 0.2  # between two looks at the progress
 KEEP_SECONDS = 3600  # for which uploads and images stay on disk
-HEIGHT = 384  # pixels of an image on the page
 MOST_GUIDANCE = 8.0
 MOST_PLACE = 0.95  # of a layout or an image that branches have in common
 LEAST_MARKED = 768  # pixels of the longer side of an image with boxes
 MOST_KEPT = 24  # images in the gallery
-MOST_PAINTED = 2**25  # pixels of a painted image and its layers
 # Small images are shown large, pixel by pixel.
 STYLE = """
 .shown-image img, .gallery img {image-rendering: pixelated}
@@ -54,9 +59,6 @@ STYLE = """
 QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 HOW_TO = "A masked diffusion model at work. Click an example or write your own, and watch."
 FONTS = ["system-ui", "sans-serif"]  # gradio's default fonts would be fetched from the internet
-BRUSH = "#ff40c0"
-# Runs in the browser, so that gradio does not rewrite the file while it is fetched.
-TO_EDITOR = "image => image && {background: image, layers: [], composite: image}"
 AS_TRAINED = "as trained"
 EXPLAINED = {  # by setting
     "steps": "More take longer, fewer give worse results.",
@@ -67,7 +69,6 @@ EXPLAINED = {  # by setting
 }
 LABELS = {name: name.capitalize() for name in EXPLAINED}
 _BASE = os.environ.get("GRADIO_TEMP_DIR")  # where the operator wants gradio's files
-BUTTONS: list[Any] = ["download", "fullscreen"]  # all but the one that uploads to a web site
 
 
 def mounted(app: fastapi.FastAPI, service: Service, host: str, port: int) -> fastapi.FastAPI:
@@ -110,16 +111,28 @@ def make_page(service: Service) -> gr.Blocks:
         gr.Markdown(f"## Sparse-LaViDa: {name}\n{HOW_TO}{knows}")
         pace = standing.Pace()
         service.watchers.append(pace.watch)
-        tasks = [task for task in TABS if not service.pipe.prompts.refusal(task)]
-        tabs = []
-        for task in tasks:
+        tabs, scored = [], []
+        for task in filter(functools.partial(_knows, service.pipe), TABS):
             with gr.Tab(TABS[task].label):
-                tabs.append(_Tab(service, task, pace))
-        _gallery(tabs)
+                if task == SURPRISE:
+                    scored.append(_surprise(service, pace))
+                else:
+                    tabs.append(_Tab(service, task, pace))
+        _gallery(tabs, scored)
     page.queue(max_size=None, default_concurrency_limit=None)  # the service has its own queue
     page._queue.max_thread_count = page_guard.EVENTS
     page._queue.ANALYTICS_MAX_EVENTS = 1  # gradio recomputes statistics over all of them per event
     return page
+
+
+def _knows(pipe: Any, task: str) -> bool:
+    """Whether a model can do what a tab is for."""
+    if task != SURPRISE:
+        return not pipe.prompts.refusal(task)
+    with contextlib.suppress(InputError):
+        surprise.sampling_of(pipe.settings.sampling, pipe.settings.model)
+        return not pipe.prompts.refusal("generate")
+    return False
 
 
 # ---------------------------------------------------------------------------------------------
@@ -148,10 +161,10 @@ class _Tab:
             with gr.Column():
                 if spec.image:
                     first = example_prompts.start(task) if small and task != "infill" else None
-                    self.shown = _image(service, first, small=task == "inpaint")
+                    self.shown = fields.image_input(service, first, small=task == "inpaint")
                     inputs["given"] = self.shown
                     if task == "inpaint":
-                        inputs["given"] = _editor(service, self.shown)
+                        inputs["given"] = fields.image_editor(service, self.shown)
                 label, value = form.words
                 lines = 3 if spec.makes == "boxes" else 1
                 self.words = gr.Textbox(
@@ -174,7 +187,7 @@ class _Tab:
                 outputs = _outputs(task)
         for component in inputs.values():
             if isinstance(component, gr.Number | gr.Slider):
-                component.preprocess = functools.partial(_number, component, component.preprocess)
+                fields.check_number(component)
         if spec.draws:
             outputs.append(gr.HTML(passes.legend()))
         self.output, note = outputs[:2]
@@ -188,16 +201,55 @@ class _Tab:
             async for made in _run(service, task, dict(zip(inputs, values, strict=True)), pace):
                 yield made
 
-        # The input names for programs that call the page.
-        named = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        signature = inspect.Signature([inspect.Parameter(name, named) for name in inputs])
-        run.__signature__ = signature
-        how: dict[str, Any] = {"api_name": task, "show_progress": "hidden"}
         starts = [go.click] if lines > 1 else [go.click, self.words.submit]
-        self.drawing = gr.on(starts, run, [*inputs.values()], outputs, **how)
-        stopped = standing.note("Stopped.")
-        ended = stop.click(None, None, None, cancels=[self.drawing], **QUIET)
-        ended.then(lambda: stopped, None, note, **QUIET)
+        self.drawing = _on(starts, stop, run, inputs, outputs, task)
+
+
+def _on(
+    starts: Sequence[Any],
+    stop: gr.Button,
+    run: Any,
+    inputs: dict[str, Any],
+    outputs: Sequence[Any],
+    name: str,
+) -> Any:
+    """Returns the event that runs a tab until it is done or stopped.
+
+    Args:
+        inputs: by the names that programs that call the page use.
+        outputs: the second one is the note on where the request stands.
+        name: by which programs call it.
+    """
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    run.__signature__ = inspect.Signature([inspect.Parameter(one, named) for one in inputs])
+    how: dict[str, Any] = {"api_name": name, "show_progress": "hidden"}
+    running = gr.on(starts, run, [*inputs.values()], [*outputs], **how)
+    stopped = standing.note("Stopped.")
+    ended = stop.click(None, None, None, cancels=[running], **QUIET)
+    ended.then(lambda: stopped, None, outputs[1], **QUIET)
+    return running
+
+
+def _surprise(service: Service, pace: standing.Pace) -> gr.Image:
+    """Adds what tells how well captions fit an image; returns the input for the image."""
+    form, small = TABS[SURPRISE], service.pipe.prompts.encoder is not None
+    label, value = form.words
+    with gr.Row():
+        with gr.Column():
+            shown = fields.image_input(service, example_prompts.start() if small else None)
+            words = gr.Textbox(label=label, value=value, info=form.info, lines=3)
+            with gr.Row():
+                go = gr.Button(form.button, variant="primary", scale=3)
+                stop = gr.Button("Stop", scale=1, min_width=80)
+        with gr.Column():
+            outputs = [_shown_image(form.result), gr.HTML(), gr.HTML()]
+
+    async def run(given: Any, words: str | None) -> AsyncIterator[tuple[Any, ...]]:
+        async for made in _surprised(service, given, words, pace):
+            yield made
+
+    _on([go.click], stop, run, {"given": shown, "words": words}, outputs, SURPRISE)
+    return shown
 
 
 def _more(service: Service, drawn: gr.State, note: gr.HTML, pace: standing.Pace) -> None:
@@ -209,7 +261,7 @@ def _more(service: Service, drawn: gr.State, note: gr.HTML, pace: standing.Pace)
         )
         go = gr.Button("More like this")
         images = gr.Gallery(show_label=False, columns=4, format="png", elem_classes="gallery")
-    place.preprocess = functools.partial(_number, place, place.preprocess)
+    fields.check_number(place)
 
     async def run(drawn: Any, place: float) -> AsyncIterator[tuple[Any, ...]]:
         async for made in _branched(service, drawn, place, pace):
@@ -235,8 +287,12 @@ def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
         chips.click(lambda sample: (image, sample[0]), chips, [shown, words], **QUIET)
 
 
-def _gallery(tabs: Sequence[_Tab]) -> None:
-    """Adds the images of the session; the last one, or one that is clicked, goes to every tab."""
+def _gallery(tabs: Sequence[_Tab], more: Sequence[gr.Image]) -> None:
+    """Adds the images of the session; the last one, or one that is clicked, goes to every tab.
+
+    Args:
+        more: inputs for images besides those of tabs.
+    """
     with gr.Column(visible=False) as box:
         gr.Markdown("**Images of this session.** Click one to take it to every tab.")
         kept = gr.Gallery(
@@ -250,7 +306,7 @@ def _gallery(tabs: Sequence[_Tab]) -> None:
             interactive=False,
             elem_classes="gallery",
         )
-    takers = [tab.shown for tab in tabs if tab.shown is not None]
+    takers = [*(tab.shown for tab in tabs if tab.shown is not None), *more]
 
     def pick(images: list[tuple[str, None]], event: gr.SelectData) -> list[str]:
         return [images[event.index][0]] * len(takers)
@@ -293,115 +349,19 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     return inputs
 
 
-def _number(component: Any, read: Callable[[float], Any], payload: Any) -> Any:
-    """Returns the number in a field; None if the field is empty."""
-    number = math.nan
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        number = 0.0 if payload is None else float(payload)
-    if not math.isfinite(number):
-        told = f"{component.label}: {str(payload)[:40]!r} is not a number that is taken."
-        raise gr.Error(told, print_exception=False)
-    return None if payload is None else read(number)
-
-
 def _outputs(task: str) -> list[Any]:
     makes, label = TASK_SPECS[task].makes, TABS[task].result
     if makes == "text":
         return [gr.Textbox(label=label, lines=3), gr.HTML()]
-    looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}
+    return [_shown_image(label), gr.HTML()]
+
+
+def _shown_image(label: str) -> gr.Image:
+    """Returns an output for an image."""
+    looks: dict[str, Any] = {"height": fields.HEIGHT, "buttons": fields.BUTTONS}
     # Passed on as a file, so that gradio does not rewrite it while a browser fetches it.
-    image = gr.Image(format="png", type="filepath", interactive=False, **looks)
-    return [image, gr.HTML()]
-
-
-def _image(service: Service, first: image_files.Pixels | None, *, small: bool) -> gr.Image:
-    """Returns an image input; a file that is not an image is refused on upload.
-
-    Args:
-        first: what it shows at first.
-        small: whether it is shown above an editor.
-    """
-    given = gr.Image(
-        first,
-        label="Your image",
-        format="png",
-        sources=["upload", "clipboard"],
-        height=HEIGHT // 2 if small else HEIGHT,
-        elem_classes="shown-image",
-        buttons=BUTTONS,
-    )
-
-    # Not a subclass: gradio writes a .pyi file next to the source of every component class.
-    given.preprocess = lambda payload: _read(service, payload)
-    given.upload(lambda _: None, given, None, api_visibility="private")
-    return given
-
-
-def _editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
-    """Returns an editor in which the image of an input is painted on."""
-    editor = gr.ImageEditor(
-        label="Paint over what shall be drawn again",
-        sources=[],  # its own upload would show nothing, without an error, for a broken file
-        brush=gr.Brush(colors=[BRUSH], color_mode="fixed", default_size="auto"),
-        layers=False,
-        transforms=[],
-        height=HEIGHT + 80,
-        format="png",
-        buttons=BUTTONS,
-        value=shown.value and example_prompts.start(),
-    )
-    shown.change(None, shown, editor, js=TO_EDITOR, api_visibility="private")
-    whole: Any = editor.preprocess
-
-    def read(payload: Any) -> Any:
-        """Returns the image and its mask (`Service.with_mask`)."""
-        painted = payload
-        if payload is not None and payload.id is not None:  # its parts were sent by themselves
-            painted = editor.blob_storage.get(payload.id)
-        parts = [painted.background, *painted.layers] if painted is not None else []
-        if len(parts) > 1 + (most := page_guard.MOST_LAYERS):
-            raise gr.Error(f"an image has at most {most} layers.", print_exception=False)
-        if painted is not None:
-            painted.composite = None  # would be decoded in vain
-        with _reading():
-            given = [_file(service, part) for part in parts if part is not None]
-            if (cost := service.cost_of([contents for contents, _ in given])) > MOST_PAINTED:
-                raise image_files.ImageError(
-                    f"a painted image has at most {MOST_PAINTED} pixels, its layers included; this"
-                    f" has {cost}. Make it smaller."
-                )
-            for one in given:
-                service.image(*one)
-            return service.with_mask(*_painted(whole(payload)))
-
-    editor.preprocess = read
-    return editor
-
-
-def _read(service: Service, given: Any) -> image_files.Pixels | None:
-    """Returns the pixels of an uploaded file, no more than the model can see."""
-    with _reading():
-        return None if given is None else service.small(service.image(*_file(service, given)))
-
-
-def _file(service: Service, given: Any) -> tuple[bytes, str]:
-    """Returns the contents and the name of an uploaded file, or of what a painter sent."""
-    if isinstance(given, bytes):
-        return given, "the image"
-    return files.read_bytes(given.path, service.limits.upload), given.orig_name or "the image"
-
-
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Waits until an image may be decoded; what is not an image is refused in a sentence."""
-    try:
-        with one_large_image():
-            yield
-    except image_files.ImageError as error:
-        raise gr.Error(str(error), print_exception=False) from error
-    except OSError as error:
-        gone = "the image is not kept here any more: upload it again."
-        raise gr.Error(gone, print_exception=False) from error
+    looks |= {"format": "png", "type": "filepath", "elem_classes": "shown-image"}
+    return gr.Image(label=label, interactive=False, **looks)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -415,10 +375,10 @@ async def _run(
     image, words, options = inputs.pop("given", None), inputs.pop("words") or "", inputs
     makes, shown = TASK_SPECS[task].makes, None
     if task == "inpaint":
-        image, known = _needed(image)
+        image, known = fields.needed(image)
         options |= known
     elif TASK_SPECS[task].image == "needed":
-        image = _needed(image)
+        image = fields.needed(image)
     if makes == "boxes":
         words = [line for line in files.lines(words) if line.strip()] or [""]
     elif task == "caption":
@@ -476,6 +436,23 @@ async def _branched(
     yield list(result.images), standing.done(ticket, result)
 
 
+async def _surprised(
+    service: Service, image: Any, words: str | None, pace: standing.Pace
+) -> AsyncIterator[tuple[Any, ...]]:
+    """Yields an image with the bits of its best caption, where it stands, and all captions."""
+    image = fields.needed(image)
+    captions = [line.strip() for line in files.lines(words or "") if line.strip()]
+    with _refusing():
+        ticket = service.submit(SURPRISE, captions, image)
+        async with contextlib.aclosing(_waiting(ticket)) as waiting:
+            async for _ in waiting:
+                yield gr.skip(), standing.standing(ticket, pace), gr.skip()
+        found = ticket.future.result()
+    canvas = service.pipe.prompts.canvas(image, service.pipe.codec.image_size)
+    lit = surprises.lit(canvas, found, found.ranked[0])
+    yield lit, standing.scored(ticket, found), surprises.ranking(canvas, found)
+
+
 async def _waiting(ticket: Ticket) -> AsyncGenerator[None]:
     """Yields now and then until a request is done; cancels it if nobody waits any more."""
     waited = asyncio.wrap_future(ticket.future)
@@ -521,24 +498,6 @@ def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:
 def _label(setting: str) -> str:
     """Returns the label of the field that sets an option."""
     return LABELS.get(setting, setting)
-
-
-def _needed(given: Any) -> Any:
-    if given is None:
-        raise gr.Error("this task is about an image: give one.", print_exception=False)
-    return given
-
-
-def _painted(editor: dict[str, Any] | None) -> tuple[image_files.Pixels, np.ndarray]:
-    """Returns the image, and where it was painted over."""
-    editor = editor or {"background": None, "layers": []}
-    background = _needed(editor["background"])
-    layers = [layer[..., 3] > 0 for layer in editor["layers"]]
-    if len({layer.shape for layer in layers}) > 1:
-        raise gr.Error("the layers differ in size: paint on one.", print_exception=False)
-    if not np.any(layers):
-        raise gr.Error("nothing is painted: paint over the image first.", print_exception=False)
-    return np.ascontiguousarray(background[..., :3]), np.any(layers, axis=0)
 
 
 def _marked(image: image_files.Pixels, result: Result) -> image_files.Pixels:

@@ -5,10 +5,16 @@ import html
 import time
 
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.inference.surprise import Surprise
 from sparse_lavida_jax.page import passes
 from sparse_lavida_jax.server.batching import Ticket
 
-MAKING = {"layout": "Laying out", "image": "Drawing", "text": "Writing"}
+MAKING = {
+    "layout": "Laying out",
+    "image": "Drawing",
+    "text": "Writing",
+    "surprise": "Measuring",
+}
 MOST_SHARE = 0.97  # of the bar, before it is done
 STYLE = """
 .standing div {height: 8px; margin-top: 6px; border-radius: 2px;
@@ -79,15 +85,27 @@ def done(ticket: Ticket, result: Result) -> str:
     more = f" (a dense model: {dense / passed:.1f} times as many)" if dense > passed else ""
     layout = f", {sum(result.layout_passed):,} for the layout" if any(result.layout_passed) else ""
     said = f"{passed:,} tokens through the network{more}{layout}, seed {result.seeds[0]}"
+    return _took(ticket, said) + passes.counters(ticket)
+
+
+def scored(ticket: Ticket, found: Surprise) -> str:
+    """Returns what captions of an image took, and what the image tokenizer changed in it."""
+    said = f"{found.tokens_passed:,} tokens through the network, nothing drawn"
+    if found.error >= 1:
+        said += f"; the image tokenizer changes the image, by {found.error:.1f} (mean squared)"
+    return _took(ticket, said)
+
+
+def _took(ticket: Ticket, said: str) -> str:
     compiled = f" (+ {ticket.compiled:.1f} to compile, once)" if ticket.compiled >= 0.1 else ""
-    took = note(f"{ticket.seconds - ticket.compiled:.2f} seconds{compiled}, {said}")
-    return took + _warning(ticket) + passes.counters(ticket)
+    took = f"{ticket.seconds - ticket.compiled:.2f} seconds{compiled}, {said}"
+    return note(took) + _warning(ticket)
 
 
 def _warning(ticket: Ticket) -> str:
-    """Returns a line on what the model does not know of the words; "" if it knows all."""
-    warning = ticket.requests[0].warning
-    return note(f"{warning[:1].upper()}{warning[1:]}", "warned") if warning else ""
+    """Returns lines on what the model does not know of the words; "" if it knows all."""
+    found = dict.fromkeys(one.warning for one in ticket.requests if one.warning)
+    return "".join(note(f"{one[:1].upper()}{one[1:]}", "warned") for one in found)
 
 
 def note(text: str, kind: str = "") -> str:

@@ -69,4 +69,14 @@ TABS = {
         words=("What to find, one per line", "blue square"),
         result="Found",
     ),
+    "surprise": TabText(
+        label="Surprise",
+        words=(
+            "Captions, one per line",
+            "a red circle above a blue square\na red circle below a blue square\ntwo red circles",
+        ),
+        info="at most eight; the fewer bits an image has given a caption, the better it fits",
+        button="Measure",
+        result="Bright where the best caption explains least",
+    ),
 }

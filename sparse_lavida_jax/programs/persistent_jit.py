@@ -30,6 +30,8 @@ from sparse_lavida_jax.programs import executables, jax_settings, side_by_side
 from sparse_lavida_jax.programs.program_arguments import Arguments, Types, arguments, type_of
 
 T = TypeVar("T")
+# Entered around compiled programs, with the key that chooses them.
+Programs = Callable[[Hashable], contextlib.AbstractContextManager[None]]
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

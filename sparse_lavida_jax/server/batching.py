@@ -20,7 +20,7 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.batch_shapes import SHARING, Bucket, batching_key
 from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import Request
-from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.programs import compiling, persistent_jit
 from sparse_lavida_jax.sampling.progress import Progress
 
@@ -30,6 +30,8 @@ MOST_COMPILING = 2  # at once
 WAIT_SHARE = 0.25  # of a batch's running time: the longest to wait for further requests
 MOST_KINDS = 256  # whose expected number of rows is remembered
 EVERY = -1  # previews: one after every phase, of which only the last is kept
+# Returns what is said about requests; it tells the callback of the run, and counts `tokens_passed`.
+Work = Callable[[TaskRun, Sequence[Request]], Any]
 
 
 class QueueFull(Exception):
@@ -54,6 +56,7 @@ class Limits:
         upload: bytes in an image file.
         pixels: in all images of a request (`image_files.cost`).
         rows: texts of a request, such as things to find.
+        captions: of an image, whose bits are measured.
         images: images per request, all tries of each counted, and attempts at an image.
         new_tokens: tokens in an answer.
         longest_wait: the longest, in seconds, to wait for more requests while the device is free.
@@ -68,6 +71,7 @@ class Limits:
     upload: int = 16 * 2**20
     pixels: int = 2**28
     rows: int = 64
+    captions: int = 8
     images: int = 10
     new_tokens: int = 1024
     longest_wait: float = 0.5
@@ -98,6 +102,8 @@ class Ticket:
         compiled: how many of them something was being compiled.
         cancelled: whether the client no longer waits for the result.
         client: its address; "": not known.
+        task: by default that of its requests.
+        work: what is done instead of `SparseLaViDa.run`, which is then not done in a batch.
     """
 
     requests: Sequence[Request] = dataclasses.field(repr=False)
@@ -105,7 +111,7 @@ class Ticket:
     looks: int = 0
     came: float = dataclasses.field(default_factory=time.monotonic, repr=False)
     began: float | None = None
-    future: concurrent.futures.Future[Result] = dataclasses.field(
+    future: concurrent.futures.Future[Any] = dataclasses.field(
         default_factory=concurrent.futures.Future, repr=False
     )
     state: Progress | None = dataclasses.field(default=None, repr=False)
@@ -120,17 +126,15 @@ class Ticket:
     compiled: float = dataclasses.field(default=0.0, repr=False)
     cancelled: bool = False
     client: str = dataclasses.field(default="", repr=False)
+    task: str = dataclasses.field(default="", repr=False)
+    work: Work | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
+        self.task = self.task or self.requests[0].task
         kinds = {batching_key(request) for request in self.requests}
         alone = any(request.turns for request in self.requests)  # branches of one image
-        self.shares = self.task in SHARING and len(kinds) == 1 and not alone
+        self.shares = self.work is None and self.task in SHARING and len(kinds) == 1 and not alone
         self.kind: Hashable = kinds.pop() if self.shares else self.task
-
-    @property
-    def task(self) -> str:
-        """The task of its requests."""
-        return self.requests[0].task
 
     @property
     def ahead(self) -> int:
@@ -231,7 +235,7 @@ class Batch:
         left: steps left; 0 until that is known.
         on_device: seconds during which it held the device.
         first: seconds during which it ran programs that had to be compiled first.
-        keys: of its programs (`engine.Programs`).
+        keys: of its programs (`persistent_jit.Programs`).
     """
 
     def __init__(
@@ -257,13 +261,7 @@ class Batch:
             start += len(ticket.requests)
         self.device.take(self)
         try:
-            result = self.pipe.run(
-                requests,
-                self._look,
-                bucket=self.bucket,
-                padding="served",
-                programs=self._programs,
-            )
+            result = self._result(requests)
         except Exception as error:
             failure = error
         finally:
@@ -272,7 +270,8 @@ class Batch:
             for ticket in self.tickets:
                 self._measure(ticket)
                 if not ticket.future.done():
-                    ticket.future.set_result(result.part(ticket.rows.start, ticket.rows.stop))
+                    part = result if ticket.work else result.part(ticket.start, ticket.rows.stop)
+                    ticket.future.set_result(part)
         elif len(self.tickets) == 1 or isinstance(failure, Cancelled):
             for ticket in self.tickets:
                 self._measure(ticket)
@@ -281,6 +280,13 @@ class Batch:
             for ticket in self.tickets:
                 if not ticket.future.done():
                     Batch([ticket], self.batcher).run()
+
+    def _result(self, requests: Sequence[Request]) -> Any:
+        how: dict[str, Any] = {"padding": "served", "programs": self._programs}
+        work = self.tickets[0].work
+        if work is None:
+            return self.pipe.run(requests, self._look, bucket=self.bucket, **how)
+        return work(self.pipe.task_run(requests[0].sampling, self._look, **how), requests)
 
     def _measure(self, ticket: Ticket) -> None:
         assert ticket.began is not None
@@ -352,7 +358,7 @@ class Batcher:
     Attributes:
         open: requests that have not ended, in order of arrival.
         device: what batches take turns on.
-        known: keys of the programs that are in memory because they have run (`engine.Programs`).
+        known: keys of the programs that are in memory because they have run (`Programs`).
         kept: keys of all programs that ever ran: the folder of compiled programs has them.
         warm: keys of rehearsed programs, which stay in memory.
         stops: whether new requests are turned away.

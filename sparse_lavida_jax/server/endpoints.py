@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as a server with OpenAI's endpoints: what `sparse-lavida serve` runs.
 
-    POST /v1/images/generations   api/images.py
-    POST /v1/images/edits
-    POST /v1/chat/completions     api/chat.py
+    POST /v1/images/generations   openai/image_endpoints.py
+    POST /v1/images/edits, branches
+    POST /v1/images/surprise      openai/score_endpoints.py
+    POST /v1/images/proofs
+    POST /v1/chat/completions     openai/chat_endpoint.py
     GET  /v1/models, /v1/models/NAME, /health, /ready, /metrics
 
 Needs the extra packages `sparse-lavida-jax[serve]`. Requests are done in batches
@@ -23,7 +25,13 @@ import prometheus_client
 from fastapi import HTTPException, responses
 
 from sparse_lavida_jax import __version__
-from sparse_lavida_jax.server.openai import asking, chat_endpoint, http_errors, image_endpoints
+from sparse_lavida_jax.server.openai import (
+    asking,
+    chat_endpoint,
+    http_errors,
+    image_endpoints,
+    score_endpoints,
+)
 from sparse_lavida_jax.server.openai.guards import Guard, Rules
 from sparse_lavida_jax.server.openai.metrics_endpoint import Metrics, Timed
 from sparse_lavida_jax.server.serving import Limits, Service
@@ -52,7 +60,7 @@ def make_app(
     app.state.turns = weakref.WeakValueDictionary()  # of addresses, see `asking.Client`
     app.state.model = pathlib.Path(service.pipe.source.name).name or "model"
     app.state.metrics = Metrics(service)
-    for one in (image_endpoints.router, chat_endpoint.router, router):
+    for one in (image_endpoints.router, score_endpoints.router, chat_endpoint.router, router):
         app.include_router(one)
     limits = {"body": body_limit(service.limits), **limits}
     app.add_middleware(Guard, rules=Rules(**limits, hosts=hosts, key=key))
@@ -63,9 +71,7 @@ def make_app(
 
 def body_limit(limits: Limits) -> int:
     """Returns the bytes that the body of a request may have."""
-    return (
-        FORM_ROOM + image_endpoints.FILES * limits.upload * 4 // 3
-    )  # base64 turns three bytes into four
+    return FORM_ROOM + asking.FILES * limits.upload * 4 // 3  # base64 turns three bytes into four
 
 
 def _card(request: fastapi.Request) -> dict[str, Any]:

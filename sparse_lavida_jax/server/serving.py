@@ -22,18 +22,27 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.data import image_files, images
-from sparse_lavida_jax.inference import batch_shapes, provenance, regions, warmup
+from sparse_lavida_jax.inference import (
+    batch_shapes,
+    proofs,
+    provenance,
+    regions,
+    surprise,
+    warmup,
+)
 from sparse_lavida_jax.inference.checks import check_ceilings
 from sparse_lavida_jax.inference.requests import TASK_SPECS, Request, Shown
-from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
+from sparse_lavida_jax.inference.results import SHOWN_KEY
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
 from sparse_lavida_jax.schema import InputError, about
-from sparse_lavida_jax.server.batching import Batcher, Cancelled, Limits, Stopped, Ticket
+from sparse_lavida_jax.server.batching import Batcher, Cancelled, Limits, Stopped, Ticket, Work
 
 log = logging.getLogger(__name__)
 
-BRANCH = "branch"  # what is submitted as a task: an image of ours, from a step on
+# What is submitted as a task: an image of ours, from a step on; how surprising an image is given
+# captions; whether an image of ours follows from its record.
+BRANCH, SURPRISE, PROOF = "branch", "surprise", "proof"
 LANES = {"text": 2, "small": 2, "large": 1}  # threads; only one large image is in memory at once
 HEADER_SECONDS = 2.0  # of processor time for the headers of all images of a request
 SMALL = 2**22  # pixels, or bytes, up to which reading is a matter of a moment
@@ -91,7 +100,8 @@ class Service:
 
         Args:
             task, words, shown, options: see `SparseLaViDa.requests`. The task `BRANCH` takes what
-                `SparseLaViDa.branch` does, `record` among its options.
+                `SparseLaViDa.branch` does, `record` among its options; `SURPRISE` captions and an
+                image; `PROOF` `record` and `pixels`, and what the image was drawn after.
             previews: the largest number of previews, or `batching.EVERY`; each costs one decoding.
 
         Raises:
@@ -138,14 +148,21 @@ class Service:
     ) -> Ticket:
         """Adds a request that has a `place` to the end of the queue; see `submit`."""
         with self.counting_refusals(task):
-            if task == BRANCH:
+            work = None
+            if task == SURPRISE:
+                requests, work = self._surprise(words or (), shown, **options)
+            elif task == PROOF:
+                requests, work = self._proof(shown, **options)
+            elif task == BRANCH:
                 requests = self._branches(shown, **options)
             else:
                 self._check(words, options)
                 rows = 1 if words is None or isinstance(words, str) else len(words)
                 requests = self.pipe.requests(task, words, shown, **_by_row(options, rows))
-            self._check_settings(requests)
-        ticket = Ticket(requests, self._batcher.open, looks=previews, client=client)
+            if task != SURPRISE:  # its settings are the server's own
+                self._check_settings(requests, recorded=task in (BRANCH, PROOF))
+        named = {"task": task, "work": work} if work else {}
+        ticket = Ticket(requests, self._batcher.open, looks=previews, client=client, **named)
         self._batcher.add(ticket)
         return ticket
 
@@ -157,18 +174,59 @@ class Service:
         num_images: int | None = None,
         seed: int | None = None,
     ) -> list[Request]:
-        """Returns the requests of branches; no name in the record is followed.
+        """Returns the requests of branches; see `_check_record`."""
+        self._check_record(record, shown, num_images=num_images)
+        return self.pipe.branches(record, at, num_images, seed, shown)[1]
+
+    def _proof(
+        self, shown: Shown | None, record: dict[str, Any], pixels: image_files.Pixels
+    ) -> tuple[list[Request], Work]:
+        """Returns the request of a recorded image and what proves it; see `_check_record`.
+
+        The model of the server proves it, with its own kernels.
+        """
+        self._check_record(record, shown)
+        if max(pixels.shape[:2]) > self.largest_side:
+            height, width = pixels.shape[:2]
+            raise RequestError(
+                f"the image has {width}x{height} pixels, and this model draws at most"
+                f" {self.largest_side} a side: send the PNG as it was written.",
+                setting="image",
+            )
+        request = self.pipe.recorded(record, shown)[1]
+        return [request], lambda run, made: proofs.prove(run, made, [record], [pixels])[0]
+
+    def _check_record(
+        self, record: dict[str, Any], shown: Shown | None, **options: int | None
+    ) -> None:
+        """Checks a record before it is used, so that no name in it is followed.
 
         Raises:
-            RequestError: the record is damaged, of another model, or of an image that was drawn
-                after one that is not given; or it asks for more than the limits allow.
+            RequestError: the record is damaged, or of an image that was drawn after one that is not
+                given; or it asks for more than the limits allow.
         """
         provenance.check(record)
         own = [record["prompt"], record.get("asked") or "", record.get("layout") or ""]
-        self._check([text for text in own if text.strip()], {"num_images": num_images})
+        self._check([text for text in own if text.strip()], options)
         if record.get(SHOWN_KEY) is not None and shown is None:
             raise RequestError("it was drawn after another image: give that one as well.")
-        return self.pipe.branches(record, at, num_images, seed, shown)[1]
+
+    def _surprise(self, captions: Sequence[str], shown: Shown) -> tuple[list[Request], Work]:
+        """Returns a request for each caption of an image, and what measures their bits.
+
+        Raises:
+            RequestError: there are no captions, or more than the limits allow.
+        """
+        if not 1 <= len(captions) <= self.limits.captions:
+            raise RequestError(
+                f"{len(captions)} captions were sent: 1 to {self.limits.captions} are compared."
+                " Send them one a line.",
+                setting="captions",
+            )
+        self._check(captions, {})
+        sampling = surprise.sampling_of(self.pipe.settings.sampling, self.pipe.settings.model)
+        made = self.pipe.requests("generate", captions, layout=False, sampling=sampling)
+        return made, lambda run, rows: surprise.surprise(run, rows, shown, surprise.PLANS)
 
     @contextlib.contextmanager
     def counting_refusals(self, task: str) -> Iterator[None]:
@@ -370,8 +428,12 @@ class Service:
         """Returns the (steps, registers) that may be asked for and are compiled in advance."""
         return [(None, None), *(self.limits.only or () if TASK_SPECS[task].draws else ())]
 
-    def _check_settings(self, requests: Sequence[Request]) -> None:
-        """Refuses settings that would need compiling, if `limits.only` is set."""
+    def _check_settings(self, requests: Sequence[Request], *, recorded: bool = False) -> None:
+        """Refuses settings that would need compiling, if `limits.only` is set.
+
+        Args:
+            recorded: whether they are those of an image.
+        """
         if self.limits.only is None:
             return
         base, task = self.pipe.settings.sampling, requests[0].task
@@ -383,9 +445,11 @@ class Service:
             f"{steps} steps" + ("" if registers is None else f" and {registers} registers")
             for steps, registers in known[1:]
         ]
+        advice = "Send an image of its own settings" if recorded else "Leave the settings out"
+        other = " or ".join(named)
         raise RequestError(
-            f"this server compiles nothing more for {task!r}. Leave the settings out"
-            f"{', or ask for ' + ' or '.join(named) if named else ''}."
+            f"this server compiles nothing more for {task!r}. {advice}"
+            f"{', or ' + ('of ' if recorded else 'ask for ') + other if other else ''}."
         )
 
     def _count(self, ticket: Ticket) -> None:
@@ -414,7 +478,7 @@ def _by_row(options: dict[str, Any], rows: int = 1) -> dict[str, Any]:
     }
 
 
-def _outcome(future: concurrent.futures.Future[Result]) -> str:
+def _outcome(future: concurrent.futures.Future[Any]) -> str:
     error = None if future.cancelled() else future.exception()
     if future.cancelled() or isinstance(error, Cancelled):
         return "cancelled"

@@ -17,6 +17,7 @@ from PIL import Image
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import MASKED_GREY, SparseLaViDa
 from sparse_lavida_jax.scenes import grammar, rules, tasks, world
@@ -27,7 +28,15 @@ gr = pytest.importorskip(
 
 from serving_on_loopback import served  # noqa: E402
 
-from sparse_lavida_jax.page import demo, example_prompts, passes, standing  # noqa: E402
+from sparse_lavida_jax.page import (  # noqa: E402
+    demo,
+    example_prompts,
+    fields,
+    figures,
+    passes,
+    standing,
+    surprises,
+)
 from sparse_lavida_jax.server import batching, endpoints  # noqa: E402
 from sparse_lavida_jax.server.serving import Service  # noqa: E402
 
@@ -388,6 +397,49 @@ def test_more_like_an_image_are_its_branches(service):
         asyncio.run(all_of(demo._branched(service, None, 0.5, standing.Pace())))
 
 
+def test_captions_are_ranked_beside_their_cells(service, shown):
+    image = image_files.read(shown)
+    words = "two blue squares\n\na red circle\na green cross\n"
+
+    async def all_of(*given):
+        values = demo._surprised(service, *given, standing.Pace())
+        return [one async for one in values]
+
+    *_, (lit, note, ranking) = asyncio.run(all_of(image, words))
+    captions = ["two blue squares", "a red circle", "a green cross"]
+    wanted = service.pipe.surprise(image, captions)
+    np.testing.assert_array_equal(lit, surprises.lit(image, wanted, wanted.ranked[0]))
+    assert f"{wanted.tokens_passed:,} {PASSED}, nothing drawn" in note
+    places = [ranking.index(f"{place}. ") for place in (1, 2, 3)]
+    assert places == sorted(places) and ranking.count("<img") == 3
+    assert f"<b>{wanted.bits.sum(axis=1).min():.1f} bits</b>" in ranking
+    with pytest.raises(gr.Error, match="this task is about an image"):
+        asyncio.run(all_of(None, words))
+    for wrong, told in ((None, "0 captions"), ("a\n" * 9, "9 captions were sent: 1 to 8")):
+        with pytest.raises(gr.Error, match=told):
+            asyncio.run(all_of(image, wrong))
+
+
+def test_cells_are_lit_by_their_bits_and_the_worst_is_framed():
+    bits = np.zeros((1, 36))
+    bits[0, 7], bits[0, 9] = 8.0, 4.0
+    found = surprise.Surprise(("<b>a</b>",), bits, (6, 6), 0.0, 10)
+    canvas = np.full((96, 96, 3), 200, np.uint8)
+    lit = surprises.lit(canvas, found, 0)
+    assert lit.shape == (384, 384, 3)
+    shades = [lit[at].tolist() for at in ((0, 0), (96, 96), (96, 224))]
+    assert shades == [[40] * 3, [200] * 3, [120] * 3]
+    assert (lit[64, 64:128] == figures.MASKED).all() and (lit[64, 63] == 40).all()
+    said = surprises.ranking(canvas, found)
+    assert "&lt;b&gt;a&lt;/b&gt;<br><b>12.0 bits</b>, 8.0 of them in row 1, column 1" in said
+
+
+def test_surprise_has_a_tab_where_a_plan_gives_it(service):
+    own = dataclasses.replace(service.pipe.settings.sampling, order="confidence", preset="none")
+    assert demo._knows(service.pipe, "surprise")
+    assert not demo._knows(service.pipe.with_sampling(own), "surprise")
+
+
 def test_a_preview_hides_what_is_not_drawn_yet(service, monkeypatch):
     previews, preview = [], service.pipe.preview
 
@@ -522,7 +574,9 @@ def test_a_large_image_is_painted_on_at_its_own_size():
     background = np.zeros((900, 1400, 4), np.uint8)
     layer = background.copy()
     layer[800, 1300] = 255
-    image, mask = demo._painted({"background": background, "layers": [layer], "composite": None})
+    image, mask = fields.image_and_mask(
+        {"background": background, "layers": [layer], "composite": None}
+    )
     assert image.shape == (900, 1400, 3) and np.argwhere(mask).tolist() == [[800, 1300]]
 
 
@@ -530,11 +584,13 @@ def test_what_is_painted_is_the_mask():
     background = np.full((4, 6, 4), 255, np.uint8)
     layer = np.zeros((4, 6, 4), np.uint8)
     layer[1, 2] = (255, 64, 192, 40)
-    image, mask = demo._painted({"background": background, "layers": [layer], "composite": None})
+    image, mask = fields.image_and_mask(
+        {"background": background, "layers": [layer], "composite": None}
+    )
     assert image.shape == (4, 6, 3)
     assert np.argwhere(mask).tolist() == [[1, 2]]
     with pytest.raises(gr.Error, match="give one"):
-        demo._painted({"background": None, "layers": [], "composite": None})
+        fields.image_and_mask({"background": None, "layers": [], "composite": None})
 
 
 def test_a_painted_image_is_kept_no_larger_than_the_model_needs_it(service):

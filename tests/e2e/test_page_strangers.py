@@ -176,7 +176,8 @@ def test_no_event_takes_a_path_that_is_not_of_the_page(page, secret):
                 assert answer.status_code == 403, (path, answer.text)
                 assert answer.json()["detail"].count(".") == 1
         editor = {"background": file, "layers": [file], "composite": file}
-        for name, data in (("ask", [file, "a"]), ("edit", [file, "a"]), ("inpaint", [editor, "a"])):
+        asked = {name: [file, "a"] for name in ("ask", "edit", "surprise")}
+        for name, data in (asked | {"inpaint": [editor, "a"]}).items():
             body = {"data": [*data, *SETTINGS.get(name, [])]}
             assert page.http.post(f"/gradio_api/call/{name}", json=body).status_code == 403
         event = {"index": 0, "value": {"path": path, "meta": META}, "selected": True}
@@ -412,11 +413,31 @@ def test_values_of_every_kind_end_in_a_sentence(page, values):
         for i in range(len(data)):
             ok, output = page.done(page.number("", "ask"), [*data[:i], value, *data[i + 1 :]])
             assert ok or len(str(output)) < 20_000
+    number = page.number("", "surprise")
+    for given in [*([value, "a"] for value in values), *([image, value] for value in values)]:
+        ok, output = page.done(number, given)
+        assert ok or len(str(output)) < 20_000
     for one in page.config["dependencies"]:
         if one["api_name"] not in demo.TABS:
             for value in values[:3]:
                 page.done(one["id"], [value] * len(one["inputs"]), event_data={"index": value})
             page.done(one["id"], [])
+
+
+def test_captions_are_measured_and_nine_are_refused(page):
+    (path,) = page.upload(png()).json()
+    number, image = page.number("", "surprise"), {"path": path, "meta": META}
+    ok, output = page.done(number, [image, "a red circle\ntwo blue squares"])
+    lit, note, ranking = output["data"]
+    assert ok and page.guard.folder.has(lit["path"])
+    assert "nothing drawn" in note and ranking.count("<figure>") == 2
+    for words, told in (
+        ("a\n" * 9, "9 captions were sent"),
+        ("", "0 captions"),
+        ("a" * 5000, "5000"),
+    ):
+        ok, output = page.done(number, [image, words])
+        assert not ok and told in output["error"]
 
 
 def test_not_a_number_is_refused(page):

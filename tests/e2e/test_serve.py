@@ -140,6 +140,137 @@ def test_an_image_is_branched_from_its_png_and_nothing_it_names_is_read(address,
     assert reply.status_code == 200, reply.text
 
 
+SCORES = ("surprise", "proofs")
+
+
+def refused(url, **sent):
+    """The error of a form that must be refused in one sentence."""
+    reply = httpx.post(url, timeout=120, **sent)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"].endswith(".")
+    return error
+
+
+def test_captions_are_ranked_by_the_bits_of_an_image(address, service, shown):
+    captions, url = ["two blue squares", PROMPT, "a red circle"], f"{address}/v1/images/surprise"
+    sent = {"captions": "\r\n".join([*captions, " "]), "model": "tiny"}
+    reply = httpx.post(url, data=sent, files={"image": png(shown)}, timeout=120)
+    assert reply.status_code == 200, reply.text
+    said, wanted = reply.json(), service.pipe.surprise(shown, captions)
+    notes, written = said.pop("sparse_lavida"), wanted.as_json()
+    assert said.pop("created") > 0
+    assert [one.pop("index") for one in said["captions"]] == wanted.ranked
+    assert said == written
+    assert (notes["tokens_passed"], notes["batch"]) == (wanted.tokens_passed, 3)
+    assert notes["warnings"] == [] and notes["seconds"] > 0
+    assert service.counts["surprise", "done"] == 1
+    assert service.tokens["surprise"] == wanted.tokens_passed
+
+
+@pytest.mark.parametrize(
+    ("data", "told", "param"),
+    [
+        ({}, "captions: Field required", "captions"),
+        ({"captions": " \n\n"}, "0 captions were sent: 1 to 8", "captions"),
+        ({"captions": "a\n" * 9}, "9 captions were sent: 1 to 8 are compared", "captions"),
+        ({"captions": "a" * 5000}, "5000 characters: at most 4000", "captions"),
+        ({"captions": "a", "seed": "3"}, "seed: nothing is drawn", "seed"),
+        ({"captions": "a", "stream": "true"}, "stream: nothing is drawn", "stream"),
+        ({"captions": "a", "plans": "64"}, "plans: there is no such field", None),
+    ],
+)
+def test_captions_that_are_not_taken(address, shown, data, told, param):
+    error = refused(f"{address}/v1/images/surprise", data=data, files={"image": png(shown)})
+    assert told in error["message"]
+    assert error["param"] == param or param is None
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_what_is_not_an_image_is_not_scored(address, shown, name):
+    url, data = f"{address}/v1/images/{name}", {"captions": "a"} if name == "surprise" else {}
+    wide = png(np.zeros((1, 17_000, 3), np.uint8))
+    for files, told in (
+        ({"image": b"junk"}, "is not an image"),
+        ({"image": wide}, "17000"),
+        ({"image": b"\0" * 300_000}, "at most 200000 are taken"),
+        ({"mask": png(shown)}, "named image"),
+        ([("image", png(shown)), ("image", png(shown))], "named image"),
+    ):
+        assert told in refused(url, data=data, files=files)["message"]
+    assert "multipart/form-data" in refused(url, json=data)["message"]
+
+
+@pytest.fixture(scope="module")
+def drawn(service):
+    return service.pipe.generate(PROMPT, seed=3, steps=2)
+
+
+def of_record(drawn, **changes):
+    return image_files.encoded(drawn.pixels[0], record=drawn.records[0] | changes)
+
+
+def test_an_image_is_proved_from_its_png(address, service, drawn, shown):
+    url = f"{address}/v1/images/proofs"
+    reply = httpx.post(url, files={"image": of_record(drawn)}, timeout=120)
+    assert reply.status_code == 200, reply.text
+    said, (wanted,) = reply.json(), service.pipe.prove(drawn)
+    notes = said.pop("sparse_lavida")
+    assert said["created"] > 0 and said["passes"] == 1 and said["lines"] == wanted.lines
+    assert said == said | json.loads(json.dumps(wanted.as_json())) and said["follows"]
+    assert notes["tokens_passed"] == wanted.tokens_passed > 36
+    codes = [list(one) for one in drawn.records[0]["codes"]]
+    codes[7][0] = (codes[7][0] + 1) % 64
+    reply = httpx.post(url, files={"image": of_record(drawn, codes=codes)}, timeout=120).json()
+    assert not reply["follows"] and 7 in reply["image"]["places"] + reply["pixels"]
+    assert reply["image"]["wrong"] and reply["lines"][-1] == "it was not drawn so"
+    other = drawn.pixels[0].copy()
+    other[20, 40] = 255 - other[20, 40]
+    changed = image_files.encoded(other, record=drawn.records[0])
+    reply = httpx.post(url, files={"image": changed}, timeout=120).json()
+    assert (reply["pixels"], reply["image"]["wrong"], reply["follows"]) == ([1 * 6 + 2], 0, False)
+    edited = service.pipe.edit(shown, "remove it", seed=3, steps=2)
+    sent = {"image": of_record(edited), "source": png(shown)}
+    reply = httpx.post(url, files=sent, timeout=120)
+    assert reply.status_code == 200 and reply.json()["follows"], reply.text
+    assert service.counts["proof", "done"] == 4
+
+
+def test_records_of_strangers_are_not_followed(address, service, drawn, shown):
+    """Nothing that a record names is opened, and what it plans is what the model can do."""
+    edited = service.pipe.edit(shown, "remove it", seed=3, steps=2)
+    named = {"picture": edited.records[0]["picture"] | {"path": "/etc/passwd"}}
+    sampling, recipe = (drawn.records[0][name] for name in ("sampling", "recipe"))
+    large = np.zeros((400, 400, 3), np.uint8)
+    told = {
+        "does not say how it was drawn": png(shown),
+        "it was drawn after another image": of_record(edited, **named),
+        "drawn by another checkpoint": of_record(drawn, checkpoint={"sha256": "ab"}),
+        "has format 'junk'": of_record(drawn, format="junk"),
+        "before records held codes": of_record(drawn, codes=None),
+        "its codes are not": of_record(drawn, codes=[[1]] * 9),
+        "the record of how it was drawn is damaged": of_record(drawn, turns="x"),
+        "a list of codes": of_record(drawn, codes={"a": 1}),
+        "steps=1000 is more than": of_record(drawn, sampling=sampling | {"num_steps": 1000}),
+        "cannot be drawn": of_record(drawn, recipe=recipe | {"size": [9999, 16]}),
+        "at most 4000": of_record(drawn, prompt="a" * 5000),
+        "draws at most 96 a side": image_files.encoded(large, record=drawn.records[0]),
+    }
+    for sentence, contents in told.items():
+        message = refused(f"{address}/v1/images/proofs", files={"image": contents})["message"]
+        assert sentence in message
+    wrong = {"image": of_record(edited), "source": png(255 - shown)}
+    message = refused(f"{address}/v1/images/proofs", files=wrong)["message"]
+    assert "is not the image that it was drawn after" in message
+    # Kernels that it names are not loaded, and turns are only those of a plan.
+    turns = [["image", step, step] for step in range(60)]
+    odd = of_record(drawn, attention="pallas_tpu", turns=turns)
+    reply = httpx.post(f"{address}/v1/images/proofs", files={"image": odd}, timeout=120)
+    assert reply.status_code == 200, reply.text
+    sent = {"data": {"seed": "1"}, "files": {"image": of_record(drawn)}}
+    assert refused(f"{address}/v1/images/proofs", **sent)["param"] == "seed"
+
+
 def test_the_best_of_several_counts_as_so_many_images(address, service):
     url, asked = f"{address}/v1/images/generations", {"prompt": PROMPT, "best_of": 2, **QUICK}
     reply = httpx.post(url, json=asked, timeout=120).json()

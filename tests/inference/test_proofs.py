@@ -10,6 +10,7 @@ import json
 import numpy as np
 import pytest
 import stand_ins
+from PIL import Image
 
 from sparse_lavida_jax.cli import commands, program
 from sparse_lavida_jax.data import image_files
@@ -95,7 +96,7 @@ def test_every_planted_code_is_found(pipe, drawn):
 def test_a_code_of_the_last_step_is_found(pipe, drawn):
     result, shown = drawn["inpaint"]
     run = pipe.task_run(pipe.settings.sampling)
-    _, request, _ = pipe._recorded(result.records[0], shown)
+    _, request, _ = pipe.recorded(result.records[0], shown)
     ((steps, _),) = run.engine.scores(
         [run.image_example(request)], [request], request.sampling, result.tokens, stage="image"
     )
@@ -260,6 +261,9 @@ def test_the_commands(pipe, drawn, tmp_path, monkeypatch, capsys):
     assert program.main(["sparse-lavida", *words, "--out", "map.png"]) == 0
     assert capsys.readouterr().out.count(" bits, ") == 2
     assert image_files.read("map.png").shape == (96, 96, 3)
+    assert Image.open("map.png").size == (384, 384)  # enlarged for the eye, as other small images
+    assert program.main(["sparse-lavida", *words, "--out", "map.png", "--scale", "1"]) == 0
+    assert Image.open("map.png").size == (96, 96)
     assert program.main(["sparse-lavida", "surprise", "scene.png"]) == 2
     assert "--caption" in capsys.readouterr().err
     assert program.main(["sparse-lavida", "prove", "scene.png"]) == 2

@@ -14,7 +14,8 @@ from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling.progress import Progress
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.server import serving
-from sparse_lavida_jax.server.serving import Limits, Service
+from sparse_lavida_jax.server.batching import Cancelled, DeviceTurns, Ticket
+from sparse_lavida_jax.server.serving import PROOF, SURPRISE, Limits, Service
 
 LONG = " and ".join(["a red circle above a blue square"] * 5)
 PROMPTS = ("a red circle", "two squares", "a red circle above a blue square", LONG)
@@ -115,6 +116,78 @@ def test_settings_that_nobody_compiled_are_refused_with_the_list(pipe):
     with pytest.raises(RequestError, match=r"nothing more for 'ask'\. Leave the settings out\.$"):
         service.submit("ask", "a", steps=2)
     assert service.counts == {("generate", "refused"): 3, ("ask", "refused"): 1}
+
+
+IMAGE = world.render(tasks.sample("edit", 0, 0).image)
+
+
+@pytest.fixture
+def service(pipe):
+    made = Service(pipe, Limits(only=()))
+    yield made
+    made.close()
+
+
+def test_an_image_of_settings_that_nobody_compiled_is_not_proved(pipe, service):
+    drawn = pipe.generate("a red circle", seed=3, steps=4, layout=False)
+    told = "nothing more for 'generate'. Send an image of its own settings."
+    with pytest.raises(RequestError, match=re.escape(told)):
+        service.submit(PROOF, record=drawn.records[0], pixels=drawn.pixels[0])
+    assert service.counts == {("proof", "refused"): 1}
+    drawn = pipe.generate("a red circle", seed=3)
+    proof = service.submit(PROOF, record=drawn.records[0], pixels=drawn.pixels[0])
+    assert proof.future.result(60).follows
+    assert {key[0] for key in service._batcher.known} >= {"image", "pixels"}
+
+
+def test_passes_of_other_images_and_captions_compile_nothing_more(service):
+    first = service.submit(SURPRISE, ["a red circle", "two squares"], IMAGE)
+    first.future.result(60)
+    known = {*service._batcher.known}
+    assert first.compiles and known
+    second = service.submit(SURPRISE, ["a blue cross", "a square"], 255 - IMAGE)
+    second.future.result(60)
+    assert not second.compiles and service._batcher.known == known
+
+
+def test_turns_of_a_record_make_few_programs(pipe, service):
+    drawn = pipe.generate("a red circle", seed=3, layout=False)
+    sizes = set()
+    for number in (1, 5, 6, 8):
+        turns = [["image", step, step] for step in range(number)]
+        record = drawn.records[0] | {"turns": turns}
+        service.submit(PROOF, record=record, pixels=drawn.pixels[0]).future.result(60)
+        sizes.add(len(service._batcher.known))
+    assert len(sizes) <= 2
+
+
+def test_between_passes_others_get_the_device_and_clients_may_leave(service, monkeypatch):
+    """Eight captions in four plans are eight passes of four rows."""
+    steps, offered = [], []
+    offer, follow = DeviceTurns.offer, Ticket.follow
+
+    def told(ticket, state):
+        follow(ticket, state)
+        steps.append((state.stage, state.steps, state.total))
+
+    monkeypatch.setattr(Ticket, "follow", told)
+    monkeypatch.setattr(
+        DeviceTurns, "offer", lambda turns, batch: (offered.append(batch), offer(turns, batch))
+    )
+    captions = ["a red circle"] * 8
+    found = service.submit(SURPRISE, captions, IMAGE).future.result(60)
+    assert found.tokens_passed == 8 * found.tokens
+    assert steps == [("surprise", i, 8) for i in range(8)] and len(offered) == 8
+    monkeypatch.setattr(Ticket, "follow", lambda ticket, _: (steps.clear(), ticket.cancel()))
+    with pytest.raises(Cancelled, match="nobody waits for it any more"):
+        service.submit(SURPRISE, captions, IMAGE).future.result(60)
+    assert not steps and len(offered) == 8
+
+
+def test_captions_and_records_are_bounded(service):
+    for captions, told in (([], "0 captions"), (["a"] * 9, "9 captions were sent: 1 to 8")):
+        with pytest.raises(RequestError, match=told):
+            service.submit(SURPRISE, captions, IMAGE)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,19 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
 from sparse_lavida_jax.schema import about
 from sparse_lavida_jax.server.batching import Cancelled, Ticket
-from sparse_lavida_jax.server.openai import http_errors
+from sparse_lavida_jax.server.openai import bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import Body
 from sparse_lavida_jax.server.openai.guards import client_of
-from sparse_lavida_jax.server.serving import BRANCH, SMALL, Service, one_large_image
+from sparse_lavida_jax.server.serving import (
+    BRANCH,
+    PROOF,
+    SMALL,
+    SURPRISE,
+    Service,
+    one_large_image,
+)
 
+FILES = 2  # the most files in a request: an image and a mask, or what it was drawn after
 POLL_SECONDS = 0.05  # between looks at the progress, for streams
 P = TypeVar("P")
 OPTIONS = {
@@ -63,6 +71,22 @@ class Client:
         self.left = asyncio.ensure_future(self._leaves())
         lane = self.service.lane(len(contents) if has_images else None)
         return await self.call(lane, parse, contents)
+
+    async def form(self) -> tuple[dict[str, str], dict[str, list[bytes]]]:
+        """Receives a form: its fields, and the files of each field, without empty ones.
+
+        An empty file or field is what forms send for none.
+
+        Raises:
+            HTTPException: it is not a form, or has too much in it; or the client left.
+        """
+        content_type = self.request.headers.get("content-type", "")
+        parse = functools.partial(bodies.of_form, content_type=content_type, most_files=FILES)
+        with http_errors.refusing():
+            form = await self.body(parse, has_images=True)
+        return form.fields, {
+            name: [one for one in sent if one] for name, sent in form.files.items()
+        }
 
     async def call(self, lane: concurrent.futures.Executor, work: Callable[..., P], *given) -> P:
         """Works in the threads of a lane, until the client leaves.
@@ -136,7 +160,7 @@ class Asked:
             raise Cancelled("the client left.")
         return not self._ended.done()
 
-    def result(self) -> Result:
+    def result(self) -> Any:
         """Returns the result of a request that has ended.
 
         Raises:
@@ -146,7 +170,7 @@ class Asked:
             raise Cancelled("cancelled while it waited.")
         return self._ended.result()
 
-    async def ended(self) -> Result:
+    async def ended(self) -> Any:
         """Waits for the result.
 
         Raises:
@@ -181,7 +205,8 @@ async def queued(
     """
     check_model(client.request, asked.model)
     # Without a seed, OpenAI's clients expect a different image each time; the response states it.
-    more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
+    if task not in (SURPRISE, PROOF):
+        more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
     given = asked.model_dump(include=OPTIONS, exclude_none=True)
     if "num_inference_steps" in given:
         more.pop("steps", None)
@@ -190,7 +215,7 @@ async def queued(
         shown = None
         if images:
             with service.counting_refusals(task), about("image"):
-                others = {"inpaint": "the mask", BRANCH: "the source"}
+                others = {"inpaint": "the mask", BRANCH: "the source", PROOF: "the source"}
                 names = ("the image", others[task])[: len(images)] if task in others else ()
                 shown, read = await client.decoded(images, decode, *names)
             given |= read

@@ -227,7 +227,38 @@ class BranchBody(ImageBody):
         return self
 
 
-FIELDS = {"image", "mask", "source", "at", *ImageBody.model_fields, *ChatBody.model_fields}
+class ProofBody(Body):
+    """A request for what follows from the record of an image: a form of files, and no settings."""
+
+    @pydantic.model_validator(mode="after")
+    def _of_one_pass(self) -> "ProofBody":
+        if others := sorted(self.model_fields_set - {"model", "captions"}):
+            raise InputError(
+                f"{others[0]}: nothing is drawn, so there is nothing to set: leave it out",
+                setting=others[0],
+            )
+        return self
+
+
+class SurpriseBody(ProofBody):
+    """A request for the bits of an image given captions, one a line."""
+
+    captions: str
+
+    def sent(self, option: str) -> str:
+        """Returns the field that the client sent for an option of the pipeline."""
+        return "captions" if option == "prompt" else super().sent(option)
+
+
+FIELDS = {
+    "image",
+    "mask",
+    "source",
+    "at",
+    "captions",
+    *ImageBody.model_fields,
+    *ChatBody.model_fields,
+}
 FIELDS |= {*ImageBody.neutral, *ChatBody.neutral}
 
 

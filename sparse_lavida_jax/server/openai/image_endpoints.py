@@ -20,8 +20,6 @@ from sparse_lavida_jax.server.openai import asking, bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import BranchBody, ImageBody
 from sparse_lavida_jax.server.serving import BRANCH
 
-FILES = 2  # the most files in a request: an image and a mask
-
 router = fastapi.APIRouter()
 
 
@@ -37,18 +35,14 @@ async def generate(request: fastapi.Request):
 @router.post("/v1/images/edits")
 async def edit(request: fastapi.Request):
     """Edits an image as instructed; with a mask, redraws its transparent part."""
-    client, content_type = asking.Client(request), request.headers.get("content-type", "")
-    parse = functools.partial(bodies.of_form, content_type=content_type, most_files=FILES)
-    with http_errors.refusing():
-        form = await client.body(parse, has_images=True)
-    # An empty file or field is what forms send for none.
-    files = {name: [one for one in sent if one] for name, sent in form.files.items()}
+    client = asking.Client(request)
+    fields, files = await client.form()
     images, masks = files.pop("image", []) + files.pop("image[]", []), files.pop("mask", [])
-    if len(images) != 1 or len(masks) > 1 or form.fields.get("mask") or any(files.values()):
+    if len(images) != 1 or len(masks) > 1 or fields.get("mask") or any(files.values()):
         wrong = "mask" if len(images) == 1 else "image"
         sentence = f"{wrong}: send one file named image, and at most one file named mask."
         raise http_errors.Refused(sentence, wrong)
-    asked = bodies.checked(form.fields, ImageBody)
+    asked = bodies.checked(fields, ImageBody)
     service, side = client.service, client.service.drawn_side
     if _size(asked.size) not in (None, (side, side)):
         sentence = f"size={asked.size}: an edited image has {side}x{side} pixels: leave size out."
@@ -69,16 +63,13 @@ async def edit(request: fastapi.Request):
 @router.post("/v1/images/branches")
 async def branch(request: fastapi.Request):
     """Draws images like one of ours, from a step on; not of OpenAI's API."""
-    client, content_type = asking.Client(request), request.headers.get("content-type", "")
-    parse = functools.partial(bodies.of_form, content_type=content_type, most_files=FILES)
-    with http_errors.refusing():
-        form = await client.body(parse, has_images=True)
-    files = {name: [one for one in sent if one] for name, sent in form.files.items()}
+    client = asking.Client(request)
+    fields, files = await client.form()
     images, shown = files.pop("image", []), files.pop("source", [])
     if len(images) != 1 or len(shown) > 1 or any(files.values()):
         sentence = "image: send one PNG named image, and at most one file named source."
         raise http_errors.Refused(sentence, "image")
-    asked = bodies.checked(form.fields, BranchBody)
+    asked = bodies.checked(fields, BranchBody)
 
     def decode() -> tuple[Any, dict[str, Any]]:
         record = image_files.record_in(images[0])

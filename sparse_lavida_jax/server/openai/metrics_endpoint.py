@@ -10,6 +10,7 @@ import prometheus_client.registry
 from prometheus_client import core
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.server.batching import Ticket
 from sparse_lavida_jax.server.serving import Service
 
@@ -71,7 +72,7 @@ class Metrics:
         }
         if ticket.first:
             values["compile_seconds"] = ticket.first
-        if result.pixels:
+        if isinstance(result, Result) and result.pixels:
             values["request_images"] = len(result.pixels)
         for name, value in values.items():
             self._of_requests[name].labels(ticket.task).observe(value)
