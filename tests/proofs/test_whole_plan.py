@@ -101,7 +101,7 @@ def gumbel(request: RowRequest, kind: str, block: int, position: int, shape) -> 
 
 
 def difference(one: Case, scored) -> float:
-    """Returns the largest difference of bits and deficits from those of the independent pass."""
+    """Returns the largest difference of bits and margins from those of the independent pass."""
     found = []
     for row, (steps, scores) in enumerate(scored):
         for number, step in enumerate(steps):
@@ -118,10 +118,12 @@ def difference(one: Case, scored) -> float:
                     one.requests[row], one.examples[0].kind, step.block, position, scaled.shape
                 )
                 score = scaled + noise
-                short = score.max(-1, keepdims=True) - np.take_along_axis(score, chosen, -1)
+                own = np.take_along_axis(score, chosen, -1)
+                others = np.where(np.arange(score.shape[-1]) == chosen, -np.inf, score).max(-1)
+                margin = (own[:, 0] - others) * temperature
                 # A token that this step does not commit may be one that it may not draw.
                 drawn = step.decided[step.at == position][0]
-                apart = bits[:, 0] - scores.bits[i], short[:, 0] * temperature - scores.deficit[i]
+                apart = bits[:, 0] - scores.bits[i], margin - scores.margin[i]
                 found += [np.abs(x[drawn]).max(initial=0) for x in apart]
     return float(np.max(found))
 
