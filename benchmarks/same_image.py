@@ -10,9 +10,10 @@ r"""Whether other machines draw the codes of this one, and the margins of those 
     python -m benchmarks.same_image --part=device  # anywhere, such as on a GPU
 
 Images with a layout, and without one at temperature 1, where margins are small. Each part draws
-them again, compares their codes with the kept ones, and passes the plans of the kept codes: that
-gives their margins here (`inference/proofs.py`). Finished batches are saved line by line in
-`--done`, and are skipped when the command is repeated.
+them again, and compares their codes with the kept ones. Of the first `PASSED` of each kind, it also
+passes the plans of the kept codes, which gives the margins that these have here
+(`inference/proofs.py`). Finished batches are saved line by line in `--done`, and are skipped when
+the command is repeated.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ COUNT = flags.DEFINE_integer("count", 500, "Images of each kind.", lower_bound=1
 DONE = flags.DEFINE_string("done", "runs/same_image.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, SEED = "scenes", 16, 57
+PASSED = 128
 KINDS: dict[str, dict[str, Any]] = {"layout": {}, "free": {"layout": False, "temperature": 1.0}}
 KEPT = record.RESULTS / "cpu" / "firsts" / "same_image.npz"
 DRAWN = ("codes", "layout_tokens", "decoded_at")  # of a record
@@ -57,7 +59,13 @@ def main(_: list[str]) -> None:
     for kind, rows in made.items():
         number = len(rows["codes"])
         before = {key: kept[f"{kind} {key}"][:number] for key in rows}
-        values = {"model": MODEL, "method": part, "images": number, **compared(before, rows)}
+        values = {
+            "model": MODEL,
+            "method": part,
+            "kind": kind,
+            "images": number,
+            **compared(before, rows),
+        }
         values |= {"attention": pipe.engine.constants.attention}
         path = bench.write(f"same/{kind}/{part}", values, name=f"{MODEL}/same/{kind}/{part}")
         print(path.name, values, flush=True)
@@ -66,6 +74,9 @@ def main(_: list[str]) -> None:
 def pipe_of(part: str) -> SparseLaViDa:
     """Returns the bundled model as a part runs it."""
     pipe = SparseLaViDa.from_pretrained(MODEL, batch_size=1 if part == "batch_1" else BATCH)
+    side = pipe.codec.image_size
+    # Codes are compared: nothing is decoded.
+    pipe.codec.decode = lambda cells, *_: np.zeros((len(cells), side, side, 3), np.uint8)
     changes = {
         "interpreted": {"attention_implementation": "pallas_tpu"},
         "bfloat16": {"compute_dtype": "bfloat16"},
@@ -111,14 +122,15 @@ def batch(pipe: SparseLaViDa, kind: str, start: int, kept: Rows) -> dict[str, An
     result = pipe.generate(words, seed=start, **KINDS[kind])
     rows = {key: [one[key] for one in result.records] for key in DRAWN}
     if kept:
-        result = with_codes(pipe, result, {k: kept[f"{kind} {k}"][start:] for k in DRAWN})
-    proofs = pipe.prove(result, tolerance=0.0)
-    none = [np.inf] * len(rows["layout_tokens"][0])
-    margins = {
-        "image_margins": [finite(one.image.margins) for one in proofs],
-        "layout_margins": [finite(one.layout.margins) if one.layout else none for one in proofs],
-    }
-    rows |= {key: [*own, *own[:1] * (BATCH - len(own))] for key, own in margins.items()}
+        kept = {key: kept[f"{kind} {key}"][start : start + BATCH] for key in DRAWN}
+        result = with_codes(pipe, result, kept)
+    proofs = [] if kept and start >= PASSED else pipe.prove(result, tolerance=0.0)
+    for stage, drawn in (("image", "codes"), ("layout", "decoded_at")):
+        found = np.full((BATCH, len(rows[drawn][0])), np.inf)  # not passed, or not drawn
+        for i, proof in enumerate(proofs):
+            if (own := getattr(proof, stage)) is not None:
+                found[i] = [np.inf if x is None else x for x in own.margins]
+        rows[f"{stage}_margins"] = found.tolist()
     request = pipe.requests("generate", words, layout=False, seed=start)[0]
     run = pipe.task_run(request.sampling)
     side = int(pipe.settings.model.grid_size)
@@ -143,10 +155,6 @@ def with_codes(pipe: SparseLaViDa, result: Result, kept: Rows) -> Result:
             own["layout"] = pipe.prompts.text(np.where(ended, end, ids)[:, None])
         records.append(one | own)
     return dataclasses.replace(result.part(0, len(records)), records=tuple(records))
-
-
-def finite(margins: tuple[float | None, ...]) -> list[float]:
-    return [np.inf if one is None else one for one in margins]
 
 
 def compared(kept: Rows, here: Rows) -> dict[str, Any]:
@@ -204,6 +212,34 @@ def moved(kept: np.ndarray, here: np.ndarray) -> dict[str, Any] | None:
             for bound in (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0)
         ],
     }
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Returns the table of the page: a row for each stage that was drawn again."""
+    lines = [
+        "| what differs | what is drawn | the same | first differences, largest margin |"
+        " draws passed, smallest margin | margins move by: median, 99 %, most |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    of_device = sorted(rows, key=lambda row: (PARTS.index(row["method"]), row["kind"]))
+    for row in of_device:
+        images = [one["margin"] for one in row["first_cells"]]
+        stages = {
+            "images without a layout" if row["kind"] == "free" else "images of the same layout": (
+                row["same"], row["compared"], images, row["image"],
+            )
+        }  # fmt: skip
+        if row["layouts"]:
+            counts = row["layouts_same"], row["layouts"], row["layout_first_margins"]
+            stages = {"layouts": (*counts, row["layout"])} | stages
+        for name, (same, number, margins, passed) in stages.items():
+            first = f"{len(margins)}, {max(margins):.2g}" if margins else "none"
+            moved = ", ".join(f"{one:.2g}" for one in passed["moved_median_99_most"])
+            lines.append(
+                f"| {row['method']} | {name} | {same} of {number} | {first} |"
+                f" {passed['draws']}, {passed['smallest_margin']:.2g} | {moved} |"
+            )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

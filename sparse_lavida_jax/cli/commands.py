@@ -453,7 +453,7 @@ def _recorded(
     provenance.check_names(record, names, pathlib.Path(asked.replay).parent)
     pipe = load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    here["dtype"] = pipe.settings.model.compute_dtype
+    here["dtype"] = pipe.model.settings.compute_dtype
     drawn = {"dtype": here["dtype"]} | record["software"]  # older records do not tell
     if drawn != here:
         say(

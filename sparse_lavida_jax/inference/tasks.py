@@ -256,7 +256,7 @@ class TaskRun:
             "software": {
                 "jax": jax.__version__,
                 "device": jax.devices()[0].device_kind,
-                "dtype": self.settings.model.compute_dtype,
+                "dtype": self.engine.model.settings.compute_dtype,
             },
         }
 
