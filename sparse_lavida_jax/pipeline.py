@@ -531,6 +531,8 @@ class SparseLaViDa:
     ) -> Result:
         """Draws a recorded image again, bit for bit on the same device and software.
 
+        Elsewhere single codes may differ: a warning names the first ones, with their margins.
+
         Args:
             record: `Result.records`, or `image_files.read_record` of a PNG.
             shown: the image it was based on; by default the file that it was read from, if that
@@ -540,8 +542,14 @@ class SparseLaViDa:
             RequestError: the record is damaged or from another version or checkpoint, or the
                 image is another one.
         """
+        from sparse_lavida_jax.inference import differences
+
         pipe, request, bucket = self.recorded(record, shown)
-        return pipe.run([request], callback, bucket=bucket)
+        result = pipe.run([request], callback, bucket=bucket)
+        if differences.cells(record, result):
+            run = pipe.task_run(request.sampling)
+            log.warning("%s", differences.told(run, request, record, result))
+        return result
 
     def branch(
         self,
@@ -627,6 +635,28 @@ class SparseLaViDa:
                 run = pipes[0].task_run(sampling)
                 found += proofs.prove(run, asked, notes, images, tolerance)
         return found
+
+    def with_margins(
+        self, result: Result, *, shown: Shown | Sequence[Shown] | None = None
+    ) -> Result:
+        """Returns a result whose records hold the margin of each draw; it costs a pass a stage.
+
+        A margin is how far a code or token was above the next one (`proofs.Stage.margins`). Where
+        all exceed what rounding changes, another device draws the same (docs/method.md).
+
+        Args:
+            shown: see `prove`.
+
+        Raises:
+            RequestError: see `prove`.
+        """
+        records = tuple(
+            record | {"margins": {one.name: list(one.margins) for one in proof.stages}}
+            for record, proof in zip(
+                result.records, self.prove(result, shown=shown, tolerance=0.0), strict=True
+            )
+        )
+        return dataclasses.replace(result, records=records)
 
     @runtime.interrupts_held()
     def surprise(

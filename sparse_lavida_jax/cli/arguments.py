@@ -355,6 +355,9 @@ ARGUMENTS = {
         f"draw each image anew until the model accepts it, at most so often, 1 to {MOST_IMAGES}",
         _whole,
     ),
+    "margins": Argument(
+        "--margins", "record how far each draw was from another one; one more pass a stage", None
+    ),
     "vq_dtype": Argument(
         "--vq-dtype",
         f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",

@@ -21,10 +21,10 @@ from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
 from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference import batch_shapes, provenance, requests, warmup
+from sparse_lavida_jax.inference import batch_shapes, differences, provenance, requests, warmup
 from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.regions import cell_rows
-from sparse_lavida_jax.inference.requests import TASK_SPECS, ShownImage, shown_images
+from sparse_lavida_jax.inference.requests import TASK_SPECS, Request, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -81,7 +81,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     elif name == "surprise":
         _surprise(asked)
     elif getattr(asked, "replay", None) is not None:
-        (_branch if name == "branch" else _replay)(asked)
+        return (_branch if name == "branch" else _replay)(asked)
     else:
         _task(name, asked)
     return 0
@@ -129,6 +129,8 @@ def _task(name: str, asked: argparse.Namespace) -> None:
             height, width = asked.size or (pipe.codec.image_size,) * 2
             image_files.check_box(asked.crop, (width, height))
         result = pipe.run(requests, callback=callback)
+    if getattr(asked, "margins", False):
+        result = _with_margins(pipe, result, requests)
     written: list[pathlib.Path] = []
     try:
         if result.pixels:
@@ -143,6 +145,15 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     if film is not None and film_path is not None:
         shown_frames = [image_files.enlarged(one, _scale(asked, one)) for one in film.frames]
         image_files.write_animation(film_path, shown_frames)
+
+
+def _with_margins(pipe: SparseLaViDa, result: Result, requests: Sequence[Request]) -> Result:
+    """Returns the result with margins in its records, or as it is where there are none."""
+    try:
+        return pipe.with_margins(result, shown=[next(iter(one.images), None) for one in requests])
+    except RequestError as error:
+        say(f"the records hold no margins: {error}")
+        return result
 
 
 # ---------------------------------------------------------------------------------------------
@@ -378,15 +389,17 @@ def _lines(readline: Callable[[int], str]) -> Iterator[str]:
         raise UsageError(f"the standard input is not text in UTF-8: {error}.") from error
 
 
-def _replay(asked: argparse.Namespace) -> None:
+def _replay(asked: argparse.Namespace) -> int:
+    """Draws an image again; returns 1 if its codes are not the recorded ones."""
     _check_out(asked.out)
     pipe, record, shown = _recorded(asked)
     with _shown_progress() as callback:
         result = pipe.replay(record, shown, callback=callback)
     _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+    return 1 if differences.cells(record, result) else 0
 
 
-def _branch(asked: argparse.Namespace) -> None:
+def _branch(asked: argparse.Namespace) -> int:
     for path in _numbered(asked.out, 1 if asked.grid else asked.num_images):
         _check_out(path)
     pipe, record, shown = _recorded(asked)
@@ -394,6 +407,7 @@ def _branch(asked: argparse.Namespace) -> None:
         how = {"num_images": asked.num_images, "seed": asked.seed, "shown": shown}
         result = pipe.branch(record, asked.at, callback=callback, **how)
     _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+    return 0
 
 
 def _prove(asked: argparse.Namespace) -> int:
@@ -442,9 +456,11 @@ def _recorded(
     provenance.check_names(record, names, pathlib.Path(asked.replay).parent)
     pipe = load(asked, record["checkpoint"])
     here = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    if record.get("software") != here:
+    here["dtype"] = pipe.model.settings.compute_dtype
+    drawn = {"dtype": here["dtype"]} | record["software"]  # older records do not tell
+    if drawn != here:
         say(
-            f"{asked.replay} was drawn with {schema.shown(record['software'])}, this is {here}:"
+            f"{asked.replay} was drawn with {schema.shown(drawn)}, this is {here}:"
             " single bits may differ."
         )
     return pipe, record, image or (record.get(SHOWN_KEY) or {}).get("path")

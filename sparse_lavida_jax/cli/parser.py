@@ -49,7 +49,9 @@ _CIRCLE = '"a red circle above a blue square"'
 _LOADED = "checkpoint adapters convert mesh compilation_cache"
 _MODEL = f"{_LOADED} batch_size json json_full quiet debug"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
-_DRAWING = "out scale grid save_steps num_images best_of layout no_layout guidance order vq_dtype"
+_DRAWING = (
+    "out scale grid save_steps num_images best_of layout no_layout guidance order vq_dtype margins"
+)
 _HOSTING = (
     f"{_LOADED} host port batch_size longest_wait max_waiting programs"
     " content_cache_gb only grace api_key insecure warmup quiet debug"

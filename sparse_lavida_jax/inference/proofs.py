@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
@@ -44,6 +44,7 @@ class Stage:
         bits: that the noise decided.
         shortfall: the largest distance of a draw from the largest score, in logits.
         passed: tokens that were passed.
+        margins: of each token or cell, see `_margins`.
     """
 
     name: str
@@ -54,6 +55,13 @@ class Stage:
     bits: float
     shortfall: float
     passed: int
+    margins: tuple[float | None, ...]
+
+    @property
+    def smallest(self) -> tuple[float, int] | None:
+        """The smallest margin and its position; None if there is none."""
+        found = [(margin, at) for at, margin in enumerate(self.margins) if margin is not None]
+        return min(found, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Proof:
                 places = ", ".join(map(str, one.places))
                 said += f"; step {one.step} is the first that does not, at {places}"
                 said += "; later ones may be consequences" * (one.wrong > len(one.places))
+            if one.smallest is not None:
+                said += "; the smallest margin is {:.2g} logits, at {}".format(*one.smallest)
             told.append(said)
         told += ["the layout in words is not that of the recorded tokens"] * (not self.text)
         for name, cells in (("given cells", self.given), ("pixels", self.pixels)):
@@ -144,15 +154,14 @@ def prove(
         RequestError: a record holds no codes, or its draws do not follow from one pass.
     """
     for request, record in zip(requests, records, strict=True):
-        _check(run, request, record)
+        check_plan(run, request, record, tolerance)
     if tolerance is None:
         most = max(max(one.guidance, one.guidance_edit, 0.0) for one in requests)
         more = max(one.guidance_image for one in requests)
         tolerance = TOLERANCE * (1 + 2 * most) * (1 + 2 * more)
     examples = [run.image_example(request) for request in requests]
     codes = [
-        _array(record["codes"], one.response.shape, run.settings.model.codebook_size, "codes")
-        for record, one in zip(records, examples, strict=True)
+        recorded_codes(run, record, one) for record, one in zip(records, examples, strict=True)
     ]
     run.tell("proof", 0, 2)
     layouts, texts = _layouts(run, requests, tolerance)
@@ -167,7 +176,9 @@ def prove(
     return proofs
 
 
-def _check(run: TaskRun, request: Request, record: dict[str, Any]) -> None:
+def check_plan(
+    run: TaskRun, request: Request, record: dict[str, Any], tolerance: float | None
+) -> None:
     """Refuses what does not follow from one pass over a plan, with the reason."""
     how, model = request.sampling, run.settings.model
     image, text = (
@@ -188,11 +199,23 @@ def _check(run: TaskRun, request: Request, record: dict[str, Any]) -> None:
         "it was drawn in 8 bits, whose rounding depends on what is passed together":
             how.quantize != "",
         "its model multiplies in less than float32: name a tolerance in logits":
-            model.compute_dtype != "float32",
+            model.compute_dtype != "float32" and tolerance is None,
     }  # fmt: skip
     for reason, holds in reasons.items():
         if holds:
             raise RequestError(f"the image cannot be proved: {reason}.")
+
+
+def recorded_codes(
+    run: TaskRun, record: dict[str, Any], example: Example
+) -> Int[np.ndarray, "l g"]:
+    """Returns the codes of a record.
+
+    Raises:
+        RequestError: they are none of such an image.
+    """
+    most = run.settings.model.codebook_size
+    return _array(record["codes"], example.response.shape, most, "codes")
 
 
 def _array(values: Any, shape: tuple[int, ...], most: int, name: str) -> np.ndarray:
@@ -244,8 +267,8 @@ def _stages(
     how = {"stage": name, "tolerance": tolerance, "programs": run.programs}
     scored = run.engine.scores(*given, **how)
     return [
-        _stage(name, steps, scores, None if orders is None else orders[i], tolerance)
-        for i, (steps, scores) in enumerate(scored)
+        _stage(name, steps, scores, response, None if orders is None else orders[i], tolerance)
+        for i, ((steps, scores), response) in enumerate(zip(scored, responses, strict=True))
     ]
 
 
@@ -253,6 +276,7 @@ def _stage(
     name: str,
     steps: Sequence[whole_plan.Step],
     scores: whole_plan.Scores,
+    response: Int[np.ndarray, "l g"],
     order: Int[np.ndarray, " l"] | None,
     tolerance: float,
 ) -> Stage:
@@ -266,6 +290,9 @@ def _stage(
     if order is not None:
         block = np.array([step.block for step in steps])[scores.step]
         taken &= (order[scores.at] == block)[:, None]
+    left = np.zeros(len(taken), bool) if order is None else ~taken.any(axis=1)
+    margins = _margins(scores, taken, left, len(response), tolerance)
+    if order is not None:
         for number, step in enumerate(steps):
             own = scores.step == number
             now, left = own & taken[:, 0], own & ~taken[:, 0]
@@ -281,7 +308,39 @@ def _stage(
     bits, shortfall = max(float(scores.bits[taken].sum()), 0.0), float(far[taken].max(initial=0))
     counts = int(taken.sum()), int(wrong.sum())
     where = first, tuple(places.tolist())
-    return Stage(name, *counts, *where, bits, shortfall, scores.tokens)
+    return Stage(name, *counts, *where, bits, shortfall, scores.tokens, margins)
+
+
+def _margins(
+    scores: whole_plan.Scores,
+    taken: Bool[np.ndarray, "n g"],
+    left: Bool[np.ndarray, " n"],
+    length: int,
+    tolerance: float,
+) -> tuple[float | None, ...]:
+    """Returns the margin of each token of a row, in logits; None where nothing else was possible.
+
+    That is the score (logit / temperature + noise, after guidance and filters) above the next one,
+    times the temperature. Of a token whose step left others masked, it is the smaller of this and
+    of half its confidence above theirs, or above what a change of a draw could make of theirs:
+    either one changes the row, and log-odds move by up to twice as much as logits.
+
+    Args:
+        taken: the codes that their steps committed.
+        left: the tokens that they left masked.
+        tolerance: of the scores.
+    """
+    least = np.where(taken, scores.margin, np.inf).min(axis=1)
+    unsure = scores.lead <= tolerance  # the sampler may have drawn something else
+    drawn_sure = np.where(unsure, scores.mode_sure, scores.drawn_sure)
+    for i in np.flatnonzero(~left):
+        rival = left & (scores.step == scores.step[i])
+        apart = [(scores.sure[i] - own[rival]) / 2 for own in (drawn_sure, scores.mode_sure)]
+        nearest = np.minimum(apart[0], np.maximum(scores.lead[rival], apart[1]))
+        least[i] = min(least[i], nearest.min(initial=np.inf))
+    found = np.full(length, np.inf)
+    np.minimum.at(found, scores.at, least)
+    return tuple(float(one) if np.isfinite(one) else None for one in found)
 
 
 def _other_pixels(

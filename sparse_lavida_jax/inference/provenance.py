@@ -7,6 +7,7 @@
 import dataclasses
 import itertools
 import logging
+import math
 import pathlib
 from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, Literal
@@ -98,6 +99,21 @@ def _are_codes(rows: Any) -> bool:
     )
 
 
+def _are_margins(values: Any) -> bool:
+    """Whether these are not too many numbers, or none where nothing else was possible."""
+    return isinstance(values, list | tuple) and len(values) <= _LONGEST and all(
+        one is None or (type(one) is float and math.isfinite(one)) for one in values
+    )  # fmt: skip
+
+
+_Values = Annotated[object, schema.Allowed(_are_margins, "a list of numbers")]
+
+
+class _Margins(schema.Section):
+    layout: _Values = ()
+    image: _Values = ()
+
+
 class _Shown(schema.Section):
     path: str = ""
     sha256: str = ""
@@ -127,6 +143,7 @@ class _Record(schema.Section):
     codes: Annotated[object, schema.Allowed(_are_codes, "a list of codes for each cell")] = ()
     layout_tokens: _Numbers = ()
     decoded_at: _Numbers = ()
+    margins: _Margins = _Margins()
     picture: _Shown = _Shown()
     bucket: _Bucket = _Bucket(rows=1, prompt_len=(0, 0))
     sampling: config.Sampling
@@ -162,6 +179,14 @@ def check(record: dict[str, Any]) -> None:
             f"the record of how it was drawn is damaged: its layout has {lengths[0]} tokens, of"
             f" which {lengths[1]} are said to be decoded."
         )
+    margins = record.get("margins") or {}
+    for stage, name in (("layout", "layout_tokens"), ("image", "codes")):
+        number = len(margins.get(stage) or ())
+        if number not in (0, len(record.get(name) or ())):
+            raise RequestError(
+                f"the record of how it was drawn is damaged: it has {number} margins of the"
+                f" {stage}, which has {len(record.get(name) or ())} tokens."
+            )
 
 
 def check_names(
@@ -236,7 +261,7 @@ def _given(values: dict[str, Any], kind: type[schema.Section] = _Record) -> Any:
     kinds = schema.annotations(kind)
     found = {name: value for name, value in values.items() if value is not None}
     for name, value in found.items():
-        if kinds.get(name) in (_Recipe, _Shown) and isinstance(value, dict):
+        if kinds.get(name) in (_Recipe, _Shown, _Margins) and isinstance(value, dict):
             found[name] = _given(value, kinds[name])
     return found
 

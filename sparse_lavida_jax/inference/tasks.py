@@ -260,7 +260,11 @@ class TaskRun:
             "attention": self.engine.constants.attention,
             "step": self.engine.constants.step,
             "version": __version__,
-            "software": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
+            "software": {
+                "jax": jax.__version__,
+                "device": jax.devices()[0].device_kind,
+                "dtype": self.engine.model.settings.compute_dtype,
+            },
         }
 
     # -- images -----------------------------------------------------------------------------

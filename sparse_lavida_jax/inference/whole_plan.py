@@ -67,20 +67,30 @@ class Scores(NamedTuple):
         step: index of the step.
         at: position of the token.
         decided: the codes that the step may commit.
-        deficit: how far the score of each code is below the largest, in logits; 0: it is drawn.
+        margin: how far the score of each code is above the best other one, in logits; below 0:
+            another one is drawn.
+        lead: that of what is drawn, the least of the codes of a token.
         bits: -log2 of its probability, as filtered and at the temperature; 0 at temperature 0.
-        sure, drawn_sure: confidence in the given token, and in what is drawn (`draw.confidences`).
+        sure, drawn_sure, mode_sure: confidence in the given token, in what is drawn, and in the
+            most probable one (`draw.confidences`).
         tokens: how many the row has in all guidance variants, with prompts and registers.
     """
 
     step: Int[np.ndarray, " n"]
     at: Int[np.ndarray, " n"]
     decided: Bool[np.ndarray, "n g"]
-    deficit: Float[np.ndarray, "n g"]
+    margin: Float[np.ndarray, "n g"]
+    lead: Float[np.ndarray, " n"]
     bits: Float[np.ndarray, "n g"]
     sure: Float[np.ndarray, " n"]
     drawn_sure: Float[np.ndarray, " n"]
+    mode_sure: Float[np.ndarray, " n"]
     tokens: int
+
+    @property
+    def deficit(self) -> Float[np.ndarray, "n g"]:
+        """How far the score of each code is below the largest, in logits; 0: it is drawn."""
+        return np.maximum(-self.margin, 0)
 
 
 def image_order(phases: Sequence[Steps], given: Bool[np.ndarray, " l"]) -> Int[np.ndarray, " l"]:
@@ -190,9 +200,8 @@ def scores(
     for i, own in enumerate(steps):
         step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])
         decided = np.concatenate([one.decided for one in own])
-        deficit, bits, sure, drawn_sure = (x[i] for x in values)
         where = step, blocks[i].copies, decided
-        done.append(Scores(*where, deficit, bits, sure, drawn_sure, int(tokens[i])))
+        done.append(Scores(*where, *(x[i] for x in values), tokens=int(tokens[i])))
     return done
 
 
@@ -287,8 +296,8 @@ def _scored(
     tolerance: Float[Array, ""],
     *,
     settings: StepSettings,
-) -> tuple[Array, Array, Array, Array]:
-    """Returns deficits, bits and confidences (`Scores`) of tokens [n].
+) -> tuple[Array, ...]:
+    """Returns margins, leads, bits and confidences (`Scores`) of tokens [n].
 
     Args:
         keys: of the noise from each turn on (`presets.Turn`).
@@ -317,7 +326,7 @@ def _judged(
     target: Int[Array, " g"],
     of_row: tuple[Array, ...],
     of_step: tuple[Array, ...],
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Returns the scores of one token, as `sample.step` computes them.
 
     Args:
@@ -339,8 +348,13 @@ def _judged(
     def of_target(values):
         return jnp.take_along_axis(values, target[None, None, :, None], axis=-1)[..., 0]
 
+    def above_others(tokens):
+        is_own = jax.nn.one_hot(tokens, drawn.shape[-1], dtype=bool)
+        own, others = (jnp.where(x, drawn, -jnp.inf).max(axis=-1) for x in (is_own, ~is_own))
+        return ((own - others) * scale)[0, 0]
+
     best = drawn.max(axis=-1)
-    deficit = (best - of_target(drawn)) * scale
+    margin, lead = above_others(target[None, None]), above_others(drawn.argmax(axis=-1)).min()
     bits = -of_target(jax.nn.log_softmax(logits / scale, axis=-1)) / np.log(2)
     bits = jnp.where(rows.temperature > 0, bits, 0.0)
     near = drawn >= best[..., None] - tolerance / scale
@@ -350,7 +364,8 @@ def _judged(
         own = draw.Proposal(tokens, lambda name: commit.confidence(name, logits, tokens))
         return draw.confidences(rows.key, now, own, settings.commit, draw.Draws())[0, 0, 0]
 
-    return deficit[0, 0], bits[0, 0], sure(target[None, None]), sure(least)
+    confidences = map(sure, (target[None, None], least, logits.argmax(axis=-1)))
+    return margin, lead, bits[0, 0], *confidences
 
 
 def _noise(

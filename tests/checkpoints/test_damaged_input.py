@@ -157,6 +157,8 @@ RECORD = {
     "checkpoint": {"name": "scenes", "sha256": "0" * 64},
     "version": "0.1.0",
     "software": {"jax": "0.10.2", "device": "cpu"},
+    "codes": [[1], [2]],
+    "margins": {"layout": [], "image": [0.5, None]},
 }
 
 

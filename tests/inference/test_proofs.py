@@ -6,6 +6,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 
 from sparse_lavida_jax.cli import commands, program
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference import provenance, surprise
+from sparse_lavida_jax.inference import differences, proofs, provenance, surprise
 from sparse_lavida_jax.inference.whole_plan import UNTOLD
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
@@ -183,6 +184,12 @@ def test_a_replayed_image_has_the_same_record(pipe, drawn):
         ({"layout_tokens": [2**40]}, "whole numbers"),
         ({"layout_tokens": [1], "decoded_at": [2]}, "its layout tokens are not"),
         ({"layout_tokens": [1]}, "1 tokens, of which"),
+        ({"margins": {"image": [0.5]}}, "1 margins of the image, which has 36"),
+        ({"margins": {"image": [float("nan")] * 36}}, "a list of numbers"),
+        ({"margins": {"image": [True] * 36}}, "a list of numbers"),
+        ({"margins": {"layout": "0.5"}}, "a list of numbers"),
+        ({"margins": [0.5]}, "_Margins is"),
+        ({"margins": {"pixels": []}}, "pixels"),
     ],
 )
 def test_what_cannot_be_proved_is_refused(pipe, drawn, changes, told):
@@ -200,6 +207,85 @@ def test_records_of_the_first_format_are_read(pipe, drawn):
     older = {k: v for k, v in record.items() if k not in ("codes", "layout_tokens", "decoded_at")}
     provenance.check(older)
     np.testing.assert_array_equal(pipe.replay(older).pixels[0], drawn["generate"][0].pixels[0])
+
+
+def planted(result, *cells, row=0):
+    """Returns the record of an image, as read from its PNG, with other codes in some cells."""
+    record = with_changes(result, row).records[0]
+    for cell in cells:
+        record["codes"][cell][0] = (record["codes"][cell][0] + 1) % 49
+    return record
+
+
+def differing(caplog):
+    """Returns what was said of cells that differ, and not of words that no model knows."""
+    return [one for one in caplog.messages if "cells differ" in one]
+
+
+def test_margins_are_recorded(pipe, drawn):
+    result, _ = drawn["generate"]
+    records = pipe.with_margins(result).records
+    for record, proof, before in zip(records, pipe.prove(result), result.records, strict=True):
+        margins = record["margins"]
+        assert record == before | {"margins": margins}
+        for stage in (proof.layout, proof.image):
+            told = [one for one in margins[stage.name] if one is not None]
+            assert min(told) == pytest.approx(stage.smallest[0], abs=1e-4) and min(told) > 0
+            assert (
+                f"the smallest margin is {stage.smallest[0]:.2g} logits"
+                in proof.lines[-3:][stage.name == "image"]
+            )
+        order = record["decoded_at"]
+        assert [x is None for x in margins["layout"]] == [x == UNTOLD for x in order]
+        assert len(margins["image"]) == 36 and None not in margins["image"]
+        provenance.check(json.loads(json.dumps(record)))
+
+
+def test_the_cells_that_differ_are_told(pipe, drawn, caplog):
+    result, _ = drawn["generate"]
+    result = pipe.with_margins(result)
+    assert not differences.cells(result.records[0], pipe.replay(result.records[0]))
+    assert not differing(caplog)
+    record = planted(result, 7)
+    again = pipe.replay(record)
+    np.testing.assert_array_equal(again.tokens[0], result.tokens[0])
+    assert differences.cells(record, again) == (7,)
+    (told,) = differing(caplog)
+    then = result.records[0]["margins"]["image"][7]
+    assert "1 of 36 cells differ from the record; step " in told
+    assert "cell 7 (margin here -" in told and f", when it was drawn {then:.2g} logits)" in told
+
+
+def test_only_cells_of_the_first_step_that_differs_are_named(pipe, drawn, caplog):
+    result, _ = drawn["generate"]
+    _, request, _ = pipe._recorded(result.records[1], None)
+    counts = pipe.task_run(request.sampling).step_counts(request, "image")
+    pipe.replay(planted(result, *range(36), row=1))
+    (told,) = differing(caplog)
+    assert "36 of 36 cells differ from the record; step 0 is the first: cell " in told
+    assert told.count("cell ") == min(counts[0], differences.MOST_NAMED)
+    assert "when it was drawn" not in told
+
+
+def test_margins_that_no_pass_tells_are_said_so(pipe, drawn, caplog):
+    result, shown = drawn["inpaint"]
+    known = np.flatnonzero(np.array(result.records[0]["recipe"]["known"]).reshape(-1))
+    pipe.replay(planted(result, known[0]), shown)
+    pipe.replay(planted(result) | {"codes": [[1]] * 35}, shown)
+    given, shape = differing(caplog)
+    assert "1 of 36 cells differ" in given and "its given cells" in given
+    assert "36 of 36 cells differ" in shape and "its codes are not [36, 1]" in shape
+
+
+def test_less_than_float32_needs_a_tolerance(pipe, drawn):
+    result, _ = drawn["generate"]
+    _, request, _ = pipe._recorded(result.records[0], None)
+    run = pipe.task_run(request.sampling)
+    model = dataclasses.replace(run.settings.model, compute_dtype="bfloat16")
+    run.settings = dataclasses.replace(run.settings, model=model)
+    proofs.check_plan(run, request, result.records[0], 0.5)
+    with pytest.raises(RequestError, match="name a tolerance"):
+        proofs.check_plan(run, request, result.records[0], None)
 
 
 def test_surprise_is_the_mean_of_the_plans_bits(pipe):
@@ -256,6 +342,19 @@ def test_the_commands(pipe, drawn, tmp_path, monkeypatch, capsys):
     image_files.write("other.png", result.pixels[1], result.records[0])
     assert program.main(["sparse-lavida", "prove", "other.png", "--json"]) == 1
     assert not json.loads(capsys.readouterr().out)["follows"]
+    assert program.main(["sparse-lavida", "replay", "out.png", "--out=again.png"]) == 0
+    assert "differ" not in capsys.readouterr().err
+    image_files.write("other.png", result.pixels[0], planted(result, 7))
+    assert program.main(["sparse-lavida", "replay", "other.png", "--out=again.png"]) == 1
+    assert "cell 7 (margin here -" in capsys.readouterr().err
+    draw = ["sparse-lavida", "generate", "a red circle", "--margins", "--no-layout", "--out=m.png"]
+    assert program.main(draw) == 0
+    record = image_files.read_record("m.png")
+    assert len(record["margins"]["image"]) == 36 and "layout" not in record["margins"]
+    with mock.patch.object(type(pipe), "prove", side_effect=RequestError("no plan.")):
+        assert program.main(draw) == 0
+    assert "the records hold no margins: no plan." in capsys.readouterr().err
+    assert "margins" not in image_files.read_record("m.png")
     image_files.write("scene.png", IMAGE)
     words = ["surprise", "scene.png", "--caption", "a red circle", "--caption", "a cross"]
     assert program.main(["sparse-lavida", *words, "--out", "map.png"]) == 0

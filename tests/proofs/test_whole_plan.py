@@ -17,7 +17,7 @@ import pytest
 import tiny
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.inference import engine, whole_plan
+from sparse_lavida_jax.inference import engine, proofs, whole_plan
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import commit, presets, state
 from sparse_lavida_jax.sampling.presets import RowRequest
@@ -101,7 +101,7 @@ def gumbel(request: RowRequest, kind: str, block: int, position: int, shape) -> 
 
 
 def difference(one: Case, scored) -> float:
-    """Returns the largest difference of bits and deficits from those of the independent pass."""
+    """Returns the largest difference of bits and margins from those of the independent pass."""
     found = []
     for row, (steps, scores) in enumerate(scored):
         for number, step in enumerate(steps):
@@ -118,10 +118,12 @@ def difference(one: Case, scored) -> float:
                     one.requests[row], one.examples[0].kind, step.block, position, scaled.shape
                 )
                 score = scaled + noise
-                short = score.max(-1, keepdims=True) - np.take_along_axis(score, chosen, -1)
+                own = np.take_along_axis(score, chosen, -1)
+                others = np.where(np.arange(score.shape[-1]) == chosen, -np.inf, score).max(-1)
+                margin = (own[:, 0] - others) * temperature
                 # A token that this step does not commit may be one that it may not draw.
                 drawn = step.decided[step.at == position][0]
-                apart = bits[:, 0] - scores.bits[i], short[:, 0] * temperature - scores.deficit[i]
+                apart = bits[:, 0] - scores.bits[i], margin - scores.margin[i]
                 found += [np.abs(x[drawn]).max(initial=0) for x in apart]
     return float(np.max(found))
 
@@ -186,6 +188,56 @@ def test_a_text_step_commits_its_surest_draws():
             assert taken.sum() == step.count
             left = scores.drawn_sure[own & ~taken]
             assert scores.sure[taken].min() > left.max(initial=-np.inf)
+
+
+def changes(one: Case, row: int, steps, scores) -> np.ndarray:
+    """Returns by how much logits must change for each token to be another, or committed later.
+
+    Every code that could be drawn is tried, in float64: what is committed, and when, changes if the
+    difference of two scores or twice that of two log-odds does.
+    """
+    order, drawn = one.decoded.orders[row], one.decoded.drawn[row]
+    kind, found = one.examples[0].kind, np.full(len(drawn), np.inf)
+    for number, step in enumerate(steps):
+        logits, temperature = independent_logits(one, row, step), 0.8 * step.temperature
+        gaps, sure = {}, {}
+        for position in step.at:
+            own = logits[position]
+            noise = gumbel(one.requests[row], kind, step.block, position, own.shape)
+            score = own + noise * temperature
+            gaps[position] = score.max(-1, keepdims=True) - score
+            weight = np.exp(own - own.max(-1, keepdims=True))
+            with np.errstate(divide="ignore"):
+                sure[position] = np.log(weight) - np.log(weight.sum(-1, keepdims=True) - weight)
+        committed = scores.decided & (order[scores.at] == step.block)[:, None]
+        now = [
+            (i, scores.at[i]) for i in np.flatnonzero(committed.any(1) & (scores.step == number))
+        ]
+        left = {*step.at} - {position for _, position in now}
+        for i, position in now:
+            for code, gap in zip(drawn[position], gaps[position][committed[i]], strict=True):
+                found[position] = min(found[position], np.delete(gap, code).min())
+            for other in left if kind == "text" else ():
+                own = sure[position][0, drawn[position, 0]]
+                least = np.maximum(gaps[other][0], (own - sure[other][0]) / 2).min()
+                found[position] = min(found[position], least)
+    return found
+
+
+@pytest.mark.parametrize("name", ["draw", "answer"])
+def test_margins_are_what_logits_must_change_by(name):
+    one, row = case(name), 0
+    steps, scores = one.scored()[row]
+    order = one.decoded.orders[row] if name == "answer" else None
+    stage = proofs._stage("any", steps, scores, one.decoded.drawn[row], order, TOLERANCE)
+    expected = changes(one, row, steps, scores)
+    margins = np.array([np.inf if x is None else x for x in stage.margins])
+    np.testing.assert_array_equal(np.isinf(margins), np.isinf(expected))
+    assert 0 < stage.smallest[0] == margins.min() < 1
+    # Of an order, a bound that is reached where the draws are the most probable tokens.
+    assert (margins <= expected + TOLERANCE).all()
+    reached = np.isclose(margins, expected, atol=TOLERANCE) | np.isinf(margins)
+    assert reached.all() if name == "draw" else reached.mean() > 0.5
 
 
 def test_the_pass_has_as_many_tokens_as_the_steps():
