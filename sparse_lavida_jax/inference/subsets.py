@@ -112,11 +112,7 @@ def requests_of(
         run: of the model.
         make: makes requests (`SparseLaViDa.requests`).
     """
-    is_masked = mask is not None or box is not None
-    if image is None and is_masked:
-        raise RequestError("a mask or a box is about an image: give one.")
-    shown = "part" if is_masked else "whole" if image is not None else ""
-    row = subset_of(_state("words", words), _state("layouts", layout), shown)
+    row = subset_held(words, layout, image, mask, box)
     layouts = texts("layouts", layout) if row.layout else []
     templates = [layout_template(one, run.prompts) for one in layouts if row.layout == "part"]
     task, given, wordless = row.task, dict(options), row.layout == "whole" and not row.words
@@ -161,6 +157,21 @@ def layout_template(text: str, prompts: PromptFormat) -> Template:
     return (*held, most - used - 1)
 
 
+def subset_held(
+    words: Words | None, layout: Words | None, image: Shown | None, mask: Any, box: Any
+) -> Subset:
+    """Returns the row of the table for what is given.
+
+    Raises:
+        RequestError: see `subset_of`; or a mask without an image.
+    """
+    is_masked = mask is not None or box is not None
+    if image is None and is_masked:
+        raise RequestError("a mask or a box is about an image: give one.")
+    shown = "part" if is_masked else "whole" if image is not None else ""
+    return subset_of(_state("words", words), _state("layouts", layout), shown)
+
+
 def _state(name: str, values: Words | None) -> State:
     """Returns how much of a text is held, or of several: equally much of each."""
     if values is None:
@@ -191,7 +202,7 @@ def _hole(run: TaskRun, image: ShownImage, mask: Any, box: Any) -> tuple[str, Gr
 
 def _is_rectangle(cells: Grid) -> bool:
     rows, columns = np.nonzero(cells)
-    return len(rows) > 0 and len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
+    return bool(rows.size and rows.size == (np.ptp(rows) + 1) * (np.ptp(columns) + 1))
 
 
 def _check(
