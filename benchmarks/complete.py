@@ -170,15 +170,13 @@ def _guess(sample: Sample, cell: int, thing: Any) -> bool:
     return not judges.request_fault(SceneRequest.parse(_words(sample)), scene)
 
 
-def layout_alone(pipe: SparseLaViDa, made: list[Sample], seed: int) -> list[Item]:
-    result = pipe.complete(layout=[one.layout for one in made], seed=seed)
-    return [{"right": world.read(x) == one.target} for one, x in zip(made, result.pixels)]
-
-
-def words_and_layout(pipe: SparseLaViDa, made: list[Sample], seed: int) -> list[Item]:
-    words, layouts = [one.prompt for one in made], [one.layout for one in made]
-    result = pipe.complete(words=words, layout=layouts, seed=seed)
-    return [{"right": world.read(x) == one.target} for one, x in zip(made, result.pixels)]
+def layout_followed(
+    pipe: SparseLaViDa, made: list[Sample], seed: int, *, with_words: bool = False
+) -> list[Item]:
+    words = [one.prompt for one in made] if with_words else None
+    result = pipe.complete(words=words, layout=[one.layout for one in made], seed=seed)
+    pairs = zip(made, result.pixels, strict=True)
+    return [{"right": world.read(pixels) == one.target} for one, pixels in pairs]
 
 
 def thing_held(
@@ -253,9 +251,12 @@ def list_held(pipe: SparseLaViDa, made: list[Sample], seed: int) -> list[Item]:
 
 
 CASES = {
-    "layout": Case(("", "whole", ""), "every cell as the layout says", 0.0, _drawn, layout_alone),
+    "layout": Case(
+        ("", "whole", ""), "all cells are as the layout says", 0.0, _drawn, layout_followed
+    ),
     "words_layout": Case(
-        ("whole", "whole", ""), "every cell as the layout says", 0.01, _drawn, words_and_layout
+        ("whole", "whole", ""), "all cells are as the layout says", 0.01, _drawn,
+        functools.partial(layout_followed, with_words=True),
     ),
     "words_first_thing": Case(
         ("whole", "part", ""), "the first of several things held", None, _several(_drawn),
@@ -266,7 +267,7 @@ CASES = {
         _several(_drawn), functools.partial(thing_held, last=True),
     ),
     "hole_layout": Case(
-        ("whole", "whole", "part"), "every cell as image and layout say", 0.0, _holed,
+        ("whole", "whole", "part"), "all cells are as image and layout say", 0.0, _holed,
         hole_and_layout,
     ),
     "hole_first_thing": Case(

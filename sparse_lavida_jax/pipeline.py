@@ -537,7 +537,8 @@ class SparseLaViDa:
         Args:
             words: whole, or with gaps as in `infill`.
             layout: whole, or with gaps: `{3}` for the name of a thing, `{4}` for a box, and `___`
-                at the end for whatever follows.
+                at the end for whatever follows. Things come in the order of the words, which are
+                then given to the model as they are.
             image: whole, or with a mask or a box.
             mask, box: where the image is new, see `inpaint`. Cells outside stay, bit for bit; a
                 warning names the things of a layout that they rule out.

@@ -126,6 +126,8 @@ def requests_of(
         _check(run, task, wordless, templates, given)
         held = ["".join(p for p in one if isinstance(p, str)) for one in templates] or layouts
         given["layout"] = held[0] if len(held) == 1 else held
+        if templates:  # things of a layout come in the order of the words: these stay as they are
+            given = {"as_written": True, **given}
     if wordless:
         words, given["as_written"] = [NO_WORDS] * len(layouts), True
     made = make(task, words, image, **given)

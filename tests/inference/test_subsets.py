@@ -133,6 +133,17 @@ def test_the_tokens_of_a_part_of_a_layout_stay(pipe, layout, held):
     assert not proof.follows and not proof.text
 
 
+def test_things_of_a_part_come_in_the_order_of_the_words(pipe):
+    words = "a blue square below a red circle"
+    (free,) = pipe.completions(words, None, None, None, None, {})
+    (held,) = pipe.completions(words, f"{CIRCLE}___", None, None, None, {})
+    assert (free.words, held.words) == ("a red circle above a blue square", words)
+    assert (
+        "'hexagon' is not among them"
+        in pipe.completions("a hexagon", f"{CIRCLE}___", None, None, None, {})[0].warning
+    )
+
+
 def test_branches_of_a_layout_keep_its_part(pipe):
     made = pipe.complete(words=WORDS, layout=f"{CIRCLE}___", seed=3)
     branches = pipe.branch(made, "layout:1", num_images=2)
