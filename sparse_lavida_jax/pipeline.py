@@ -550,6 +550,8 @@ class SparseLaViDa:
         made = self.completions(words, layout, image, mask, box, options)
         return self.run(made, callback)
 
+    @runtime.interrupts_held()
+    @jax_settings.defaults()
     def completions(
         self,
         words: Words | None,
