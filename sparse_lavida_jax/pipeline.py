@@ -522,6 +522,52 @@ class SparseLaViDa:
         """
         return self.run(self.requests("ground", phrases, shown, **options), callback)
 
+    def complete(
+        self,
+        *,
+        words: Words | None = None,
+        layout: Words | None = None,
+        image: Shown | None = None,
+        mask: Any = None,
+        box: Numbers = None,
+        callback: Callback | None = None,
+        **options: Any,
+    ) -> Result:
+        """Fills what is missing of words, layout and image, by the task that was taught it.
+
+        Args:
+            words: whole, or with gaps as in `infill`.
+            layout: whole, or with gaps: `{3}` for the name of a thing, `{4}` for a box, and `___`
+                at the end for whatever follows. Things come in the order of the words, which are
+                then given to the model as they are.
+            image: whole, or with a mask or a box.
+            mask, box: where the image is new, see `inpaint`. Cells outside stay, bit for bit; a
+                warning names the things of a layout that they rule out.
+            options: of that task, see `subsets.TABLE`.
+
+        Raises:
+            RequestError: no model, or not this one, was taught to fill the rest.
+        """
+        made = self.completions(words, layout, image, mask, box, options)
+        return self.run(made, callback)
+
+    @runtime.interrupts_held()
+    @jax_settings.defaults()
+    def completions(
+        self,
+        words: Words | None,
+        layout: Words | None,
+        image: Shown | None,
+        mask: Any,
+        box: Numbers,
+        options: Mapping[str, Any],
+    ) -> list[Request]:
+        """Returns the requests of `complete`."""
+        from sparse_lavida_jax.inference import subsets
+
+        run = self.task_run(self.settings.sampling)
+        return subsets.requests_of(run, self.requests, words, layout, image, mask, box, options)
+
     def replay(
         self,
         record: dict[str, Any],

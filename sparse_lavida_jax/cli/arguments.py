@@ -228,6 +228,10 @@ _LAYOUT = (
     "layout to follow, instead of the model's own: after each name the left, top, right and bottom"
     " of its box (bundled model: in 24ths), as in ' large red circle<LOC_4><LOC_8><LOC_8><LOC_12>'"
 )
+_HELD = (
+    "the layout, or a part of it with gaps: {3} is a name, {4} a box, and ___ at the end whatever"
+    " follows, as in ' large red circle<LOC_4><LOC_8><LOC_8><LOC_12>___'"
+)
 _OWN = "by default the model's own"
 _AT = (
     "where branches begin: a step of the layout or the image, as layout:8, or a share of its tokens"
@@ -262,6 +266,13 @@ ARGUMENTS = {
         "--max-new-tokens", "maximum length in tokens; by default as trained", _whole
     ),
     "template": Argument("--template", "the text with gaps: ___ is one token, {4} is four"),
+    "held_words": Argument(
+        "--words", "the words, or a part of them with gaps: ___ is one token, {4} is four", str
+    ),
+    "held_layout": Argument("--layout", _HELD, str),
+    "held_image": Argument(
+        "--image", "the image, of which --mask or --box is to be drawn", metavar="FILE"
+    ),
     "words": Argument("--words", "words that must occur, in this order", str, [], nargs="+"),
     "batch": Argument("--batch", _LINES, _path),
     # Outputs.

@@ -21,7 +21,14 @@ from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
 from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference import batch_shapes, differences, provenance, requests, warmup
+from sparse_lavida_jax.inference import (
+    batch_shapes,
+    differences,
+    provenance,
+    requests,
+    subsets,
+    warmup,
+)
 from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import TASK_SPECS, Request, ShownImage, shown_images
@@ -39,6 +46,7 @@ SMALL, SMALL_SCALE = 128, 4  # images with sides below that many pixels are save
 LONGEST_LINE = 2**16  # characters of a line of `chat`
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
 DRAWN = ("steps", "sampler", "registers", "guidance")  # that `warmup` sets for images
+COMPLETING = (*options.OPTIONS, "num_images", "best_of", "seed")  # that `complete` sets
 OTHER_KEYS = {"guidance_scale": "guidance"}  # as diffusers has it
 
 
@@ -76,6 +84,8 @@ def run(name: str, asked: argparse.Namespace) -> int:
         _chat(asked)
     elif name == "warmup":
         _warm_up(asked)
+    elif name == "complete":
+        _complete(asked)
     elif name == "prove":
         return _prove(asked)
     elif name == "surprise":
@@ -410,6 +420,24 @@ def _branch(asked: argparse.Namespace) -> int:
     return 0
 
 
+def _complete(asked: argparse.Namespace) -> None:
+    """Fills what is missing of words, layout and image."""
+    held = asked.words, asked.layout, asked.image, asked.mask, asked.box
+    subsets.subset_held(*held)
+    shown = shown_images(asked.image) or None
+    for path in _numbered(asked.out, 1 if asked.grid else asked.num_images):
+        _check_out(path)
+    given = {name: getattr(asked, name, None) for name in COMPLETING}
+    if given["num_images"] == 1:  # texts take none
+        del given["num_images"]
+    with _shown_progress() as callback:
+        pipe = load(asked)
+        made = pipe.completions(*held[:2], shown, *held[3:], given)
+        result = pipe.run(made, callback=callback)
+    written = [*_save(result, asked.out, asked)] if result.pixels else []
+    _print(result, written, form=_form(asked))
+
+
 def _prove(asked: argparse.Namespace) -> int:
     """Says whether an image follows from its record; returns 1 if it does not."""
     pipe, _, shown = _recorded(asked)
@@ -550,7 +578,8 @@ def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text"
     elif len(files) == len(result.prompts):
         verdicts = [f" ({text})" for text in result.texts] or [""] * len(files)
         drawn = [f" (drawn as '{sentence}')" if sentence else "" for sentence in result.replaced]
-        rows = zip(files, result.prompts, drawn, verdicts, strict=True)
+        asked = [words or "the layout" for words in result.prompts]
+        rows = zip(files, asked, drawn, verdicts, strict=True)
         lines = [f"{path}: {prompt}{sentence}{verdict}" for path, prompt, sentence, verdict in rows]
     for line in lines:
         print(line)

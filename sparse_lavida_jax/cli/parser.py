@@ -52,6 +52,10 @@ _CHATTING = "image_steps image_sampler registers image_temperature layout_temper
 _DRAWING = (
     "out scale grid save_steps num_images best_of layout no_layout guidance order vq_dtype margins"
 )
+_COMPLETING = (
+    "out scale grid num_images best_of guidance order vq_dtype layout_temperature steps registers"
+    " temperature quantize sampler seed"
+)
 _HOSTING = (
     f"{_LOADED} host port batch_size longest_wait max_waiting programs"
     " content_cache_gb only grace api_key insecure warmup quiet debug"
@@ -116,6 +120,7 @@ _TASKS = {
         "needed_image phrases boxes scale",
     ),
 }  # fmt: skip
+_KNOWING = (*_TASKS, "complete", "chat")  # whose help says what the bundled model knows
 COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
     "chat": Command(
         "run tasks from the standard input, one per line, such as: generate two red circles",
@@ -131,6 +136,12 @@ COMMANDS = {name: _task(name, *parts) for name, parts in _TASKS.items()} | {
         "draw images like that of a PNG: the same up to a step, and different from there on",
         "out.png --at layout:8 --num-images 4 --out branch.png",
         f"branched at source branches branch_seed out scale grid {_MODEL}",
+    ),
+    "complete": Command(
+        "fill what is missing of words, layout and image",
+        f'--words {_CIRCLE} --layout " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>___"'
+        " --out completed.png",
+        f"held_words held_layout held_image mask hole {_COMPLETING} {_MODEL}",
     ),
     "prove": Command(
         "check that layout, codes and pixels of a PNG follow from its words, seed and settings",
@@ -257,7 +268,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=program if is_mode else f"sparse-lavida {name}",
             description=f"{known.does[0].upper()}{known.does[1:]}.",
-            epilog=f"{example}\n\n{knowledge()}" if name in (*_TASKS, "chat") else example,
+            epilog=f"{example}\n\n{knowledge()}" if name in _KNOWING else example,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

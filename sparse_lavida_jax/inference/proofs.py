@@ -26,6 +26,7 @@ from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.tags import GIVEN_BLOCK
 
 TOLERANCE = 1e-4  # logits without guidance in float32; measured between pass and sampler: 2e-5
 ROUNDING = 1  # levels of 255 by which pixels of another device may differ
@@ -244,11 +245,14 @@ def _layouts(
         return {}, {}
     numbers, examples, own, (how, *_), ids, orders = zip(*rows, strict=True)
     stages = _stages(run, "layout", examples, own, how, ids, orders, tolerance)
-    for i, tokens, order in zip(numbers, ids, orders, strict=True):
+    for i, one, tokens, order in zip(numbers, examples, ids, orders, strict=True):
         end, told = run.settings.model.end_of_text_id, order != whole_plan.UNTOLD
         ended = np.cumsum((tokens[:, 0] == end) & told) > 0
-        said = run.prompts.text(np.where(ended[:, None], end, tokens))
-        found[i] = said == requests[i].layout and bool((told | ended).all())
+        said = run.layout_text(requests[i], np.where(ended[:, None], end, tokens))
+        held = one.given
+        whole = (told | ended).all() and (held == (order == GIVEN_BLOCK)).all()
+        whole = whole and (tokens == one.response)[held].all()
+        found[i] = said == requests[i].layout and bool(whole)
     return dict(zip(numbers, stages, strict=True)), found
 
 
@@ -300,7 +304,8 @@ def _stage(
             far[now, 0] = np.maximum(far[now, 0], (surest - scores.sure[now]) / 2)
             if now.sum() != step.count:  # the order is not that of the plan
                 far[own], taken[own] = np.inf, True
-        if not np.isin(order, [whole_plan.UNTOLD, *(step.block for step in steps)]).all():
+        blocks = whole_plan.UNTOLD, GIVEN_BLOCK, *(step.block for step in steps)
+        if not np.isin(order, blocks).all():
             far[:], taken[:] = np.inf, True
     wrong = taken & ~(far <= tolerance)
     first = int(scores.step[wrong.any(axis=1)].min()) if wrong.any() else None

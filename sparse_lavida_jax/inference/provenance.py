@@ -20,7 +20,7 @@ from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.inference.batch_shapes import Bucket
 from sparse_lavida_jax.inference.checks import SEEDS
-from sparse_lavida_jax.inference.requests import Request, Shown, recorded_image
+from sparse_lavida_jax.inference.requests import NO_WORDS, Request, Shown, recorded_image
 from sparse_lavida_jax.inference.results import (
     FORMAT,
     OLDER_FORMATS,
@@ -32,6 +32,7 @@ from sparse_lavida_jax.inference.results import (
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
+from sparse_lavida_jax.prompting.gaps import parse_template
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling.presets import STAGES, Turn
 
@@ -76,6 +77,7 @@ class _Recipe(schema.Section):
     box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     rounds: schema.UpTo1024 = 0
     attempt: schema.UpTo1024 = 0
+    gaps: str = ""
     layout: bool | str = False
 
 
@@ -308,17 +310,20 @@ def recorded(
             f" this is {source.name} with {source.sha256[:12]}."
         )
     task, recipe = record["task"], dict(record["recipe"])
-    attempt = recipe.pop("attempt", 0)
+    attempt, gaps = recipe.pop("attempt", 0), recipe.pop("gaps", "")
     if task != "reflect":
         recipe["layout"] = False if record.get("layout") is None else record["layout"]
     sampling = config.build(config.Sampling, record["sampling"])
     seen = recorded_image(record, shown)
     given = {"seed": record["seed"], "sampling": sampling, "as_written": True, **recipe}
-    (made,) = requests(task, record["prompt"], seen, **given)
+    prompt = record["prompt"] or (NO_WORDS if task == "generate" and record.get("layout") else "")
+    (made,) = requests(task, prompt, seen, **given)
     words = {"words": record["prompt"], "asked": record.get("asked") or ""}  # case included
     turns = tuple(Turn(*turn) for turn in record.get("turns") or ())
     drawn = tuple(tuple(record.get(name) or ()) for name in ("layout_tokens", "decoded_at"))
-    made = dataclasses.replace(made, **words, turns=turns, attempt=attempt, drawn_layout=drawn)
+    template = parse_template(gaps) if gaps else None
+    more = {"turns": turns, "attempt": attempt, "drawn_layout": drawn, "template": template}
+    made = dataclasses.replace(made, **words, **more)
     shapes = record.get("bucket")
     bucket = Bucket(shapes["rows"], tuple(shapes["prompt_len"])) if shapes else None
     return Recorded(made, bucket, attending(record, model))

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 LARGEST_SEED, SEEDS, fold = checks.LARGEST_SEED, checks.SEEDS, checks.fold
 PROMPTING = {"template", "required"}  # options that hold words for the model
+NO_WORDS = "a"  # for checks of a request to draw after a layout alone
 ROUNDS = 3  # the default limit on attempts of "reflect"
 BRANCHES = 4  # of an image, by default
 
@@ -75,7 +76,7 @@ class Request(RowRequest):
         rounds: the largest number of attempts at an image that the model judges itself.
         best_of: the largest number of times that the image is drawn, until the model accepts it.
         max_new_tokens: of an answer; None: the usual number.
-        template: the text with gaps for a constrained caption.
+        template: the text with gaps that is filled: a caption, or the layout of an image.
         required: words that a constrained caption must contain, in order.
         warning: a sentence about words that the model does not know; "" if it knows all, or if
             nobody knows which it knows.

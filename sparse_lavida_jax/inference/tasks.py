@@ -32,6 +32,7 @@ from sparse_lavida_jax.inference.requests import (
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.persistent_jit import Programs
+from sparse_lavida_jax.prompting.gaps import template_text
 from sparse_lavida_jax.prompting.protocol import PromptFormat
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
@@ -133,9 +134,6 @@ class TaskRun:
         does = {"reflect": self.reflect, "ground": self.find_boxes}
         by_kind = self.draw_images if TASK_SPECS[requests[0].task].draws else self.write_texts
         return does.get(requests[0].task, by_kind)(requests)
-
-    def _texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
-        return [self.prompts.text(ids) for ids in responses]
 
     def decode(
         self,
@@ -243,6 +241,8 @@ class TaskRun:
         }[request.task]()
         if request.attempt and request.task != "reflect":
             recipe["attempt"] = request.attempt
+        if request.template is not None:
+            recipe["gaps"] = template_text(request.template)
         return {
             "format": FORMAT,
             "sampler": SAMPLER_VERSION,
@@ -330,7 +330,7 @@ class TaskRun:
         pairs = zip(requests, images, strict=True)
         judged = [self.prompts.judge(request.words, image) for request, image in pairs]
         said = self._about_images("text", judged, requests, as_layout=False)
-        return [verdict.strip() for verdict in said]
+        return [self.prompts.text(ids).strip() for ids in said]
 
     def _canvases(self, requests: Sequence[Request]) -> list[_Canvas]:
         """Returns the canvas of each image; branches of one image share theirs."""
@@ -360,7 +360,14 @@ class TaskRun:
         """Returns what writes the layout of a request, and how it is sampled."""
         canvas, how = self._canvas(request), self._text_sampling(as_layout=request.task != "edit")
         row = dataclasses.replace(request, **presets.scales(how, "text"))
-        return self.prompts.layout(canvas.words, canvas.image), row, how
+        example = self.prompts.layout(canvas.words, canvas.image, request.template)
+        return example, row, how
+
+    def layout_text(self, request: Request, ids: Int[np.ndarray, "_l 1"]) -> str:
+        """Returns a layout that was written; one with gaps ends where the text with them ends."""
+        if request.template is not None:
+            ids = ids[: len(self.prompts.template_ids(request.template)[0])]
+        return self.prompts.text(ids)
 
     def _canvas(self, request: Request) -> _Canvas:
         side, grid = self.codec.image_size, self.settings.model.grid_size
@@ -398,10 +405,14 @@ class TaskRun:
         wanted = self.sampling.layout if asked[0] is None else asked[0]
         if not wanted or not learned:
             return None
-        shown = ((canvas.words, canvas.image) for canvas in canvases)
+        shown = (
+            (canvas.words, canvas.image, request.template)
+            for canvas, request in zip(canvases, requests, strict=True)
+        )
         examples = _made(self.prompts.layout, shown)
         as_layout = task != "edit"  # edits use the temperature of other texts
-        return self._about_images("layout", examples, requests, as_layout=as_layout)
+        said = self._about_images("layout", examples, requests, as_layout=as_layout)
+        return [*map(self.layout_text, requests, said)]
 
     def _about_images(
         self,
@@ -410,15 +421,15 @@ class TaskRun:
         requests: Sequence[Request],
         *,
         as_layout: bool,
-    ) -> list[str]:
-        """Returns texts about images to be drawn: layouts or verdicts.
+    ) -> list[Int[np.ndarray, "_l 1"]]:
+        """Returns the ids of texts about images to be drawn: layouts or verdicts.
 
         Args:
             as_layout: whether to use the temperature of layouts.
         """
         how = self._text_sampling(as_layout=as_layout)
         rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
-        return self._texts(self.decode(stage, examples, rows, how))
+        return self.decode(stage, examples, rows, how)
 
     def _text_sampling(self, *, as_layout: bool) -> config.Sampling:
         """Returns the settings of texts about images to be drawn; see `_about_images`."""
@@ -521,8 +532,8 @@ class TaskRun:
     def _text_example(self, request: Request) -> Example:
         prompts, words, seen = self.prompts, request.words, request.seen
         if request.template is not None:
-            words = prompts.fill_in if request.task == "infill" else prompts.describe_in
-            return prompts.complete(words, request.template, seen)
+            asked = {"infill": prompts.fill_in, "constrained_caption": prompts.describe_in}
+            return prompts.complete(asked.get(request.task, words), request.template, seen)
         tokens = prompts.answer_tokens if request.task == "ask" else prompts.long_answer_tokens
         if request.task == "caption":
             words = prompts.describe

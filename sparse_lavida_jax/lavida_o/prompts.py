@@ -155,7 +155,11 @@ class ChatPrompts(PromptFormat):
 
     # Text.
 
-    def layout(self, prompt: str, image: Pixels | None = None) -> Example:
+    def layout(
+        self, prompt: str, image: Pixels | None = None, template: Template | None = None
+    ) -> Example:
+        if template is not None:
+            raise RequestError("this model was not taught to fill gaps of layouts: give it whole.")
         if image is None:
             parts, seen = self._words(chat.layout_of_image, prompt, ANSWER_TOKENS), []
         else:

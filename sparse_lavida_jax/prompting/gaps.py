@@ -17,6 +17,16 @@ MOST_GAPS = 8192  # tokens in all gaps of a text
 WORD_GAP = 3  # tokens before, between and after required words: "a small red" circle
 
 
+def has_gaps(text: str) -> bool:
+    """Whether `parse_template` finds a gap in a text."""
+    return bool(_GAP.search(text))
+
+
+def template_text(template: Template) -> str:
+    """Returns the text that `parse_template` reads as this template."""
+    return "".join(piece if isinstance(piece, str) else f"{{{piece}}}" for piece in template)
+
+
 def parse_template(text: str) -> Template:
     """Reads a text with gaps: `___` is a gap of one token, `{4}` one of four.
 

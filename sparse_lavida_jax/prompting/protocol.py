@@ -156,9 +156,32 @@ class PromptFormat(Protocol):
 
     # Text.
 
-    def layout(self, prompt: str, image: Pixels | None = None) -> Example:
-        """Returns an example that states the layout of an image, or an edit of one."""
+    def layout(
+        self, prompt: str, image: Pixels | None = None, template: Template | None = None
+    ) -> Example:
+        """Returns an example that states the layout of an image, or an edit of one.
+
+        Args:
+            template: the parts of the layout that are given, with gaps; None: nothing is.
+
+        Raises:
+            RequestError: the model was not taught to fill gaps of layouts, or it is too long.
+        """
         ...
+
+    def layout_question(self, template: Template) -> str:
+        """Returns the question about an image that a layout with gaps answers.
+
+        Raises:
+            RequestError: the model was not taught to fill these gaps.
+        """
+        raise RequestError(
+            "this model was not taught to fill layouts of images: ground finds boxes."
+        )
+
+    def cell_codes(self, name: str) -> Int[np.ndarray, " g"] | None:
+        """Returns the codes of a cell that shows a thing of a layout; None: they are not known."""
+        return None
 
     def ask(
         self,

@@ -30,11 +30,19 @@ from sparse_lavida_jax.scenes.grammar import (
     LOCATIONS,
     GrammarError,
     Layout,
+    Phrase,
     box_text,
     cells_box,
     parse_box,
 )
-from sparse_lavida_jax.scenes.tasks import caption, constrained_caption, infill
+from sparse_lavida_jax.scenes.tasks import (
+    caption,
+    constrained_caption,
+    detect,
+    infill,
+    locate,
+    name,
+)
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.sequence import LearnedText, Part, Response, Source, Text, VisionTokens
 
@@ -42,6 +50,7 @@ ASKED_ALIKE = {"ask": "point"}  # another task with the same request
 ANSWER_TOKENS = 16  # of a short answer
 ONE_BOX_TOKENS = 8
 
+_NAME = re.compile(r"[a-z]")  # in a layout, whose boxes are in capitals
 _FAULT = re.compile(
     r"^a (?P<wrong>[a-z ]+?) should be a (?P<right>[a-z ]+)$"
     r"|^a (?P<missing>[a-z ]+) is missing$|^a (?P<extra>[a-z ]+) is too many$"
@@ -381,8 +390,28 @@ class ScenePrompts(PromptFormat):
 
     # Text.
 
-    def layout(self, prompt: str, image: Pixels | None = None) -> Example:
-        return self.ask(prompt, () if image is None else (image,), self.long_answer_tokens)
+    def layout(
+        self, prompt: str, image: Pixels | None = None, template: Template | None = None
+    ) -> Example:
+        shown = () if image is None else (image,)
+        if template is not None:
+            return self.complete(prompt, template, shown)
+        return self.ask(prompt, shown, self.long_answer_tokens)
+
+    def layout_question(self, template: Template) -> str:
+        held = "".join(piece for piece in template if isinstance(piece, str))
+        names, boxes = bool(_NAME.search(held)), "<LOC_" in held
+        task = "detect" if names == boxes else "locate" if names else "name"
+        self.check_task(task)
+        return {"detect": detect.PROMPT, "locate": locate.PROMPT, "name": name.PROMPT}[task]
+
+    def cell_codes(self, name: str) -> Int[np.ndarray, " g"] | None:
+        try:
+            index = world.EMPTY if name == "nothing" else Phrase.parse(name).thing().index
+        except GrammarError:
+            return None
+        codes = self.encoder.appearance_codes
+        return None if codes is None else (codes() if callable(codes) else codes)[index]
 
     def ask(
         self,

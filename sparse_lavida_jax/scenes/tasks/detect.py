@@ -10,13 +10,14 @@ from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import Layout
 from sparse_lavida_jax.scenes.task import Sample, Task
 
+PROMPT = "list the objects"
 MOST_DETECTED = 4  # objects, so that the answer is no longer than the longest layout
 
 
 def make(dice: Dice) -> Sample:
     """Asks for every object, in raster order."""
     scene = dice.scene(high=MOST_DETECTED)
-    return Sample("list the objects", scene, str(Layout(tuple(scene.objects()))))
+    return Sample(PROMPT, scene, str(Layout(tuple(scene.objects()))))
 
 
 TASK = Task(make, judges.cells, "tell")

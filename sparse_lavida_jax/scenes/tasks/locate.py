@@ -28,5 +28,6 @@ def make_listing(dice: Dice, *, prompt: str, known: str) -> Sample:
     return Sample(prompt, scene, text, given=spans_of(known, text))
 
 
-make = functools.partial(make_listing, prompt="where are these?", known=r",? [a-z ]+")
+PROMPT = "where are these?"
+make = functools.partial(make_listing, prompt=PROMPT, known=r",? [a-z ]+")
 TASK = Task(make, judges.cells, "tell")

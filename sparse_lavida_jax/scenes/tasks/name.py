@@ -7,5 +7,6 @@ from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.task import Task
 from sparse_lavida_jax.scenes.tasks.locate import make_listing
 
-make = functools.partial(make_listing, prompt="what is there?", known=r"(<LOC_\d+>)+,?")
+PROMPT = "what is there?"
+make = functools.partial(make_listing, prompt=PROMPT, known=r"(<LOC_\d+>)+,?")
 TASK = Task(make, judges.cells, "tell")
