@@ -13,7 +13,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +162,38 @@ def scores(
     Returns:
         The scores of each row.
     """
+    given, blocks, tokens = arrays(
+        model, laid, steps, responses, orders, settings=settings, making=making
+    )
+    how = dataclasses.replace(settings, greedy=False)
+    with over_mesh(model):
+        found = scored(model, *given, np.float32(tolerance), settings=how)
+    ends = np.cumsum([len(own.copies) for own in blocks])
+    values = [np.split(np.asarray(x), ends) for x in found]
+    done = []
+    for i, own in enumerate(steps):
+        step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])
+        decided = np.concatenate([one.decided for one in own])
+        deficit, bits, sure, drawn_sure = (x[i] for x in values[1:])
+        where = step, blocks[i].copies, decided
+        done.append(Scores(*where, deficit, bits, sure, drawn_sure, int(tokens[i])))
+    return done
+
+
+def arrays(
+    model: Denoiser,
+    laid: Sequence[LaidOut],
+    steps: Sequence[Sequence[Step]],
+    responses: Sequence[Int[np.ndarray, "_l g"]],
+    orders: Sequence[Int[np.ndarray, " _l"]],
+    *,
+    settings: StepSettings,
+    making: str,
+) -> tuple[tuple[Any, ...], list[Blocks], Int[np.ndarray, " b"]]:
+    """Returns what `scored` takes after the model, but for the tolerance; see `scores`.
+
+    Then the blocks of each row, and how many tokens it has in all guidance variants.
+    """
     blocks = [blocks_of(*pair) for pair in zip(steps, orders, strict=True)]
     streams, pixels, tagged, tokens = _laid_out(model, laid, steps, responses, blocks, settings)
     tables = [
@@ -176,19 +208,7 @@ def scores(
     padded[-1] = np.searchsorted(turns, padded[-1] - FIRST_BLOCK, side="right") - 1
     keys = [state.keys_from(requests, making, step) for step in turns]
     rows = state.rows_of(laid, settings, making)
-    how = dataclasses.replace(settings, greedy=False)
-    given = rows, jnp.stack(keys), padded, np.float32(tolerance)
-    with over_mesh(model):
-        found = _scored(model, *streams, pixels, *given, settings=how)
-    values = [np.split(np.asarray(x), np.cumsum([len(t[0]) for t in tables])) for x in found]
-    done = []
-    for i, own in enumerate(steps):
-        step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])
-        decided = np.concatenate([one.decided for one in own])
-        deficit, bits, sure, drawn_sure = (x[i] for x in values)
-        where = step, blocks[i].copies, decided
-        done.append(Scores(*where, deficit, bits, sure, drawn_sure, int(tokens[i])))
-    return done
+    return (*streams, pixels, rows, jnp.stack(keys), padded), blocks, tokens
 
 
 def _columns(
@@ -198,7 +218,7 @@ def _columns(
     response: Int[np.ndarray, "l g"],
     tagged: Int[np.ndarray, "r s"],
 ) -> tuple[np.ndarray, ...]:
-    """Returns what `_scored` needs to know of each token of each step of a row.
+    """Returns what `scored` needs to know of each token of each step of a row.
 
     Args:
         tagged: the blocks of the tokens in its stream, sorted, for each guidance row.
@@ -271,7 +291,7 @@ def _rounded(length: int) -> int:
 
 
 @kept(static=("settings",), depends=state.attention)
-def _scored(
+def scored(
     model: Denoiser,
     understanding: Stream | None,
     generation: Stream | None,
@@ -282,8 +302,8 @@ def _scored(
     tolerance: Float[Array, ""],
     *,
     settings: StepSettings,
-) -> tuple[Array, Array, Array, Array]:
-    """Returns deficits, bits and confidences (`Scores`) of tokens [n].
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Returns what is drawn for tokens [n g], and deficits, bits and confidences (`Scores`).
 
     Args:
         keys: of the noise from each turn on (`presets.Turn`).
@@ -312,8 +332,8 @@ def _judged(
     target: Int[Array, " g"],
     of_row: tuple[Array, ...],
     of_step: tuple[Array, ...],
-) -> tuple[Array, Array, Array, Array]:
-    """Returns the scores of one token, as `sample.step` computes them.
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Returns the draw and the scores of one token, as `sample.step` computes them.
 
     Args:
         of_row: the fields of `state.Rows`.
@@ -345,7 +365,8 @@ def _judged(
         own = draw.Proposal(tokens, lambda name: commit.confidence(name, logits, tokens))
         return draw.confidences(rows.key, now, own, settings.commit, draw.Draws())[0, 0, 0]
 
-    return deficit[0, 0], bits[0, 0], sure(target[None, None]), sure(least)
+    most = jnp.argmax(drawn, axis=-1)[0, 0].astype(jnp.int32)
+    return most, deficit[0, 0], bits[0, 0], sure(target[None, None]), sure(least)
 
 
 def _noise(

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Speculation across the steps of an image: fewer passes for the sampler's own result.
+
+    python -m benchmarks.speculation
+    python -m benchmarks.speculation --models=scenes --steps=8,36 --images=64
+
+A guess of all cells is passed as the clean cells of a whole plan (`inference/whole_plan.py`), each
+step draws with its own noise, and the draws are the next guess. Steps up to the first whose draws
+changed are final, that one too: they saw final cells only. So it ends when no step but the last
+changes (a Jacobi iteration; after parallel decoding, arXiv:2305.10427). The first guess is empty,
+or drawn in one pass in which no step sees another's cells. The loop is one program; it and the
+sampler take turns on the same images, and their codes are compared. A row of `h200` counts the same
+for LaViDa-O by arithmetic (`benchmarks/work.py`): nothing is compiled or run for it.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jaxtyping import Array, Int
+
+from benchmarks import command, record, requests, suites, work
+from benchmarks.described import DEVICES
+from benchmarks.timing import in_turn
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.inference import whole_plan
+from sparse_lavida_jax.inference.engine import Engine
+from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.pipeline import SparseLaViDa
+from sparse_lavida_jax.programs.folder import keep_programs
+from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
+from sparse_lavida_jax.sampling.prompts import lay_out
+from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.scenes.grammar import Layout
+from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
+
+MODELS = flags.DEFINE_list("models", ["scenes", "speed_cpu", "h200"], "What is measured.")
+STEPS = flags.DEFINE_list("steps", ["8", "18", "36", "64"], "Of an image; not more than cells.")
+BATCHES = flags.DEFINE_list("batches", ["1", "16"], "Images together.")
+IMAGES = flags.DEFINE_integer("images", 64, "Of each setting, at least one batch.", lower_bound=1)
+
+Draft = Literal["one pass", "empty"]
+SEED = 58  # of the scenes, which no training has
+SUITE = "speculation"
+RANDOM = "configs/speed_cpu.py"  # a grid of 16 x 16 cells, random weights
+PASSES = (1, 2, 3, 4, 5, 8)  # of which seconds are predicted
+UNCHANGED = np.iinfo(np.int32).max  # block of the first change of a row in which nothing changes
+SETTINGS = {"layout T .3": 0.3, "no layout T 1": 1.0}  # of the bundled model; temperatures
+HEAT = {"random weights T 1": 1.0, "random weights T .1": 0.1}
+
+
+class Drawn(NamedTuple):
+    """A batch of images: codes [b l g], passes of each row [b], tokens, and seconds."""
+
+    codes: np.ndarray
+    passes: np.ndarray
+    tokens: int
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is drawn.
+
+    Attributes:
+        example: returns the example of an image by its number.
+        empty: the codes of an empty image.
+    """
+
+    engine: Engine
+    sampling: config.Sampling
+    example: Callable[[int], Example]
+    empty: Int[np.ndarray, "l g"]
+
+    def rows(self, batch: int, turn: int) -> tuple[list[Example], list[RowRequest]]:
+        """Returns the examples and the requests of a batch."""
+        numbers = range(turn * batch, (turn + 1) * batch)
+        rows = [RowRequest(seed=i, temperature=self.sampling.temperature) for i in numbers]
+        return [self.example(i) for i in numbers], rows
+
+
+def main(_: list[str]) -> None:
+    """Measures every model, and writes its rows."""
+    keep_programs()
+    bench = record.Bench(SUITE)
+    for model in MODELS.value:
+        found = predicted() if model == "h200" else measured(model)
+        for name, row in found:
+            path = bench.write(f"{model}/{name}", {"model": model, **row})
+            print(path.name, {key: row[key] for key in row if key != "times_s"}, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# The loop.
+
+
+def speculate(
+    engine: Engine,
+    examples: Sequence[Example],
+    rows: Sequence[RowRequest],
+    sampling: config.Sampling,
+    draft: Draft,
+    empty: Int[np.ndarray, "l g"],
+) -> Drawn:
+    """Returns the codes that the sampler would draw for images, from passes over whole plans.
+
+    Args:
+        empty: the codes of an empty image.
+    """
+    model = engine.model.settings
+    settings = presets.step_settings(sampling, model, "image", guided=False)
+    laid = [lay_out(*pair, model, settings) for pair in zip(examples, rows, strict=True)]
+    plans = [presets.plan(sampling, settings, model, x.given[None], 1, [0]) for x in examples]
+    orders = [whole_plan.image_order(own, x.given) for own, x in zip(plans, examples, strict=True)]
+    guess = [np.where(x.given[:, None], x.response, empty) for x in examples]
+    steps = [
+        whole_plan.steps_of(own, settings, order, one.shape[1])
+        for own, order, one in zip(plans, orders, guess, strict=True)
+    ]
+    blind = [np.where(order == GIVEN_BLOCK, order, whole_plan.UNTOLD) for order in orders]
+    how = {"settings": settings, "making": "image"}
+    given, _, tokens = whole_plan.arrays(engine.model, laid, steps, guess, orders, **how)
+    before, first = 0, jnp.asarray(np.stack(guess))
+    if draft == "one pass":
+        own, _, spent = whole_plan.arrays(engine.model, laid, steps, guess, blind, **how)
+        first, before = drawn(engine.model, own, first, settings=settings), spent
+    last = jnp.asarray([own[-1].block for own in steps])
+    codes, passes = repeated(engine.model, given, first, last, settings=settings)
+    spent = before + np.asarray(passes).max() * tokens  # rows that are done stay in the batch
+    return Drawn(np.asarray(codes), np.asarray(passes) + (draft != "empty"), int(spent.sum()))
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def drawn(
+    model: Denoiser, given: tuple[Any, ...], codes: Int[Array, "b l g"], *, settings: StepSettings
+) -> Int[Array, "b l g"]:
+    """Returns what all steps draw in one pass of `whole_plan.arrays`."""
+    how = dataclasses.replace(settings, greedy=False)
+    new = whole_plan.scored(model, *given, jnp.float32(0), settings=how)[0]
+    row, _, at = given[-1][:3]
+    return codes.at[row, at].set(new)
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def repeated(
+    model: Denoiser,
+    given: tuple[Any, ...],
+    first: Int[Array, "b l g"],
+    last: Int[Array, " b"],
+    *,
+    settings: StepSettings,
+) -> tuple[Int[Array, "b l g"], Int[Array, " b"]]:
+    """Returns the codes at which passes end, and how many each row needed.
+
+    Args:
+        given: of a pass in which every step sees the guess of those before.
+        first: the guess.
+        last: the block of the last step of each row.
+    """
+    words, cells, *rest = given
+    row, at, block = (rest[-1][i] for i in (0, 2, 4))
+    clean = (cells.index >= 0) & (cells.tags.block >= FIRST_BLOCK)
+    clean &= cells.tags.block < last[:, None]
+
+    def again(carry):
+        codes, passes, done = carry
+        seen = jnp.take_along_axis(codes, jnp.maximum(cells.index, 0)[..., None], axis=1)
+        now = cells.replace(tokens=jnp.where(clean[..., None], seen, cells.tokens))
+        new = drawn(model, (words, now, *rest), codes, settings=settings)
+        changed = (new != codes).any(axis=-1)[row, at]
+        step = jnp.full_like(last, UNCHANGED).at[row].min(jnp.where(changed, block, UNCHANGED))
+        return new, passes + ~done, done | is_final(step, last)
+
+    none = jnp.zeros(len(last), int), jnp.zeros(len(last), bool)
+    codes, passes, _ = jax.lax.while_loop(lambda x: ~x[2].all(), again, (first, *none))
+    return codes, passes
+
+
+def is_final(step: Int[Array, " b"], last: Int[Array, " b"]) -> Array:
+    """Returns whether all draws of a row are the sampler's.
+
+    Args:
+        step: the block of the first step whose draws changed, which saw final cells only.
+        last: of its last step, which no step sees.
+    """
+    return step >= last
+
+
+# ---------------------------------------------------------------------------------------------
+# Against the sampler.
+
+
+def measured(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a name and a row for each setting, batch and first guess of a model."""
+    for name, own in subjects(model).items():
+        cells = len(own.empty)
+        for steps in [int(x) for x in STEPS.value if int(x) <= cells]:
+            sampling = dataclasses.replace(own.sampling, num_steps=steps)
+            subject = dataclasses.replace(own, sampling=sampling)
+            for batch in map(int, BATCHES.value):
+                how = {"setting": name, "cells": cells, "steps": steps, "batch": batch}
+                for draft, row in compared(subject, batch, max(-(-IMAGES.value // batch), 5)):
+                    row_id = f"{name}/{steps}_steps/b{batch}/{draft}".replace(" ", "_")
+                    yield row_id, {"method": f"first guess {draft}", **how, **row}
+
+
+def subjects(model: str) -> dict[str, Subject]:
+    """Returns what is drawn with a model, by name."""
+    if model == "scenes":
+        pipe = SparseLaViDa.from_pretrained("scenes", batch_size=16)
+        assert pipe.codec is not None
+        (empty,) = pipe.codec.encode(world.render(world.EMPTY_SCENE)[None])
+        plain = pipe.settings.sampling
+        return {
+            name: Subject(
+                pipe.engine,
+                dataclasses.replace(plain, temperature=heat),
+                functools.partial(_scene, pipe, name.startswith("layout")),
+                empty,
+            )
+            for name, heat in SETTINGS.items()
+        }
+    settings = config.read(pathlib.Path(RANDOM))
+    own = requests.random_subject(settings, "image", draws=False, vq_dtype="float32")
+    case = suites.cases("cpu", settings)[0]
+    engine = Engine(own.model, 16, settings.data.text_block_len)
+    return {
+        name: Subject(
+            engine,
+            dataclasses.replace(case.sampling, temperature=heat),
+            lambda _: case.example,
+            np.zeros_like(case.example.response),
+        )
+        for name, heat in HEAT.items()
+    }
+
+
+def _scene(pipe: SparseLaViDa, has_layout: bool, index: int) -> Example:
+    """Returns what draws a scene, after its layout or without one."""
+    made = tasks.sample("draw", SEED, index, "test")
+    layout = str(Layout(tuple(made.target.objects()))) if has_layout else False
+    (request,) = pipe.requests("generate", made.prompt, layout=layout)
+    return pipe.task_run(request.sampling).image_example(request)
+
+
+def compared(subject: Subject, batch: int, turns: int) -> Iterator[tuple[Draft, dict[str, Any]]]:
+    """Yields a first guess and its row: passes, tokens, seconds, and images that differ."""
+
+    def timed(draw: Callable[..., Drawn], turn: int) -> Drawn:
+        given = subject.rows(batch, turn)
+        begin = time.perf_counter()
+        return draw(*given)._replace(seconds=time.perf_counter() - begin)
+
+    def sampler(examples: list[Example], rows: list[RowRequest]) -> Drawn:
+        made = subject.engine.decode(examples, rows, subject.sampling, making="image")
+        return Drawn(np.stack(made.responses), np.zeros(0), sum(made.tokens))
+
+    def guessed(draft: Draft, examples: list[Example], rows: list[RowRequest]) -> Drawn:
+        return speculate(subject.engine, examples, rows, subject.sampling, draft, subject.empty)
+
+    drafts: tuple[Draft, ...] = ("one pass", "empty")
+    runs = {"sampler": functools.partial(timed, sampler)} | {
+        draft: functools.partial(timed, functools.partial(guessed, draft)) for draft in drafts
+    }
+    in_turn(runs, 1)  # compiles
+    found = in_turn(runs, turns)
+    for draft in drafts:
+        pairs = list(zip(found["sampler"], found[draft], strict=True))
+        margins = [
+            x for turn, pair in enumerate(pairs) for x in differing(subject, batch, turn, *pair)
+        ]
+        passes = np.concatenate([one.passes for one in found[draft]])
+        median = {name: float(np.median([x.seconds for x in own])) for name, own in found.items()}
+        tokens = [sum(x.tokens for x in found[name]) for name in (draft, "sampler")]
+        yield draft, {
+            "images": len(passes), "different": len(margins), "margins": margins,
+            "passes_mean": float(passes.mean()), "passes_max": int(passes.max()),
+            "passes_of_a_batch": float(np.mean([x.passes.max() for x in found[draft]])),
+            "tokens_x": tokens[0] / tokens[1], "seconds_x": median[draft] / median["sampler"],
+            "times_s": [x.seconds for x in found[draft]], "turns": turns,
+            "note": "times the sampler's; medians of turns of one run, each in turn on one machine",
+        }  # fmt: skip
+
+
+def differing(subject: Subject, batch: int, turn: int, ours: Drawn, theirs: Drawn) -> list[float]:
+    """Returns a margin for each image whose codes differ.
+
+    In logits: how far the sampler's own draws are from the largest scores of a pass, at most.
+    """
+    examples, rows = subject.rows(batch, turn)
+    found = []
+    for i in np.flatnonzero((ours.codes != theirs.codes).any(axis=(1, 2))):
+        how = [examples[i]], [rows[i]], subject.sampling, [ours.codes[i]]
+        ((_, scores),) = subject.engine.scores(*how, making="image")
+        found.append(float(scores.deficit.max()))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# LaViDa-O on an H200, by arithmetic.
+
+
+def predicted() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a row: the least seconds of the sampler's loop, and of passes over the whole plan.
+
+    A pass multiplies as much as prefill and loop together, since it has their tokens, and reads
+    each matrix, and the keys and values of its tokens, once.
+    """
+    device, settings = DEVICES["h200"], config.read(pathlib.Path("configs/lavida_o.py"))
+    rates, model = device.rates["measured"], settings.model
+    (case,) = suites.chosen(suites.cases("headline", settings), ["t2i1024/sparse/b1"])
+    need = work.of_case(case, model)
+    layers = model.num_joint_layers + model.num_split_layers
+    keys = need.total("tokens") * layers * 2 * model.num_heads * model.head_dim * 2
+    weights = sum(max(x.weights for x in part) for part in (need.prefills, need.steps))
+    tokens = round(need.total("tokens")), round(need.total("slots"))
+    whole = work.Pass(need.total("operations"), weights, keys, *tokens)
+    loop = work.RequestWork([], [*need.prefills, *need.steps]).floor_s(*rates.values())
+    one = work.RequestWork([], [whole]).floor_s(*rates.values())
+    yield "image_1024", {
+        "method": "arithmetic", "request": case.id, "steps": len(need.steps), "rates": rates,
+        "tokens": tokens[0], "loop_s": loop, "pass_s": one, "break_even": loop / one,
+        "operations": whole.operations, "bytes_loop": need.total("weights") + need.total("keys"),
+        "bytes_pass": weights + keys, "of_passes_s": {str(n): n * one for n in PASSES},
+        "device": {"kind": device.kind, "count": 1, "described": True},
+        "note": "floors, not measured: operations or bytes at the measured rates of one H200",
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    command.run(main)
