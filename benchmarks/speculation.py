@@ -15,7 +15,6 @@ for LaViDa-O by arithmetic (`benchmarks/work.py`): nothing is compiled or run fo
 
 import dataclasses
 import functools
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -28,6 +27,7 @@ from jaxtyping import Array, Int
 
 from benchmarks import command, record, requests, suites, work
 from benchmarks.described import DEVICES
+from benchmarks.record import ROOT
 from benchmarks.timing import in_turn
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
@@ -51,7 +51,7 @@ IMAGES = flags.DEFINE_integer("images", 64, "Of each setting, at least one batch
 Draft = Literal["one pass", "empty"]
 SEED = 58  # of the scenes, which no training has
 SUITE = "speculation"
-RANDOM = "configs/speed_cpu.py"  # a grid of 16 x 16 cells, random weights
+RANDOM = ROOT / "configs/speed_cpu.py"  # a grid of 16 x 16 cells, random weights
 PASSES = (1, 2, 3, 4, 5, 8)  # of which seconds are predicted
 UNCHANGED = np.iinfo(np.int32).max  # block of the first change of a row in which nothing changes
 SETTINGS = {"layout T .3": 0.3, "no layout T 1": 1.0}  # of the bundled model; temperatures
@@ -229,7 +229,7 @@ def subjects(model: str) -> dict[str, Subject]:
             )
             for name, heat in SETTINGS.items()
         }
-    settings = config.read(pathlib.Path(RANDOM))
+    settings = config.read(RANDOM)
     own = requests.random_subject(settings, "image", draws=False, vq_dtype="float32")
     case = suites.cases("cpu", settings)[0]
     engine = Engine(own.model, 16, settings.data.text_block_len)
@@ -294,14 +294,15 @@ def compared(subject: Subject, batch: int, turns: int) -> Iterator[tuple[Draft, 
 def differing(subject: Subject, batch: int, turn: int, ours: Drawn, theirs: Drawn) -> list[float]:
     """Returns a margin for each image whose codes differ.
 
-    In logits: how far the sampler's own draws are from the largest scores of a pass, at most.
+    In logits: how far draws of the sampler, or of the passes, are from the largest scores, at most.
     """
     examples, rows = subject.rows(batch, turn)
     found = []
     for i in np.flatnonzero((ours.codes != theirs.codes).any(axis=(1, 2))):
-        how = [examples[i]], [rows[i]], subject.sampling, [ours.codes[i]]
-        ((_, scores),) = subject.engine.scores(*how, making="image")
-        found.append(float(scores.deficit.max()))
+        both = [ours.codes[i], theirs.codes[i]]
+        how = [examples[i]] * 2, [rows[i]] * 2, subject.sampling, both
+        scored = subject.engine.scores(*how, making="image")
+        found.append(max(float(scores.deficit.max()) for _, scores in scored))
     return found
 
 
@@ -310,30 +311,32 @@ def differing(subject: Subject, batch: int, turn: int, ours: Drawn, theirs: Draw
 
 
 def predicted() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a row: the least seconds of the sampler's loop, and of passes over the whole plan.
+    """Yields rows: the least seconds of the sampler's loop, and of passes over the whole plan.
 
     A pass multiplies as much as prefill and loop together, since it has their tokens, and reads
     each matrix, and the keys and values of its tokens, once.
     """
-    device, settings = DEVICES["h200"], config.read(pathlib.Path("configs/lavida_o.py"))
+    device, settings = DEVICES["h200"], config.read(ROOT / "configs/lavida_o.py")
     rates, model = device.rates["measured"], settings.model
     (case,) = suites.chosen(suites.cases("headline", settings), ["t2i1024/sparse/b1"])
-    need = work.of_case(case, model)
     layers = model.num_joint_layers + model.num_split_layers
-    keys = need.total("tokens") * layers * 2 * model.num_heads * model.head_dim * 2
-    weights = sum(max(x.weights for x in part) for part in (need.prefills, need.steps))
-    tokens = round(need.total("tokens")), round(need.total("slots"))
-    whole = work.Pass(need.total("operations"), weights, keys, *tokens)
-    loop = work.RequestWork([], [*need.prefills, *need.steps]).floor_s(*rates.values())
-    one = work.RequestWork([], [whole]).floor_s(*rates.values())
-    yield "image_1024", {
-        "method": "arithmetic", "request": case.id, "steps": len(need.steps), "rates": rates,
-        "tokens": tokens[0], "loop_s": loop, "pass_s": one, "break_even": loop / one,
-        "operations": whole.operations, "bytes_loop": need.total("weights") + need.total("keys"),
-        "bytes_pass": weights + keys, "of_passes_s": {str(n): n * one for n in PASSES},
-        "device": {"kind": device.kind, "count": 1, "described": True},
-        "note": "floors, not measured: operations or bytes at the measured rates of one H200",
-    }  # fmt: skip
+    for batch in (1, 16):
+        need = work.of_case(dataclasses.replace(case, batch=batch), model)
+        keys = need.total("tokens") * layers * 2 * model.num_heads * model.head_dim * 2
+        weights = sum(max(x.weights for x in part) for part in (need.prefills, need.steps))
+        tokens = round(need.total("tokens")), round(need.total("slots"))
+        whole = work.Pass(need.total("operations"), weights, keys, *tokens)
+        loop = work.RequestWork([], [*need.prefills, *need.steps]).floor_s(*rates.values())
+        one = work.RequestWork([], [whole]).floor_s(*rates.values())
+        yield f"image_1024/b{batch}", {
+            "method": "arithmetic", "steps": len(need.steps), "batch": batch, "rates": rates,
+            "tokens": tokens[0], "loop_s": loop, "pass_s": one, "break_even": loop / one,
+            "operations": whole.operations, "bytes_pass": weights + keys,
+            "bytes_loop": need.total("weights") + need.total("keys"),
+            "of_passes_s": {str(n): n * one for n in PASSES},
+            "device": {"kind": device.kind, "count": 1, "described": True},
+            "note": "floors, not measured: operations or bytes at the measured rates of one H200",
+        }  # fmt: skip
 
 
 if __name__ == "__main__":
