@@ -33,6 +33,7 @@ from benchmarks.described import DEVICES
 from benchmarks.record import ROOT
 from benchmarks.timing import in_turn
 from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import whole_plan
 from sparse_lavida_jax.inference.engine import Engine
@@ -46,7 +47,7 @@ from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.grammar import Layout
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
 
-MODELS = flags.DEFINE_list("models", ["scenes", "speed_cpu", "h200"], "What is measured.")
+MODELS = flags.DEFINE_list("models", ["scenes", "art_grid", "h200"], "What is measured.")
 SETTINGS = flags.DEFINE_list("settings", [], "Names of settings of a model; default: all.")
 STEPS = flags.DEFINE_list("steps", ["8", "18", "36", "64"], "Of an image; not more than cells.")
 BATCHES = flags.DEFINE_list("batches", ["1", "16"], "Images together.")
@@ -55,7 +56,8 @@ IMAGES = flags.DEFINE_integer("images", 64, "Of each setting, at least one batch
 Draft = Literal["one pass", "empty"]
 SEED = 58  # of the scenes, which no training has
 SUITE, COMPILED = "speculation", "h200_compiled"
-RANDOM = ROOT / "configs/speed_cpu.py"  # a grid of 16 x 16 cells, random weights
+# Of the bundled art tokenizer; with random weights, in a model otherwise as large as `scenes`.
+ART_GRID = {"grid_size": 12, "codes_per_token": 4, "codebook_size": 1024}
 PASSES = (1, 2, 3, 4, 5, 8)  # of which seconds are predicted
 UNCHANGED = np.iinfo(np.int32).max  # block of the first change of a row in which nothing changes
 SCENES = {"layout T .3": 0.3, "no layout T 1": 1.0}  # of the bundled model; temperatures
@@ -237,7 +239,8 @@ def subjects(model: str) -> dict[str, Subject]:
             )
             for name, heat in SCENES.items()
         }
-    settings = config.read(RANDOM)
+    trained = model_folder.read_config(model_folder.find_model("scenes"))
+    settings = config.changed(trained, {"model": ART_GRID})
     own = requests.random_subject(settings, "image", draws=False, vq_dtype="float32")
     case = suites.cases("cpu", settings)[0]
     engine = Engine(own.model, 16, settings.data.text_block_len)

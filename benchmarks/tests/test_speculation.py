@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from benchmarks import speculation
+from benchmarks import record, speculation
 from sparse_lavida_jax import config
 from sparse_lavida_jax.inference.engine import Engine
 
@@ -66,3 +66,32 @@ def test_what_is_predicted_has_a_pass_of_the_operations_of_the_loop():
     assert many["operations"] == pytest.approx(16 * one["operations"])
     assert many["break_even"] == pytest.approx(1.0)
     assert 1.01 < one["break_even"] < 2
+
+
+def test_the_page_has_the_numbers_of_the_rows():
+    text = (record.ROOT / "docs/log/2026-11-speculation.md").read_text()
+    rows = [
+        row
+        for row in record.read_rows("speculation")
+        if row["model"] not in ("h200", "h200_compiled")
+    ]
+    assert f"{sum(row['images'] for row in rows):,} results" in text
+    assert len(rows) >= 16
+    for row in rows:
+        guess = row["method"].removeprefix("first guess ")
+        passes = f"{row['passes_mean']:.2f} ({row['passes_max']}) | {row['passes_of_a_batch']:.2f}"
+        cells = (
+            f"| {row['setting']} | {row['steps']} | {row['batch']} | {guess} | {row['images']}"
+            f" | {row['different']} | {passes} | {row['tokens_x']:.2f} | {row['seconds_x']:.2f} |"
+        )
+        assert cells in text
+
+
+def test_the_page_has_what_is_predicted():
+    text = (record.ROOT / "docs/log/2026-11-speculation.md").read_text()
+    rows = [row for row in record.read_rows("speculation") if "break_even" in row]
+    assert len(rows) == 3
+    for row in rows:
+        seconds = [row["loop_s"], *(n * row["pass_s"] for n in (1, *speculation.PASSES[1:]))]
+        told = " | ".join(f"{one:.3f}".replace("0.", ".", 1) for one in seconds)
+        assert f"| {told} | {row['break_even']:.2f} |" in text
