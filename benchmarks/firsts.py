@@ -38,9 +38,10 @@ from sparse_lavida_jax.scenes.grammar import GrammarError, SceneRequest
 
 PART = flags.DEFINE_enum("part", "surprise", ["surprise", "prove", "costs"], "What is measured.")
 COUNT = flags.DEFINE_integer("count", 200, "Scenes, or images of each setting.", lower_bound=16)
+IMAGES = flags.DEFINE_list("images", ["1", "16"], "Of which costs are measured.")
+TURNS = flags.DEFINE_integer("turns", 9, "That are timed; 0: nothing is timed.", lower_bound=0)
 DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "Where what is done is kept.")
 
-COSTS_OF, TURNS = (1, 16), 9  # images, and turns that are timed
 MODEL, BATCH, CAPTIONS, SEED = "scenes", 16, 8, 20
 CHANGED = 16  # images of each setting that are changed, and proved with other words and seeds
 PLURALS = tuple(shape + ("es" if shape == "cross" else "s") for shape in world.SHAPES)
@@ -350,7 +351,7 @@ def counted(engine: Engine, run: Callable[[], Any]) -> dict[str, int]:
 
 def cost_rows(pipe: SparseLaViDa, _: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each use and number of images."""
-    for images in COSTS_OF:
+    for images in map(int, IMAGES.value):
         own = uses(pipe, images)
         counts = {
             name: counted(pipe.engine, functools.partial(use, 0)) for name, use in own.items()
@@ -362,17 +363,19 @@ def cost_rows(pipe: SparseLaViDa, _: int) -> Iterator[dict[str, Any]]:
             return time.perf_counter() - begin
 
         runs = {name: functools.partial(timed, use) for name, use in own.items()}
-        in_turn(runs, 1)  # compiles
-        taken = in_turn(runs, TURNS)
-        unit = float(np.median(taken["generate"]))
+        if TURNS.value:
+            in_turn(runs, 1)  # compiles
+        taken = in_turn(runs, TURNS.value)
         for name, found in counts.items():
-            shares = {f"{key}_x": found[key] / counts["generate"][key] for key in found}
-            yield {
-                "method": f"{name} {images}".replace(" ", "_"), "use": name,
-                "images": images, **found, **shares, "turns": TURNS,
-                "seconds_x": float(np.median(taken[name])) / unit, "times_s": taken[name],
+            row = {"method": f"{name} {images}".replace(" ", "_"), "use": name, "images": images}
+            row |= {f"{key}_x": found[key] / counts["generate"][key] for key in found} | found
+            if TURNS.value:
+                unit = float(np.median(taken["generate"]))
+                row |= {"seconds_x": float(np.median(taken[name])) / unit, "times_s": taken[name]}
+            yield row | {
+                "turns": TURNS.value,
                 "note": "times `generate` of as many images; medians of turns of one run",
-            }  # fmt: skip
+            }
 
 
 if __name__ == "__main__":
