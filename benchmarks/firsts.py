@@ -38,8 +38,8 @@ from sparse_lavida_jax.scenes.grammar import GrammarError, SceneRequest
 
 PART = flags.DEFINE_enum("part", "surprise", ["surprise", "prove", "costs"], "What is measured.")
 COUNT = flags.DEFINE_integer("count", 200, "Scenes, or images of each setting.", lower_bound=16)
-IMAGES = flags.DEFINE_list("images", ["1", "16"], "Of which costs are measured.")
-TURNS = flags.DEFINE_integer("turns", 9, "That are timed; 0: nothing is timed.", lower_bound=0)
+SIZES = flags.DEFINE_list("sizes", ["1", "16"], "Images together of which costs are measured.")
+TIMED = flags.DEFINE_integer("timed", 9, "Turns that are timed; 0: none.", lower_bound=0)
 DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, CAPTIONS, SEED = "scenes", 16, 8, 20
@@ -351,7 +351,7 @@ def counted(engine: Engine, run: Callable[[], Any]) -> dict[str, int]:
 
 def cost_rows(pipe: SparseLaViDa, _: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each use and number of images."""
-    for images in map(int, IMAGES.value):
+    for images in map(int, SIZES.value):
         own = uses(pipe, images)
         counts = {
             name: counted(pipe.engine, functools.partial(use, 0)) for name, use in own.items()
@@ -363,17 +363,17 @@ def cost_rows(pipe: SparseLaViDa, _: int) -> Iterator[dict[str, Any]]:
             return time.perf_counter() - begin
 
         runs = {name: functools.partial(timed, use) for name, use in own.items()}
-        if TURNS.value:
+        if TIMED.value:
             in_turn(runs, 1)  # compiles
-        taken = in_turn(runs, TURNS.value)
+        taken = in_turn(runs, TIMED.value)
         for name, found in counts.items():
             row = {"method": f"{name} {images}".replace(" ", "_"), "use": name, "images": images}
             row |= {f"{key}_x": found[key] / counts["generate"][key] for key in found} | found
-            if TURNS.value:
+            if TIMED.value:
                 unit = float(np.median(taken["generate"]))
                 row |= {"seconds_x": float(np.median(taken[name])) / unit, "times_s": taken[name]}
             yield row | {
-                "turns": TURNS.value,
+                "turns": TIMED.value,
                 "note": "times `generate` of as many images; medians of turns of one run",
             }
 

@@ -2,17 +2,15 @@
 r"""Speculation across the steps of an image: fewer passes for the sampler's own result.
 
     python -m benchmarks.speculation
-    python -m benchmarks.speculation --models=scenes --steps=8,36 --images=64
-    python -m benchmarks.speculation --models=h200,h200_compiled   # needs what benchmarks.aot does
+    python -m benchmarks.speculation --models=scenes --step-counts=8,36 --num-images=64
 
 A guess of all cells is passed as the clean cells of a whole plan (`inference/whole_plan.py`), each
 step draws with its own noise, and the draws are the next guess. Steps up to the first whose draws
 changed are final, that one too: they saw final cells only. So it ends when no step but the last
 changes (a Jacobi iteration; after parallel decoding, arXiv:2305.10427). The first guess is empty,
 or drawn in one pass in which no step sees another's cells. The loop is one program; it and the
-sampler take turns on the same images, and their codes are compared. `h200` is arithmetic for an
-image of LaViDa-O (`benchmarks/work.py`); `h200_compiled` predicts one pass of it as
-`aot_requests.py` predicts the loop, kernel by kernel. Neither is run.
+sampler take turns on the same images, and their codes are compared. For
+LaViDa-O on an H200: `benchmarks/aot_whole_plan.py`.
 """
 
 import dataclasses
@@ -25,12 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
-from benchmarks import aot_requests, command, hlo, record, requests, suites, work
-from benchmarks.described import DEVICES
-from benchmarks.record import ROOT
+from benchmarks import command, record, requests, suites
 from benchmarks.timing import in_turn
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
@@ -47,18 +42,21 @@ from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.grammar import Layout
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
 
-MODELS = flags.DEFINE_list("models", ["scenes", "art_grid", "h200"], "What is measured.")
+MODELS = flags.DEFINE_list("models", ["scenes", "art_grid"], "What is measured.")
 SETTINGS = flags.DEFINE_list("settings", [], "Names of settings of a model; default: all.")
-STEPS = flags.DEFINE_list("steps", ["8", "18", "36", "64"], "Of an image; not more than cells.")
-BATCHES = flags.DEFINE_list("batches", ["1", "16"], "Images together.")
-IMAGES = flags.DEFINE_integer("images", 64, "Of each setting, at least one batch.", lower_bound=1)
+STEPS = flags.DEFINE_list(
+    "step-counts", ["8", "18", "36", "64"], "Of an image; not more than cells."
+)
+BATCHES = flags.DEFINE_list("batch-sizes", ["1", "16"], "Images together.")
+IMAGES = flags.DEFINE_integer(
+    "num-images", 64, "Of each setting, at least one batch.", lower_bound=1
+)
 
 Draft = Literal["one pass", "empty"]
 SEED = 58  # of the scenes, which no training has
-SUITE, COMPILED = "speculation", "h200_compiled"
+SUITE = "speculation"
 # Of the bundled art tokenizer; with random weights, in a model otherwise as large as `scenes`.
 ART_GRID = {"grid_size": 12, "codes_per_token": 4, "codebook_size": 1024}
-PASSES = (1, 2, 3, 4, 5, 8)  # of which seconds are predicted
 UNCHANGED = np.iinfo(np.int32).max  # block of the first change of a row in which nothing changes
 SCENES = {"layout T .3": 0.3, "no layout T 1": 1.0}  # of the bundled model; temperatures
 HEAT = {"random weights T 1": 1.0, "random weights T .1": 0.1}
@@ -96,13 +94,10 @@ class Subject:
 
 def main(_: list[str]) -> None:
     """Measures every model, and writes its rows."""
-    if COMPILED in MODELS.value:
-        jax.config.update("jax_platforms", "cpu")  # a GPU that is here is left alone
     keep_programs()
     bench = record.Bench(SUITE)
     for model in MODELS.value:
-        of_h200 = {"h200": predicted, COMPILED: compiled}
-        for name, row in of_h200[model]() if model in of_h200 else measured(model):
+        for name, row in measured(model):
             path = bench.write(f"{model}/{name}", {"model": model, **row})
             print(path.name, {key: row[key] for key in row if key != "times_s"}, flush=True)
 
@@ -325,95 +320,6 @@ def differing(subject: Subject, batch: int, turn: int, ours: Drawn, theirs: Draw
         scored = subject.engine.scores(*how, making="image")
         found.append(max(float(scores.deficit.max()) for _, scores in scored))
     return found
-
-
-# ---------------------------------------------------------------------------------------------
-# LaViDa-O on an H200, by arithmetic.
-
-
-def predicted() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields rows: the least seconds of the sampler's loop, and of passes over the whole plan.
-
-    A pass multiplies as much as prefill and loop together, since it has their tokens, and reads
-    each matrix, and the keys and values of its tokens, once.
-    """
-    device, settings = DEVICES["h200"], config.read(ROOT / "configs/lavida_o.py")
-    rates, model = device.rates["measured"], settings.model
-    (case,) = suites.chosen(suites.cases("headline", settings), ["t2i1024/sparse/b1"])
-    layers = model.num_joint_layers + model.num_split_layers
-    for batch in (1, 16):
-        need = work.of_case(dataclasses.replace(case, batch=batch), model)
-        keys = need.total("tokens") * layers * 2 * model.num_heads * model.head_dim * 2
-        weights = sum(max(x.weights for x in part) for part in (need.prefills, need.steps))
-        tokens = round(need.total("tokens")), round(need.total("slots"))
-        whole = work.Pass(need.total("operations"), weights, keys, *tokens)
-        loop = work.RequestWork([], [*need.prefills, *need.steps]).floor_s(*rates.values())
-        one = work.RequestWork([], [whole]).floor_s(*rates.values())
-        yield f"image_1024/b{batch}", {
-            "method": "arithmetic", "steps": len(need.steps), "batch": batch, "rates": rates,
-            "tokens": tokens[0], "loop_s": loop, "pass_s": one, "break_even": loop / one,
-            "operations": whole.operations, "bytes_pass": weights + keys,
-            "bytes_loop": need.total("weights") + need.total("keys"),
-            "of_passes_s": {str(n): n * one for n in PASSES},
-            "device": {"kind": device.kind, "count": 1, "described": True},
-            "note": "floors, not measured: operations or bytes at the measured rates of one H200",
-        }  # fmt: skip
-
-
-def compiled(layers: int = 6) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a row: one pass over the whole plan of an image, predicted kernel by kernel.
-
-    Attention is left out: its kernel skips what no token sees, and the compiler cannot tell.
-
-    Args:
-        layers: that are compiled, as well as two fewer (`aot_requests.py`).
-    """
-    device = DEVICES["h200"]
-    place, rates = device.place(), device.rates["measured"]
-    settings = aot_requests.with_kernels(config.read(ROOT / "configs/lavida_o.py"))
-    found = []
-    for depth in (layers, layers - 2):
-        program = pass_program(aot_requests.with_layers(settings, depth), place)
-        kernels = hlo.kernels(program.lowered.compile().as_text() or "")
-        found.append(aot_requests.costs(program, kernels, rates))
-    pairs = (settings.model.num_layers - layers) // 2
-    cost = aot_requests.extrapolated(*found, pairs)
-    kinds = {kind: cost[f"{kind}_s"] for kind in ("products", "copies", "others")}
-    (loop,) = [x for x in record.read_rows(aot_requests.SUITE) if x["request"] == "image"]
-    of_loop = {kind: loop["predicted_by_kind"][kind] for kind in kinds}
-    yield "image_1024/compiled", {
-        "method": "compiled", "layers_compiled": f"{layers} and {layers - 2}", "rates": rates,
-        "pass_s": sum(kinds.values()), "pass_by_kind": kinds, "bytes_pass": cost["bytes"],
-        "loop_s": sum(of_loop.values()), "loop_by_kind": of_loop, "bytes_loop": loop["bytes"],
-        "break_even": sum(of_loop.values()) / sum(kinds.values()),
-        "device": {"kind": device.kind, "count": 1, "described": True},
-        "note": "predicted, not measured; without attention and the image tokenizer",
-    }  # fmt: skip
-
-
-def pass_program(settings: config.Config, place: NamedSharding) -> aot_requests.LoweredProgram:
-    """Lowers one pass over the whole plan of an image for a described GPU."""
-    case, model = aot_requests.case_of("image", settings), settings.model
-    types, how = aot_requests.model_types(model, "image", place), case.settings(model)
-    order = whole_plan.image_order(case.plan(model), case.example.given)
-    response = case.example.response
-    steps = whole_plan.steps_of(case.plan(model), how, order, response.shape[1])
-    laid, named = case.laid(model, [0]), {"settings": how, "making": "image"}
-    given, *_ = whole_plan.arrays(types, laid, [steps], [response], [order], **named)
-
-    def typed(x: Any) -> jax.ShapeDtypeStruct:
-        dtype = jnp.int32 if x.dtype == np.int64 else x.dtype
-        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=place)
-
-    begin, how = time.perf_counter(), dataclasses.replace(how, greedy=False)
-    with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh), aot_requests.unchecked():
-        args = *jax.tree.map(typed, given), typed(np.float32(0))
-        lowered = whole_plan.scored.trace(types, *args, settings=how).lower(
-            lowering_platforms=("cuda",)
-        )
-    return aot_requests.LoweredProgram(
-        "scored", 0, lowered, time.perf_counter() - begin, runs=1, steps=0
-    )
 
 
 if __name__ == "__main__":
