@@ -3,36 +3,43 @@ r"""What one pass over a whole plan tells (`inference/surprise.py`, `inference/p
 
     python -m benchmarks.firsts --part=surprise --count=1000   # of the bundled model
     python -m benchmarks.firsts --part=prove --count=96
+    python -m benchmarks.firsts --part=costs
 
 Surprise: a scene and its caption, compared with the scene after one thing was changed so that the
 caption is false, and with seven captions that have one attribute wrong. The model's own answers to
 `check:` are scored on the same pairs. Proof: images of several settings, unchanged and with planted
 faults. Finished items are saved line by line in `--done`, and are skipped when the command is
-repeated.
+repeated. Costs: passes, tokens and seconds of everything, against `generate` in the same turns.
 """
 
 import copy
 import dataclasses
+import functools
 import json
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from absl import flags
 
 from benchmarks import command, record
+from benchmarks.timing import in_turn
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.evals.scorers import wilson_interval
+from sparse_lavida_jax.inference.engine import Engine
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.scenes import judges, tasks, world
 from sparse_lavida_jax.scenes.grammar import GrammarError, SceneRequest
 
-PART = flags.DEFINE_enum("part", "surprise", ["surprise", "prove"], "What is measured.")
+PART = flags.DEFINE_enum("part", "surprise", ["surprise", "prove", "costs"], "What is measured.")
 COUNT = flags.DEFINE_integer("count", 200, "Scenes, or images of each setting.", lower_bound=16)
+SIZES = flags.DEFINE_list("sizes", ["1", "16"], "Images together of which costs are measured.")
+TIMED = flags.DEFINE_integer("timed", 9, "Turns that are timed; 0: none.", lower_bound=0)
 DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, CAPTIONS, SEED = "scenes", 16, 8, 20
@@ -60,7 +67,8 @@ def main(_: list[str]) -> None:
     """Measures a part, and writes its rows."""
     keep_programs()
     pipe, bench = SparseLaViDa.from_pretrained(MODEL, batch_size=BATCH), record.Bench("firsts")
-    for row in {"surprise": surprise_rows, "prove": prove_rows}[PART.value](pipe, COUNT.value):
+    parts = {"surprise": surprise_rows, "prove": prove_rows, "costs": cost_rows}
+    for row in parts[PART.value](pipe, COUNT.value):
         name = f"{PART.value}/{row['method']}"
         path = bench.write(name, {"model": MODEL, **row}, name=f"{MODEL}/{name}")
         print(path.name, row, flush=True)
@@ -279,6 +287,93 @@ def prove_rows(pipe: SparseLaViDa, count: int) -> Iterator[dict[str, Any]]:
         row["shortfall"] = max(one["shortfall"] for one in parts)
         row["method"] = name.replace(" ", "_")
         yield row | {"seconds": float(np.median([one["seconds"] for one in parts[1:] or parts]))}
+
+
+# ---------------------------------------------------------------------------------------------
+# Costs.
+
+
+def uses(pipe: SparseLaViDa, images: int) -> dict[str, Callable[[int], Any]]:
+    """Returns what is done with so many images, by name; each takes the number of a turn.
+
+    All but `generate` and the best of several start from images that are drawn here.
+    """
+    words = [tasks.sample("draw", SEED, i, "test").prompt for i in range(images)]
+    drawn = pipe.generate(words, seed=0)
+    first = drawn.part(0, 1)
+
+    def seeds(turn: int) -> dict[str, int]:
+        return {"seed": (turn + 1) * images}
+
+    def branch(at: str, turn: int) -> Result:
+        return pipe.branch(first, at, num_images=images, **seeds(turn))
+
+    return {
+        "generate": lambda turn: pipe.generate(words, **seeds(turn)),
+        "surprise": lambda turn: [pipe.surprise(*x) for x in zip(drawn.pixels, words, strict=True)],
+        "prove": lambda turn: pipe.prove(drawn),
+        "best of 8": lambda turn: pipe.generate(words, best_of=8, **seeds(turn)),
+        "branch of the layout": functools.partial(branch, "layout"),
+        "branch of the image": functools.partial(branch, "image"),
+    }
+
+
+def counted(engine: Engine, run: Callable[[], Any]) -> dict[str, int]:
+    """Returns the passes of an engine through its model in a call, and their tokens.
+
+    The prompt of a batch is a pass of its own. The image tokenizer and the vision encoder do not
+    count.
+    """
+    found = {"passes": 0, "tokens": 0}
+
+    def decode(*given: Any, callback: Any = None, **how: Any) -> Any:
+        reports: list[int] = []
+        made = type(engine).decode(
+            engine, *given, callback=lambda state: reports.append(state.steps), **how
+        )
+        ends = [a for a, b in zip(reports, [*reports[1:], 0], strict=True) if not b]
+        found["passes"] += sum(ends) + len(ends)
+        found["tokens"] += sum(made.tokens)
+        return made
+
+    def scores(*given: Any, **how: Any) -> Any:
+        made = type(engine).scores(engine, *given, **how)
+        found["passes"] += 1
+        found["tokens"] += sum(one.tokens for _, one in made)
+        return made
+
+    with mock.patch.multiple(engine, decode=decode, scores=scores):
+        run()
+    return found
+
+
+def cost_rows(pipe: SparseLaViDa, _: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for each use and number of images."""
+    for images in map(int, SIZES.value):
+        own = uses(pipe, images)
+        counts = {
+            name: counted(pipe.engine, functools.partial(use, 0)) for name, use in own.items()
+        }
+
+        def timed(use: Callable[[int], Any], turn: int) -> float:
+            begin = time.perf_counter()
+            use(turn)
+            return time.perf_counter() - begin
+
+        runs = {name: functools.partial(timed, use) for name, use in own.items()}
+        if TIMED.value:
+            in_turn(runs, 1)  # compiles
+        taken = in_turn(runs, TIMED.value)
+        for name, found in counts.items():
+            row = {"method": f"{name} {images}".replace(" ", "_"), "use": name, "images": images}
+            row |= {f"{key}_x": found[key] / counts["generate"][key] for key in found} | found
+            if TIMED.value:
+                unit = float(np.median(taken["generate"]))
+                row |= {"seconds_x": float(np.median(taken[name])) / unit, "times_s": taken[name]}
+            yield row | {
+                "turns": TIMED.value,
+                "note": "times `generate` of as many images; medians of turns of one run",
+            }
 
 
 if __name__ == "__main__":

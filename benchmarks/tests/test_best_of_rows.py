@@ -47,8 +47,30 @@ def test_the_page_has_the_numbers_of_the_rows():
     page = pathlib.Path(__file__).parents[2] / "docs/log/2026-11-best-of.md"
     text = page.read_text()
     for row in record.read_rows("best_of"):
+        if "ranked" in row["method"]:
+            assert f"| {row['method']} | {row['share']:.3f} |".replace("| 0.", "| .") in text
+            continue
         low, high = row["interval_95"]
         cells = (
             f"| {row['task']} | {row['best_of']} | {row['share']:.3f} | {low:.3f} to {high:.3f} |"
         )
         assert cells.replace("| 0.", "| .").replace("to 0.", "to .") in text
+
+
+def test_the_least_surprising_of_eight_is_taken_and_of_those_accepted_if_judged():
+    def scored(right, accepted, cell, total):
+        return one(right, accepted) | {"largest cell": cell, "sum": total, "ranking_tokens": 20}
+
+    items = [
+        [scored(False, False, 1, 9), scored(True, True, 2, 8), scored(False, True, 3, 7)],
+        [scored(False, False, 1, 9), scored(True, False, 2, 10), scored(False, False, 3, 11)],
+    ]
+    rows = dict(best_of.ranked_rows(items))
+    right = {method: row["right"] for method, row in rows.items()}
+    assert right == {
+        "ranked by largest cell": 0, "judged, ranked by largest cell": 1,
+        "ranked by sum": 0, "judged, ranked by sum": 0,
+    }  # fmt: skip
+    for method, row in rows.items():
+        assert (row["by_chance"], row["any"], row["first_accepted"]) == (1 / 3, 1.0, 0.5)
+        assert row["tokens"] == 8 * (35 if method.startswith("judged") else 30)

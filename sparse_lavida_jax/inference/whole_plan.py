@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +175,38 @@ def scores(
     Returns:
         The scores of each row.
     """
+    given, blocks, tokens = arrays(
+        model, inputs, steps, responses, orders, settings=settings, stage=stage
+    )
+    how = dataclasses.replace(settings, greedy=False)
+    shapes = tuple(np.shape(x) for x in jax.tree.leaves(given))
+    with programs((stage, how, shapes)), over_mesh(model):
+        found = jax.device_get(scored(model, *given, np.float32(tolerance), settings=how))
+    ends = np.cumsum([len(own.copies) for own in blocks])
+    values = [np.split(x, ends) for x in found[1:]]
+    done = []
+    for i, own in enumerate(steps):
+        step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])
+        decided = np.concatenate([one.decided for one in own])
+        where = step, blocks[i].copies, decided
+        done.append(Scores(*where, *(x[i] for x in values), tokens=int(tokens[i])))
+    return done
+
+
+def arrays(
+    model: Denoiser,
+    inputs: Sequence[SampleInput],
+    steps: Sequence[Sequence[Step]],
+    responses: Sequence[Int[np.ndarray, "_l g"]],
+    orders: Sequence[Int[np.ndarray, " _l"]],
+    *,
+    settings: StepSettings,
+    stage: str,
+) -> tuple[tuple[Any, ...], list[Blocks], Int[np.ndarray, " b"]]:
+    """Returns what `scored` takes after the model, but for the tolerance; see `scores`.
+
+    Then the blocks of each row, and how many tokens it has in all guidance variants.
+    """
     blocks = [blocks_of(*pair) for pair in zip(steps, orders, strict=True)]
     streams, pixels, tagged, tokens = _laid_out(model, inputs, steps, responses, blocks, settings)
     tables = [
@@ -190,19 +222,7 @@ def scores(
     keys = [state.keys_from(requests, stage, step) for step in turns]
     keys += keys[-1:] * ((1 << (len(keys) - 1).bit_length()) - len(keys))  # for few programs
     rows = state.rows_of(inputs, settings, stage)
-    how = dataclasses.replace(settings, greedy=False)
-    given = rows, jnp.stack(keys), padded, np.float32(tolerance)
-    shapes = tuple(np.shape(x) for x in jax.tree.leaves((streams, pixels, given)))
-    with programs((stage, how, shapes)), over_mesh(model):
-        found = jax.device_get(_scored(model, *streams, pixels, *given, settings=how))
-    values = [np.split(x, np.cumsum([len(t[0]) for t in tables])) for x in found]
-    done = []
-    for i, own in enumerate(steps):
-        step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])
-        decided = np.concatenate([one.decided for one in own])
-        where = step, blocks[i].copies, decided
-        done.append(Scores(*where, *(x[i] for x in values), tokens=int(tokens[i])))
-    return done
+    return (*streams, pixels, rows, jnp.stack(keys), padded), blocks, tokens
 
 
 def _columns(
@@ -212,7 +232,7 @@ def _columns(
     response: Int[np.ndarray, "l g"],
     tagged: Int[np.ndarray, "r s"],
 ) -> tuple[np.ndarray, ...]:
-    """Returns what `_scored` needs to know of each token of each step of a row.
+    """Returns what `scored` needs to know of each token of each step of a row.
 
     Args:
         tagged: the blocks of the tokens in its stream, sorted, for each guidance row.
@@ -285,7 +305,7 @@ def _rounded(length: int) -> int:
 
 
 @persistent_jit(static=("settings",), depends=state.attention)
-def _scored(
+def scored(
     model: Denoiser,
     understanding: Stream | None,
     generation: Stream | None,
@@ -297,7 +317,7 @@ def _scored(
     *,
     settings: StepSettings,
 ) -> tuple[Array, ...]:
-    """Returns margins, leads, bits and confidences (`Scores`) of tokens [n].
+    """Returns what is drawn for tokens [n g], and margins, leads, bits, confidences (`Scores`).
 
     Args:
         keys: of the noise from each turn on (`presets.Turn`).
@@ -327,7 +347,7 @@ def _judged(
     of_row: tuple[Array, ...],
     of_step: tuple[Array, ...],
 ) -> tuple[Array, ...]:
-    """Returns the scores of one token, as `sample.step` computes them.
+    """Returns the draw and the scores of one token, as `sample.step` computes them.
 
     Args:
         of_row: the fields of `state.Rows`.
@@ -365,7 +385,8 @@ def _judged(
         return draw.confidences(rows.key, now, own, settings.commit, draw.Draws())[0, 0, 0]
 
     confidences = map(sure, (target[None, None], least, logits.argmax(axis=-1)))
-    return margin, lead, bits[0, 0], *confidences
+    most = jnp.argmax(drawn, axis=-1)[0, 0].astype(jnp.int32)
+    return most, margin, lead, bits[0, 0], *confidences
 
 
 def _noise(

@@ -258,7 +258,7 @@ def test_the_cells_that_differ_are_told(pipe, drawn, caplog):
 
 def test_only_cells_of_the_first_step_that_differs_are_named(pipe, drawn, caplog):
     result, _ = drawn["generate"]
-    _, request, _ = pipe._recorded(result.records[1], None)
+    _, request, _ = pipe.recorded(result.records[1], None)
     counts = pipe.task_run(request.sampling).step_counts(request, "image")
     pipe.replay(planted(result, *range(36), row=1))
     (told,) = differing(caplog)
@@ -279,7 +279,7 @@ def test_margins_that_no_pass_tells_are_said_so(pipe, drawn, caplog):
 
 def test_less_than_float32_needs_a_tolerance(pipe, drawn):
     result, _ = drawn["generate"]
-    _, request, _ = pipe._recorded(result.records[0], None)
+    _, request, _ = pipe.recorded(result.records[0], None)
     run = pipe.task_run(request.sampling)
     model = dataclasses.replace(run.settings.model, compute_dtype="bfloat16")
     run.settings = dataclasses.replace(run.settings, model=model)
