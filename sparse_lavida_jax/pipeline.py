@@ -590,7 +590,7 @@ class SparseLaViDa:
 
     def branch(
         self,
-        record: dict[str, Any] | Result | str | os.PathLike,
+        record: dict[str, Any] | Result | str | pathlib.Path,
         at: Any = None,
         *,
         num_images: Number = None,
@@ -617,7 +617,7 @@ class SparseLaViDa:
 
     def branches(
         self: S,
-        record: dict[str, Any] | Result | str | os.PathLike,
+        record: dict[str, Any] | Result | str | pathlib.Path,
         at: Any = None,
         num_images: Number = None,
         seed: Numbers = None,
@@ -726,7 +726,7 @@ class SparseLaViDa:
         """Returns requests for a task: the one place where they are checked.
 
         Args:
-            task: a key of `requests.TASKS`.
+            task: a key of `requests.TASK_SPECS`.
             words: prompt, instruction, question, phrases or text; None if a task has none.
             shown: the images that the task is about.
             given: its options (`TaskSpec.takes`); None: not given.

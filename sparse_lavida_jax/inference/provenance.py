@@ -7,7 +7,6 @@
 import dataclasses
 import itertools
 import logging
-import os
 import pathlib
 from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, Literal
@@ -305,7 +304,7 @@ def recorded(
     return Recorded(made, bucket, attending(record, model))
 
 
-def record_of(image: Mapping[str, Any] | Result | str | os.PathLike) -> dict[str, Any]:
+def record_of(image: Mapping[str, Any] | Result | str | pathlib.Path) -> dict[str, Any]:
     """Returns the record of one image: itself, of a PNG, or of a result.
 
     Raises:
@@ -321,7 +320,7 @@ def record_of(image: Mapping[str, Any] | Result | str | os.PathLike) -> dict[str
     return image.records[0]
 
 
-def recorded_pixels(image: Result | str | os.PathLike) -> list[tuple[dict[str, Any], Pixels]]:
+def recorded_pixels(image: Result | str | pathlib.Path) -> list[tuple[dict[str, Any], Pixels]]:
     """Returns the records of a PNG or of a result, each with its image."""
     if isinstance(image, Result):
         return [*zip(image.records, image.pixels, strict=True)]

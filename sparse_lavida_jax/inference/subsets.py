@@ -39,7 +39,7 @@ class Subset(NamedTuple):
     Attributes:
         words, layout, image: how much of each is held.
         fills: what the task makes.
-        task: a key of `requests.TASKS`; "inpaint" also stands for "outpaint".
+        task: a key of `requests.TASK_SPECS`; "inpaint" also stands for "outpaint".
         lessons: what teaches it in the small world, tasks of `scenes.tasks`.
     """
 

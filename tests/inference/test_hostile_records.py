@@ -90,8 +90,8 @@ def drawn():
 def still(monkeypatch):
     """The network does not run, unless SLOW_TESTS is set."""
 
-    def sample(model, laid, phases, *, settings, **_):
-        return np.stack([one.example.response for one in laid])
+    def sample(model, inputs, phases, *, settings, **_):
+        return np.stack([one.example.response for one in inputs])
 
     if not os.environ.get("SLOW_TESTS"):
         monkeypatch.setattr(engine.sample, "sample", sample)

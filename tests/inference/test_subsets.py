@@ -12,7 +12,7 @@ import stand_ins
 from sparse_lavida_jax.cli import commands, program
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import subsets
-from sparse_lavida_jax.inference.requests import TASKS as KNOWN
+from sparse_lavida_jax.inference.requests import TASK_SPECS
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.tags import GIVEN_BLOCK
@@ -64,7 +64,7 @@ NEW = {("whole", "part", ""), ("", "whole", ""), ("whole", "part", "part"), ("",
 def test_the_table_has_the_rows_that_are_compared_here():
     assert {row[:3] for row in subsets.TABLE} == NAMED.keys() | NEW
     for row in subsets.TABLE:
-        assert row.task in KNOWN and {*row.lessons} <= {*TASKS}
+        assert row.task in TASK_SPECS and {*row.lessons} <= {*TASKS}
 
 
 @pytest.mark.parametrize("held", NAMED)
