@@ -155,7 +155,7 @@ def _completed(pipe: SparseLaViDa, made: list[Sample], layouts: list[str], seed:
     drawn: dict[int, Any] = {}
     for task in ("inpaint", "outpaint"):
         rows = [i for i, one in enumerate(found) if one.task == task]
-        result = pipe.run([found[i] for i in rows]) if rows else None
+        result = pipe.run([found[i] for i in rows], padding="full") if rows else None
         drawn |= {i: result.part(n, n + 1) for n, i in enumerate(rows)}
     return [drawn[i] for i in range(len(made))]
 

@@ -12,12 +12,12 @@ import stand_ins
 from sparse_lavida_jax.cli import commands, program
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import subsets
-from sparse_lavida_jax.inference.requests import TASK_SPECS as KNOWN
+from sparse_lavida_jax.inference.requests import TASK_SPECS
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.tags import GIVEN_BLOCK
 
-TASK_SPECS = (*tasks.TASKS, "fill_layout")
+TASKS = (*tasks.TASKS, "fill_layout")
 SAMPLING = {"num_steps": 4, "text_steps": 4, "layout_temperature": 1.0}
 CIRCLE = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"  # in cell 13, seven tokens
 SCENE = world.Scene.of({13: world.NAMED["circle", "red", "large"]})
@@ -29,7 +29,7 @@ AROUND = np.kron(np.pad(np.zeros((2, 2), bool), 2, constant_values=True), np.one
 @pytest.fixture(scope="module")
 def pipe():
     with stand_ins.quick_compilation():
-        yield stand_ins.pipe_of_tasks(TASK_SPECS, 2, **SAMPLING)
+        yield stand_ins.pipe_of_tasks(TASKS, 2, **SAMPLING)
 
 
 def read_again(result, row=0):
@@ -64,7 +64,7 @@ NEW = {("whole", "part", ""), ("", "whole", ""), ("whole", "part", "part"), ("",
 def test_the_table_has_the_rows_that_are_compared_here():
     assert {row[:3] for row in subsets.TABLE} == NAMED.keys() | NEW
     for row in subsets.TABLE:
-        assert row.task in KNOWN and {*row.lessons} <= {*TASK_SPECS}
+        assert row.task in TASK_SPECS and {*row.lessons} <= {*TASKS}
 
 
 @pytest.mark.parametrize("held", NAMED)
