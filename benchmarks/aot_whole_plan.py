@@ -109,8 +109,8 @@ def pass_program(settings: config.Config, place: NamedSharding) -> Any:
     order = whole_plan.image_order(case.plan(model), case.example.given)
     response = case.example.response
     steps = whole_plan.steps_of(case.plan(model), how, order, response.shape[1])
-    laid, named = case.laid(model, [0]), {"settings": how, "making": "image"}
-    given, *_ = whole_plan.arrays(types, laid, [steps], [response], [order], **named)
+    inputs, named = case.sample_inputs(model, [0]), {"settings": how, "stage": "image"}
+    given, *_ = whole_plan.arrays(types, inputs, [steps], [response], [order], **named)
 
     def typed(x: Any) -> jax.ShapeDtypeStruct:
         dtype = jnp.int32 if x.dtype == np.int64 else x.dtype

@@ -145,18 +145,22 @@ def _words(sample: Sample) -> str:
     return sample.prompt.partition(",")[0]
 
 
-def _completed(pipe: SparseLaViDa, made: list[Sample], layouts: list[str], seed: int) -> Result:
+def _completed(
+    pipe: SparseLaViDa, made: list[Sample], layouts: list[str], seed: int
+) -> list[Result]:
     """Returns the images of samples with a hole, in their order."""
     found: list[Request] = []
     for i, (one, layout) in enumerate(zip(made, layouts, strict=True)):
+        assert one.known_grid is not None
         hole = np.kron(~one.known_grid, np.ones((CELL, CELL), bool))
         given = _words(one), layout, world.render(one.image), hole, None
         found += pipe.completions(*given, {"seed": seed + i})
     drawn: dict[int, Any] = {}
     for task in ("inpaint", "outpaint"):
         rows = [i for i, one in enumerate(found) if one.task == task]
-        result = pipe.run([found[i] for i in rows], padding="full") if rows else None
-        drawn |= {i: result.part(n, n + 1) for n, i in enumerate(rows)}
+        if rows:
+            result = pipe.run([found[i] for i in rows], padding="full")
+            drawn |= {i: result.part(n, n + 1) for n, i in enumerate(rows)}
     return [drawn[i] for i in range(len(made))]
 
 
@@ -202,7 +206,7 @@ def thing_held(
 
 
 def hole_and_layout(pipe: SparseLaViDa, made: list[Sample], seed: int) -> list[Item]:
-    results = _completed(pipe, made, [one.layout for one in made], seed)
+    results = _completed(pipe, made, [one.layout or "" for one in made], seed)
     return [{"right": world.read(x.pixels[0]) == one.target, "kept": _kept(pipe, one, x)}
             for one, x in zip(made, results, strict=True)]  # fmt: skip
 
@@ -224,7 +228,7 @@ def contradiction(pipe: SparseLaViDa, made: list[Sample], seed: int) -> list[Ite
     """Adds a thing to each layout, in a held cell that shows something else."""
     rng, layouts, added = np.random.default_rng(seed), [], []
     for one in made:
-        cell = int(rng.choice(np.flatnonzero(one.known)))
+        cell = int(rng.choice(np.flatnonzero(np.array(one.known))))
         things = [x for x in world.OBJECTS if x != one.image[cell]]
         added.append(str(Layout(((cell, things[rng.integers(len(things))]),))))
         layouts.append(f"{one.layout},{added[-1]}")
@@ -237,6 +241,7 @@ def contradiction(pipe: SparseLaViDa, made: list[Sample], seed: int) -> list[Ite
 
 def _kept(pipe: SparseLaViDa, sample: Sample, result: Result) -> bool:
     """Whether the held cells have their codes."""
+    assert pipe.codec is not None
     codes, known = pipe.codec.encode(world.render(sample.image)[None])[0], np.array(sample.known)
     return bool((result.tokens[0] == codes)[known].all())
 
@@ -314,7 +319,8 @@ def table() -> str:
             lines.append(_line(row, what, score | {"chance": level}))
         found = [own[f"complete_{name}"] for name, one in CASES.items() if one.held == row[:3]]
         lines += [_line(row, one["what"], one) for one in found]
-    for held in itertools.product(*[("", "part", "whole")] * 3):
+    states: tuple[subsets.State, ...] = "", "part", "whole"
+    for held in itertools.product(states, states, states):
         try:
             subsets.subset_of(*held)
         except RequestError as error:

@@ -302,17 +302,17 @@ def uses(pipe: SparseLaViDa, images: int) -> dict[str, Callable[[int], Any]]:
     drawn = pipe.generate(words, seed=0)
     first = drawn.part(0, 1)
 
-    def seeds(turn: int) -> dict[str, int]:
-        return {"seed": (turn + 1) * images}
+    def seed(turn: int) -> int:
+        return (turn + 1) * images
 
     def branch(at: str, turn: int) -> Result:
-        return pipe.branch(first, at, num_images=images, **seeds(turn))
+        return pipe.branch(first, at, num_images=images, seed=seed(turn))
 
     return {
-        "generate": lambda turn: pipe.generate(words, **seeds(turn)),
+        "generate": lambda turn: pipe.generate(words, seed=seed(turn)),
         "surprise": lambda turn: [pipe.surprise(*x) for x in zip(drawn.pixels, words, strict=True)],
         "prove": lambda turn: pipe.prove(drawn),
-        "best of 8": lambda turn: pipe.generate(words, best_of=8, **seeds(turn)),
+        "best of 8": lambda turn: pipe.generate(words, best_of=8, seed=seed(turn)),
         "branch of the layout": functools.partial(branch, "layout"),
         "branch of the image": functools.partial(branch, "image"),
     }

@@ -115,6 +115,7 @@ def test_a_layout_alone_draws_the_image_of_no_words(pipe, tmp_path):
 )
 def test_the_tokens_of_a_part_of_a_layout_stay(pipe, layout, held):
     made = pipe.complete(words=WORDS, layout=layout, seed=3)
+    assert made.layouts is not None
     record, (text,) = read_again(made), made.layouts
     own = pipe.tokenizer.encode("".join(CIRCLE)) if layout != "large ___ circle{4}" else None
     at = np.array(record["decoded_at"])
