@@ -186,7 +186,8 @@ def _plot_bars(axes, ways: dict[str, list[Row]], tasks: Sequence[str]) -> None:
     if len(ways) > 10:  # the default colours would recur
         from matplotlib import colormaps
 
-        axes.set_prop_cycle(color=colormaps["tab20"].colors)
+        tab20 = colormaps["tab20"]
+        axes.set_prop_cycle(color=[tab20(i) for i in range(tab20.N)])
     for number, (name, own) in enumerate(ways.items()):
         at = [place + (number - (len(ways) - 1) / 2) * width for place in range(len(tasks))]
         shares = [_shares(own, task) for task in tasks]

@@ -29,7 +29,7 @@ from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.kernels.attention import slot_multiple
 from sparse_lavida_jax.models import fuse, parameters, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
-from sparse_lavida_jax.programs.kept import OVER_TPUS
+from sparse_lavida_jax.programs.persistent_jit import OVER_TPUS
 from sparse_lavida_jax.sampling.prompts import padded_lengths
 from sparse_lavida_jax.sampling.state import capacity, prefill, rows_of
 from sparse_lavida_jax.sequence import Response, Text
@@ -347,7 +347,7 @@ def sampling(
     canvas, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
     )
-    requests = rows_of(case.laid(model, range(images)), chosen)
+    requests = rows_of(case.sample_inputs(model, range(images)), chosen)
     rest = _whole((canvas, known, requests, prompt), mesh)
 
     def compiled(traced, *given) -> AotProgram:

@@ -48,7 +48,7 @@ from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config, sample
 from sparse_lavida_jax.models import fuse, parameters, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.programs.kept import Call, finish
+from sparse_lavida_jax.programs.persistent_jit import Call, finish
 from sparse_lavida_jax.sampling import calls
 
 SUITE, MEMORY_SUITE, TOKENIZER_SUITE = "aot_requests", "aot_memory", "aot_tokenizer"
@@ -174,15 +174,17 @@ def programs(
         Each program, and the types of its arguments.
     """
     settings, plan = case.settings(model.settings), case.plan(model.settings)
-    laid = case.laid(model.settings, range(case.batch))
-    batch = calls.prepared(model, laid, plan, settings=settings, in_trips=True)
-    trips = [trip for phase in batch.begun.phases for trip in batch.begun.trips(phase)]
+    inputs = case.sample_inputs(model.settings, range(case.batch))
+    batch = calls.prepared(model, inputs, plan, settings=settings, split_phases=True)
+    phase_calls = [
+        call for phase in batch.prefilled.phases for call in batch.prefilled.phase_calls(phase)
+    ]
     runs, steps = collections.Counter(), collections.Counter()
-    for trip in trips:
-        runs[trip.program] += 1
-        steps[trip.program] += int(trip.options["number"])
-    first = {trip.program: trip for trip in reversed(trips)}
-    widths = [trip.steps.width for trip in first.values()]
+    for call in phase_calls:
+        runs[call.program] += 1
+        steps[call.program] += int(call.options["number"])
+    first = {call.program: call for call in reversed(phase_calls)}
+    widths = [call.steps.width for call in first.values()]
     keys = [*first]
     found: list[tuple[LoweredProgram, tuple]] = []
 

@@ -217,11 +217,11 @@ class Passes:
         self._before = 0
 
     def __call__(self, now: Progress) -> None:
-        self._batches[now.making] += not now.steps
-        self._steps[now.making] += max(now.steps - self._before, 0)
+        self._batches[now.stage] += not now.steps
+        self._steps[now.stage] += max(now.steps - self._before, 0)
         self._before = now.steps
 
     @property
     def of_a_batch(self) -> dict[str, float]:
         """The mean number of passes for each stage: layout, image, text."""
-        return {making: self._steps[making] / n for making, n in self._batches.items()}
+        return {stage: self._steps[stage] / n for stage, n in self._batches.items()}

@@ -102,10 +102,10 @@ def measured(sides: list[SparseLaViDa], name: str, turns: int) -> Iterator[dict[
 
 def counted(case: suites.RequestCase, model: config.Model) -> dict[str, Any]:
     """Returns a row about a request that is not made."""
-    settings, (laid,) = case.settings(model), case.laid(model, [0])
+    settings, (laid,) = case.settings(model), case.sample_inputs(model, [0])
     passed = laid.prompt_tokens
     total = costs.total(costs.costs(case.plan(model), settings, passed))
-    parts = prompts.parted(case.laid(model, range(case.batch)), model, keeping=True)
+    parts = prompts.parted(case.sample_inputs(model, range(case.batch)), model, keeping=True)
     kept = (state.prompt_bytes(model, part.prompt, settings.kind) for part in parts)
     return {
         "task": case.task,

@@ -180,12 +180,10 @@ def drawn_images(pipe: SparseLaViDa, name: str, start: int) -> tuple[Result, Any
     own = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, **changes))
     kind = "edit" if task == "edit" else "draw"
     made = [tasks.sample(kind, SEED, start + i, "test") for i in range(BATCH)]
-    shown = None
+    words, shown = [one.prompt for one in made], None
     if task != "generate":
         shown = [world.render(one.image if kind == "edit" else one.target) for one in made]
-    if task == "outpaint":
-        shown = [one[32:64, 32:64] for one in shown]
-    words = [one.prompt for one in made]
+        shown = [one[32:64, 32:64] for one in shown] if task == "outpaint" else shown
     given = (words,) if shown is None else (shown, words)
     return getattr(own, task)(*given, seed=start, **options), shown
 

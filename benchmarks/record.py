@@ -82,7 +82,7 @@ def read_row(path: pathlib.Path) -> dict[str, Any]:
     row = json.loads(path.read_text())
     if "task" not in row:
         return old_names.current(row)
-    parts = [old_names.NAMES.get(one, one) for one in row["id"].split("/")]
+    parts = [old_names.NAMES.get(one) or one for one in row["id"].split("/")]
     return old_names.current(row) | {"id": "/".join(parts)}
 
 

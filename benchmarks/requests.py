@@ -20,7 +20,7 @@ from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.models import fuse, quantize, vq
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import admit_kernel_for
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.prompts import padded_lengths
 
@@ -66,13 +66,13 @@ class Subject:
 
     model: Denoiser
     settings: config.Config
-    codec: vq.VQModel | None
+    codec: vq.AnyVQ | None
     vq_dtype: str
     random_weights: bool
     unfused: Callable[[], Denoiser] | None = None
 
     @functools.cached_property
-    def decoder(self) -> vq.VQModel | None:
+    def decoder(self) -> vq.AnyVQ | None:
         """The parameters for decoding images."""
         return self.codec and vq.for_decoding(self.codec, self.vq_dtype)
 
@@ -143,18 +143,21 @@ class Timed:
             vq.encode_images(self.subject.codec, shown, case.batch)
             ends("vq_encode")
         seeds = range(turn * case.batch, (turn + 1) * case.batch)
-        laid, plan = case.laid(settings, seeds, turn), case.timed_plan(settings, list(seeds))
+        inputs, plan = (
+            case.sample_inputs(settings, seeds, turn),
+            case.timed_plan(settings, list(seeds)),
+        )
         how, bucket = case.settings(settings), padded_lengths(case.prompt(settings))
         ends("host")
-        begun = sample.begin(
-            model, laid, plan, settings=how, prompt_len=bucket, in_trips=case.in_trips,
+        prefilled = sample.prefill_batch(
+            model, inputs, plan, settings=how, prompt_len=bucket, split_phases=case.split_phases,
             content_cache=self.content_cache,
         )  # fmt: skip
-        state = jax.block_until_ready(begun.state)
+        state = jax.block_until_ready(prefilled.state)
         ends("prefill")
         assert state is not None
-        for phase in begun.phases:
-            state = sample.advance(model, begun, state, phase)
+        for phase in prefilled.phases:
+            state = sample.advance(model, prefilled, state, phase)
             if turn == 0:  # nothing runs while the next program is compiled
                 jax.block_until_ready(state)
         canvas = np.asarray(state.canvas)
@@ -224,12 +227,14 @@ class Timed:
         """Returns how far 8 bits change the logits of the first step, and how many modes remain."""
         case, whole = self.case, self.subject.model
         settings, plan = case.settings(whole.settings), case.plan(whole.settings)
-        laid = case.laid(whole.settings, range(case.batch))
+        inputs = case.sample_inputs(whole.settings, range(case.batch))
         now = jax.tree.map(jnp.asarray, plan[0][0])
 
         def logits(model: Denoiser) -> np.ndarray:
-            begun = sample.begin(model, laid, plan, settings=settings)
-            found, _ = _step_logits(model, begun.state, now, begun.prompts, begun.program)
+            prefilled = sample.prefill_batch(model, inputs, plan, settings=settings)
+            found, _ = _step_logits(
+                model, prefilled.state, now, prefilled.prompts, prefilled.program
+            )
             return np.asarray(found)[np.asarray(now.decode) >= 0]
 
         plain, moved = logits(whole), logits(self.model)
@@ -249,9 +254,9 @@ class Timed:
         """
         case, whole, seeds = self.case, self.subject.model, range(RESPONSES)
         settings, plan = case.settings(whole.settings), case.plan(whole.settings, list(seeds))
-        laid = case.laid(whole.settings, seeds)
+        inputs = case.sample_inputs(whole.settings, seeds)
         made = [
-            sample.sample(model, laid, plan, settings=settings, stop_early=False)
+            sample.sample(model, inputs, plan, settings=settings, stop_early=False)
             for model in (whole, self.model)
         ]
         return float((made[0] == made[1])[:, ~case.example.given].mean())
@@ -315,7 +320,7 @@ def random_parameters(make: Callable[[], M], dtype: jnp.dtype) -> M:
     return jax.tree.unflatten(tree, made)
 
 
-@kept(static=("shape", "dtype"))
+@persistent_jit(static=("shape", "dtype"))
 def _normal(number: Any, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     scale = max(RANDOM_SCALE, max(shape[-2], 1) ** -0.5)
     return scale * jax.random.normal(jax.random.fold_in(jax.random.key(0), number), shape, dtype)

@@ -42,7 +42,7 @@ class RequestCase:
             and its head for all tokens of the pass, and discards what is not needed.
         steps_timed: steps from the middle of the plan's longest phase; 0: all steps.
         image: encoded before, in an edit.
-        in_trips: see `sample.sample`.
+        split_phases: see `sample.sample`.
         without: in the suite `fastpath`, which of its changes is undone (`_changes`).
         keeps_prefix: whether prefixes are kept between requests; prompts then have one length.
         varies: whether prompts have several lengths, so that no prefix is ever kept.
@@ -59,7 +59,7 @@ class RequestCase:
     discards: bool = False
     steps_timed: int = 0
     image: UInt8[np.ndarray, "h w 3"] | None = None
-    in_trips: bool | None = None
+    split_phases: bool | None = None
     without: str = ""
     keeps_prefix: bool = False
     varies: bool = True
@@ -71,9 +71,9 @@ class RequestCase:
         made = presets.step_settings(self.sampling, model, self.example.kind, has_source=has_source)
         return dataclasses.replace(made, **TAKEN_BACK.get(self.without, {}))
 
-    def laid(
+    def sample_inputs(
         self, model: config.Model, seeds: Sequence[int], turn: int = 0
-    ) -> list[prompts.LaidOut]:
+    ) -> list[prompts.SampleInput]:
         """Returns a batch, laid out; other turns may have fewer words, or others.
 
         If prefixes are kept, as many others, so that only the rows without words recur.
@@ -88,7 +88,7 @@ class RequestCase:
         example = dataclasses.replace(self.example, parts=parts)
         settings, scales = self.settings(model), presets.scales(self.sampling, example.kind)
         rows = [presets.RowRequest(seed=seed, **scales) for seed in seeds]
-        return [prompts.lay_out(example, row, model, settings) for row in rows]
+        return [prompts.sample_input(example, row, model, settings) for row in rows]
 
     def plan(self, model: config.Model, seeds: Sequence[int] | None = None) -> list[plans.Steps]:
         """Returns the steps of a batch with these seeds, by default those of the first turn."""
@@ -119,7 +119,7 @@ class RequestCase:
 
     def prompt(self, model: config.Model) -> prompts.Prompt:
         """Returns the prompts of a batch, with all guidance rows."""
-        return prompts.batched(self.laid(model, range(self.batch)), model)
+        return prompts.batched(self.sample_inputs(model, range(self.batch)), model)
 
 
 def cases(suite: str, settings: config.Config) -> list[RequestCase]:
@@ -334,7 +334,7 @@ def _fast_path(settings: config.Config) -> list[RequestCase]:
             case,
             f"without_{name}" if name else "full",
             without=name,
-            in_trips=False if name == "trips" else None,
+            split_phases=False if name == "trips" else None,
             keeps_prefix=name != "prefix",
             varies=False,
         )
@@ -368,7 +368,7 @@ _NOT_DENSE = [name for name in config.PRESETS if name != "dense"]
 SUITES: dict[str, Callable[[config.Config], list[RequestCase]]] = {
     "headline": _images,
     # Phases run whole: half as many programs as in trips, and eight rows compile their own.
-    "ablation": functools.partial(_images, methods=_NOT_DENSE, in_trips=False),
+    "ablation": functools.partial(_images, methods=_NOT_DENSE, split_phases=False),
     "batch": functools.partial(_images, methods=_TWO, batches=BATCHES),
     "edit": functools.partial(_images, edits=True),
     "reasoning": _reasoning,

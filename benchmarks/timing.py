@@ -45,13 +45,13 @@ def in_time(names: Sequence[str], minutes: float, hint: str = "") -> Iterator[st
     """
     begin, longest = time.monotonic(), 0.0
     for number, name in enumerate(names):
-        begun = time.monotonic() - begin
-        if minutes and number and begun + longest > 60 * minutes:
+        prefilled = time.monotonic() - begin
+        if minutes and number and prefilled + longest > 60 * minutes:
             left = ", ".join(names[number:])
             print(f"no time for {left} (--minutes){hint and f': {hint}'}", flush=True)
             return
         yield name
-        longest = max(longest, time.monotonic() - begin - begun)
+        longest = max(longest, time.monotonic() - begin - prefilled)
 
 
 def times(taken: Sequence[float]) -> dict[str, Any]:

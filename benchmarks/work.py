@@ -65,7 +65,7 @@ class RequestWork:
 def of_case(case: RequestCase, model: config.Model) -> RequestWork:
     """Counts a batch of requests."""
     settings, plan, kept, prefills = case.settings(model), case.plan(model), case.keeps_prefix, []
-    laid = case.laid(model, range(case.batch))
+    laid = case.sample_inputs(model, range(case.batch))
     if settings.caches_prompt:
         parts = parted(laid, model, keeping=kept)
         prefills = [_pass(case, model, p.prompt) for p in parts if not (kept and p.keeps)]

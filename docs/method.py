@@ -75,7 +75,7 @@ def unmasking() -> Image.Image:
             callback=lambda progress, kept=frames: kept.extend(
                 pipe.preview(progress.after(block)[0])
                 for block in progress.blocks
-                if progress.making == "image"
+                if progress.stage == "image"
             ),
         )
         rows.append(np.asarray(figures.strip(frames)))

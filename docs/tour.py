@@ -96,7 +96,7 @@ def unmasking(pipe: SparseLaViDa, preset: str) -> list[image_files.Pixels]:
     shown, seen = [], []
 
     def watch(progress):
-        if progress.making == "image":
+        if progress.stage == "image":
             shown.extend(pipe.preview(progress.after(block)[0]) for block in progress.blocks)
             seen.append(progress)
 

@@ -35,7 +35,7 @@ import functools
 import itertools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import flax.struct
 import numpy as np
@@ -50,10 +50,9 @@ from sparse_lavida_jax.tags import (
     NO_CELL,
     PROMPT_BLOCK,
     Stream,
+    StreamNames,
 )
 from sparse_lavida_jax.visibility import AnyArray
-
-Predicts = Literal["understanding", "generation", "both"]
 
 ABSENT = -1  # block of a masked token that is left out of the sequence
 
@@ -405,7 +404,7 @@ class Corrupted:
     image_weight: Float[AnyArray, "b s *g"] | None
     text_total: Float[AnyArray, " b"]
     image_total: Float[AnyArray, " b"]
-    predicts: Predicts = flax.struct.field(pytree_node=False)
+    predicts: StreamNames = flax.struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,7 +458,7 @@ class CorruptedRow(NamedTuple):
     full_attention: bool = False
 
     @property
-    def predicts(self) -> Predicts:
+    def predicts(self) -> StreamNames:
         """The stream that contains the response."""
         return "understanding" if self.kind == "text" else "generation"
 

@@ -552,7 +552,7 @@ class SparseLaViDa:
 
     def branch(
         self,
-        record: dict[str, Any] | Result | str | os.PathLike,
+        record: dict[str, Any] | Result | str | pathlib.Path,
         at: Any = None,
         *,
         num_images: Number = None,
@@ -579,7 +579,7 @@ class SparseLaViDa:
 
     def branches(
         self: S,
-        record: dict[str, Any] | Result | str | os.PathLike,
+        record: dict[str, Any] | Result | str | pathlib.Path,
         at: Any = None,
         num_images: Number = None,
         seed: Numbers = None,
@@ -650,12 +650,10 @@ class SparseLaViDa:
         Raises:
             RequestError: see `prove`.
         """
-        records = tuple(
-            record | {"margins": {one.name: list(one.margins) for one in proof.stages}}
-            for record, proof in zip(
-                result.records, self.prove(result, shown=shown, tolerance=0.0), strict=True
-            )
-        )
+        proofs = self.prove(result, shown=shown, tolerance=0.0)
+        margins = ({one.name: list(one.margins) for one in proof.stages} for proof in proofs)
+        pairs = zip(result.records, margins, strict=True)
+        records = tuple(record | {"margins": own} for record, own in pairs)
         return dataclasses.replace(result, records=records)
 
     @runtime.interrupts_held()
@@ -710,7 +708,7 @@ class SparseLaViDa:
         """Returns requests for a task: the one place where they are checked.
 
         Args:
-            task: a key of `requests.TASKS`.
+            task: a key of `requests.TASK_SPECS`.
             words: prompt, instruction, question, phrases or text; None if a task has none.
             shown: the images that the task is about.
             given: its options (`TaskSpec.takes`); None: not given.

@@ -24,11 +24,11 @@ from jaxtyping import Int
 
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import StepTables
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 from sparse_lavida_jax.sampling import draw, plans
 from sparse_lavida_jax.sampling.calls import (
-    Begun,
     ModelConstants,
+    PrefilledBatch,
     mask_id_of,
     over_mesh,
     prepared,
@@ -40,7 +40,7 @@ from sparse_lavida_jax.sampling.loop import PhaseLoop
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.progress import Callback, ProgressReporter
-from sparse_lavida_jax.sampling.prompts import LaidOut
+from sparse_lavida_jax.sampling.prompts import SampleInput
 from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     Prompts,
@@ -98,7 +98,7 @@ def step(
     )
 
 
-@kept(static=("settings",), donate=("state",), depends=attention)
+@persistent_jit(static=("settings",), donate=("state",), depends=attention)
 def run_phase(
     model: Denoiser,
     state: SamplerState,
@@ -139,7 +139,7 @@ def run_phase(
 
 def sample(
     model: Denoiser,
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     phases: list[Steps],
     *,
     settings: StepSettings,
@@ -147,17 +147,17 @@ def sample(
     stop_early: bool = True,
     callback: Callback | None = None,
     last: Callable[[AnyArray, AnyArray], None] | None = None,
-    making: str = "",
+    stage: str = "",
     shared: int = 0,
     draws: Draws | None = None,
-    in_trips: bool | None = None,
+    split_phases: bool | None = None,
     content_cache: ContentCache | None = None,
     constants: ModelConstants | None = None,
 ) -> Int[np.ndarray, "b l g"]:
     """Decodes a batch of examples of one kind and one response length.
 
     Args:
-        laid: the examples, laid out for the same `settings` (`prompts.lay_out`).
+        inputs: the examples, laid out for the same `settings` (`prompts.sample_input`).
         phases: the plan (`presets.plan`), a row for each example.
         prompt_len: smallest padded lengths of the two streams, so that batches share programs.
         stop_early: for text, skip phases once every row has an end-of-text after everything
@@ -166,12 +166,12 @@ def sample(
             waits; without one, it starts each phase while the previous one runs.
         last: called with the canvas and `decoded_at` after the last step, before what follows the
             end of a text is replaced.
-        making: what is made, a key of `state.NOISE`, which gives it noise of its own; also
+        stage: what is made, a key of `state.NOISE`, which gives it noise of its own; also
             passed to `callback`. By default the kind.
         shared: the steps before this one (`presets.Turn`) are the same in all rows: they are passed
             for the first row alone, and its state is copied.
         draws: recorded random numbers for every step of the plan.
-        in_trips: whether phases run in programs of `calls.STEPS` steps; by default not on CPUs.
+        split_phases: whether phases run in programs of `calls.STEPS` steps; by default not on CPUs.
         content_cache: keeps features of images and rows of prompts for later batches.
         constants: of the model; None: they are found.
 
@@ -184,61 +184,61 @@ def sample(
     constants = constants or ModelConstants.of(model)
     report, mask_id = None, constants.mask_ids[settings.kind]
     if callback is not None:
-        report = ProgressReporter(callback, making, phases, settings, mask_id)
-        report.before(laid)
-    how = {"prompt_len": prompt_len, "making": making, "in_trips": in_trips}
+        report = ProgressReporter(callback, stage, phases, settings, mask_id)
+        report.before(inputs)
+    how = {"prompt_len": prompt_len, "stage": stage, "split_phases": split_phases}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
     ends, end = settings.kind == "text" and not settings.released, constants.settings.end_of_text_id
     stops_at = end if stop_early and ends else None
     loop = PhaseLoop(
-        functools.partial(advance, model), making or settings.kind, stops_at, report, draws
+        functools.partial(advance, model), stage or settings.kind, stops_at, report, draws
     )
     first = FIRST_BLOCK + shared
     if shared and phases:
-        one = begin(model, laid[:1], plans.first_row(phases), until=first, **how)
+        one = prefill_batch(model, inputs[:1], plans.first_row(phases), until=first, **how)
         how.pop("content_cache")
-        batch = prepared(model, laid, phases, **how)
-        begun = batch.forked(loop.run(one, laid[:1], range(FIRST_BLOCK, first)))
+        batch = prepared(model, inputs, phases, **how)
+        prefilled = batch.forked(loop.run(one, inputs[:1], range(FIRST_BLOCK, first)))
     else:
-        begun = begin(model, laid, phases, **how)
-    if begun.state is None:  # everything is given
-        return begun.canvas
-    state = loop.run(begun, laid, range(first, NOT_DECODED))
+        prefilled = prefill_batch(model, inputs, phases, **how)
+    if prefilled.state is None:  # everything is given
+        return prefilled.canvas
+    state = loop.run(prefilled, inputs, range(first, NOT_DECODED))
     if last is not None:
         last(np.array(state.canvas), np.asarray(state.decoded_at))
     return cut_at_end(state, end) if ends else np.array(state.canvas)
 
 
-def begin(
+def prefill_batch(
     model: Denoiser,
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     phases: list[Steps],
     *,
     content_cache: ContentCache | None = None,
     until: int = NOT_DECODED,
     **how: Any,
-) -> Begun:
+) -> PrefilledBatch:
     """Makes the arrays of a batch (`calls.prepared`), and passes its prompts.
 
     Args:
         until: the block before which steps are going to be run.
     """
     most = None if content_cache is None else content_cache.most_bytes
-    batch = prepared(model, laid, phases, most_kept=most, **how)
+    batch = prepared(model, inputs, phases, most_kept=most, **how)
     cache = content_cache if most else None
-    return batch.passed(run_phase, cache, until) if phases else batch.begun
+    return batch.passed(run_phase, cache, until) if phases else batch.prefilled
 
 
 def advance(
     model: Denoiser,
-    begun: Begun,
+    prefilled: PrefilledBatch,
     state: SamplerState,
     phase: Steps,
     *,
     draws: Draws | None = None,
 ) -> SamplerState:
     """Runs the steps of a phase (`sample`) with the `draws` of these steps."""
-    for trip in begun.trips(phase, draws):
+    for call in prefilled.phase_calls(phase, draws):
         with over_mesh(model):
-            state = run_phase(model, state, trip.steps, begun.prompts, **trip.options)
+            state = run_phase(model, state, call.steps, prefilled.prompts, **call.options)
     return state

@@ -22,7 +22,7 @@ The functions on NumPy arrays run on the host (grain workers); the model takes a
 never a mask.
 """
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import flax.struct
 import jax
@@ -33,6 +33,10 @@ from jaxtyping import Int
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON, AnyArray
 
 T = TypeVar("T")  # a stream, or tags
+# The two streams of tokens (paper: branches): text and input images, and the cells of an image.
+StreamName = Literal["understanding", "generation"]
+STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
+StreamNames = Literal["understanding", "generation", "both"]
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, words of a template: clean before the first step

@@ -87,9 +87,9 @@ def room_for_programs():
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
-        from sparse_lavida_jax.programs import kept
+        from sparse_lavida_jax.programs import persistent_jit
 
-        kept.forget()
+        persistent_jit.forget()
 
 
 @pytest.fixture(autouse=True)

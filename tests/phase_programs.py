@@ -137,8 +137,8 @@ def compiled(
     requests = _requests(kind, model, 1 if kind == "image" else 2)
     known = np.stack([request.given for request in requests])
     plan = presets.plan(asked, chosen, model, known, TEXT_BLOCK_LEN, [0] * len(requests))
-    laid = tiny.laid(requests, model, chosen)
-    prompt = prompts.batched(laid, model)
+    inputs = tiny.sample_inputs(requests, model, chosen)
+    prompt = prompts.batched(inputs, model)
     phase = max(plan, key=lambda part: len(part.block))
     steps = jax.tree.map(jnp.asarray, phase)
     stored = given(model_shapes)
@@ -149,7 +149,7 @@ def compiled(
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         state = jax.eval_shape(
             lambda *arrays: prefill(*arrays, settings=chosen, capacity=room),
-            stored, canvas, known.astype(np.int32), rows_of(laid, chosen), prompt,
+            stored, canvas, known.astype(np.int32), rows_of(inputs, chosen), prompt,
         )  # fmt: skip
         arrays = stored, given(state), given(steps), (given(jax.tree.map(jnp.asarray, prompt)),)
         lowered = sample.run_phase.trace(*arrays, settings=chosen).lower(

@@ -11,7 +11,7 @@ import types
 import numpy as np
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.inference.requests import TASKS, Request
+from sparse_lavida_jax.inference.requests import TASK_SPECS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
@@ -59,7 +59,7 @@ class Staged(SparseLaViDa):
 
     def run(self, requests, callback, **_):
         task, number = requests[0].task, len(requests)
-        draws, words = TASKS[task].draws, tuple(request.words for request in requests)
+        draws, words = TASK_SPECS[task].draws, tuple(request.words for request in requests)
         self._take_steps("image" if draws else "text", words, callback)
         made = {"texts": tuple("b" for _ in words), "tokens": TOKENS * number}
         if draws:
@@ -75,13 +75,13 @@ class Staged(SparseLaViDa):
         """An image filled with the number of decoded cells."""
         return np.full((rows, rows, 3), (cells > 0).sum(), np.uint8)
 
-    def _take_steps(self, making, words, callback):
+    def _take_steps(self, stage, words, callback):
         self.asked.append(" ".join(words))
         self.together += 1
         self.most_together = max(self.most_together, self.together)
         try:
             for step in range(3):
-                callback(after(making, step, len(words)))
+                callback(after(stage, step, len(words)))
                 self.at_step.release()
                 assert self.go.acquire(timeout=PATIENCE)
             if "wrong" in words:
@@ -95,7 +95,7 @@ class Staged(SparseLaViDa):
         self.go.release(1000)
 
 
-def after(making, steps, rows=1, total=3):
+def after(stage, steps, rows=1, total=3):
     """Images of four cells; each step decodes one. Prompts have two tokens."""
     cells, blocks = np.arange(CELLS), FIRST_BLOCK + np.arange(CELLS, dtype=np.int32)
     canvas = np.repeat(cells[None] < steps, rows, axis=0).astype(np.int32)[..., None]
@@ -106,7 +106,7 @@ def after(making, steps, rows=1, total=3):
     phases = plans.phases(plan, passes_clean="newest", passes_rest=False)
     phases = plans.with_steps(phases, registers=np.array([SETTINGS.num_registers]))
     more = {"plan": phases, "settings": SETTINGS, "prompted": ((2,),) * rows}
-    return Progress(making, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)
+    return Progress(stage, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)
 
 
 def until(condition):

@@ -120,9 +120,9 @@ def step_settings(
     return StepSettings(**vars(made), **scales)
 
 
-def laid(
+def sample_inputs(
     examples: Sequence[Asked], model: config.Model, settings: StepSettings
-) -> list[prompts.LaidOut]:
+) -> list[prompts.SampleInput]:
     """Returns examples as the sampler takes them, with all scales."""
     found = []
     for one in examples:
@@ -131,7 +131,9 @@ def laid(
             for name in ("temperature", "guidance", "guidance_image")
             if getattr(one.request, name) is None
         }
-        found.append(prompts.lay_out(one, dataclasses.replace(one.request, **own), model, settings))
+        found.append(
+            prompts.sample_input(one, dataclasses.replace(one.request, **own), model, settings)
+        )
     return found
 
 
@@ -202,14 +204,14 @@ def rows_laid(
     *,
     edit_guidance: str = "source",
     with_given: bool = True,
-) -> list[prompts.LaidOut]:
+) -> list[prompts.SampleInput]:
     """Returns examples laid out with so many guidance rows."""
     settings = presets.step_settings(config.Sampling(), model, examples[0].kind)
     preset = presets.preset("sparse" if with_given else "prefix")
     settings = dataclasses.replace(
         settings, preset=preset, guidance_rows=guidance_rows, edit_guidance=edit_guidance
     )
-    return [prompts.lay_out(one, RowRequest(), model, settings) for one in examples]
+    return [prompts.sample_input(one, RowRequest(), model, settings) for one in examples]
 
 
 @flax.struct.dataclass
@@ -279,7 +281,7 @@ def response(kind: sequence.Kind, settings: config.Model, rng: np.random.Generat
     return rng.integers(0, settings.codebook_size, shape).astype(np.int32)
 
 
-def lay_out(
+def sample_input(
     asked: Example, settings: config.Model, *, drop_prompt=False, drop_source=False
 ) -> sequence.PromptRow:
     """Returns the prompt in the layout of training."""
@@ -299,7 +301,7 @@ def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corru
     rng = np.random.default_rng(0)
     blocks = [diffusion.uniform_blocks(rng, one.given, mean) for one in asked]
     rows = [
-        diffusion.CorruptedRow(lay_out(one, settings), one.response, kind, cut, settings)
+        diffusion.CorruptedRow(sample_input(one, settings), one.response, kind, cut, settings)
         for one, kind, cut in zip(asked, kinds, blocks, strict=True)
     ]
     return stacked(rows, settings)

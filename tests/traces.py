@@ -100,8 +100,8 @@ def finished(
     """Returns what `sample.sample` returns, compiled without optimisation."""
     settings = tiny.without_tiles(settings, options.get("draws"))
     with _patched(**_quick(), run_phase=_run_phase):
-        laid = tiny.laid(requests, model.settings, settings)
-        return sample.sample(model, laid, phases, settings=settings, **options)
+        inputs = tiny.sample_inputs(requests, model.settings, settings)
+        return sample.sample(model, inputs, phases, settings=settings, **options)
 
 
 def moments(
@@ -125,8 +125,10 @@ def moments(
         return state
 
     with _patched(**_quick(), run_phase=step_by_step):
-        laid = tiny.laid(requests, model.settings, settings)
-        canvas = sample.sample(model, laid, phases, settings=settings, stop_early=False, **options)
+        inputs = tiny.sample_inputs(requests, model.settings, settings)
+        canvas = sample.sample(
+            model, inputs, phases, settings=settings, stop_early=False, **options
+        )
     return steps, canvas
 
 
@@ -211,7 +213,7 @@ def training_logits(
     for moment in steps:
         for drop_prompt, drop_source in drops:
             for r, request in enumerate(requests):
-                prompt = tiny.lay_out(
+                prompt = tiny.sample_input(
                     request, model.settings, drop_prompt=drop_prompt, drop_source=drop_source
                 )
                 mask_id = model.settings.image_mask_id if settings.kind == "image" else None

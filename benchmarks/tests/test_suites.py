@@ -367,7 +367,7 @@ def test_the_page_counts_programs():
         found = set()
         for case in suites.cases(suite, FULL):
             plan = case.timed_plan(FULL.model)
-            own = trips and case.in_trips is not False
+            own = trips and case.split_phases is not False
             for part in plan:
                 steps = calls.STEPS if own else part.num_steps
                 shapes = [x.shape[1:] for x in (part.clean, part.decode, part.rest)]

@@ -97,7 +97,9 @@ class CellModel(nnx.Module):
         background = jnp.minimum(cells[..., 0] // contents, len(colours) - 1)
         cells = cells.at[..., 0].set(cells[..., 0] % contents)
         codebook = self.codebook.astype(jnp.float32)
-        drawn = sum(codebook[cells[..., place], place] for place in range(PLACES))
+        drawn = codebook[cells[..., 0], 0]
+        for place in range(1, PLACES):
+            drawn = drawn + codebook[cells[..., place], place]
         colour = jnp.array(colours, jnp.float32)[background][..., None, None, :]
         levels = drawn[..., :3] + (1 - drawn[..., 3:] / LEVELS) * colour
         levels = jnp.clip(jnp.round(levels), 0, LEVELS)

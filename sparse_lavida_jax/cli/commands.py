@@ -24,11 +24,11 @@ from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference import batch_shapes, differences, provenance, requests, warmup
 from sparse_lavida_jax.inference.checks import fold
 from sparse_lavida_jax.inference.regions import cell_rows
-from sparse_lavida_jax.inference.requests import TASKS, Request, ShownImage, shown_images
+from sparse_lavida_jax.inference.requests import TASK_SPECS, Request, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.programs import compiling, executables, kept, side_by_side
+from sparse_lavida_jax.programs import compiling, executables, persistent_jit, side_by_side
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
 from sparse_lavida_jax.sampling import options
@@ -99,7 +99,7 @@ def sample(
 ) -> None:
     """Runs a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
-    if TASKS[task].draws:
+    if TASK_SPECS[task].draws:
         _check_out(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
@@ -120,7 +120,7 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     pipe = load(asked)
     # Lines of a batch may set their own numbers; the others use those of the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
-        base, draws = pipe.settings.sampling, TASKS[name].draws
+        base, draws = pipe.settings.sampling, TASK_SPECS[name].draws
         given["sampling"] = options.changed(base, draws=draws, **common)
     film = None if film_path is None else _Film(pipe, given.get("size"))
     with _shown_progress(film and film.add) as callback:
@@ -164,7 +164,7 @@ def _options(
     name: str, asked: argparse.Namespace, shown: Sequence[ShownImage]
 ) -> tuple[str, dict[str, Any]]:
     """Returns the task that is meant, and the options given for it."""
-    if TASKS[name].image == "needed" and not shown:
+    if TASK_SPECS[name].image == "needed" and not shown:
         raise RequestError(f"`sparse-lavida {name}` is about an image: give one.")
     given: dict[str, Any] = {}
     if getattr(asked, "mask", None) is not None:
@@ -174,7 +174,7 @@ def _options(
     if name == "caption" and (asked.template is not None or asked.words):
         name, given = "constrained_caption", {"required": asked.words or None}
     # The other options have the same names as in requests.
-    return name, {key: getattr(asked, key, None) for key in TASKS[name].takes} | given
+    return name, {key: getattr(asked, key, None) for key in TASK_SPECS[name].takes} | given
 
 
 def _words(
@@ -194,7 +194,7 @@ def _words(
         if os.path.isfile(path) or path.suffix.lower() in image_files.SUFFIXES:
             raise UsageError(f"`sparse-lavida {name}` needs a question after the image {words}.")
     if words is None:
-        what = "an image and a prompt" if TASKS[name].image == "needed" else "a prompt"
+        what = "an image and a prompt" if TASK_SPECS[name].image == "needed" else "a prompt"
         raise UsageError(f"`sparse-lavida {name}` needs {what}. See `sparse-lavida {name} --help`.")
     return [check_words(words)], shown_images(image), {}
 
@@ -205,11 +205,11 @@ def _batch(
     """Returns the same as `_words`, from a batch file."""
     entries = read_batch(path)
     images = [entry.get("image", image) for entry in entries]
-    if not TASKS[name].image and any(images):
+    if not TASK_SPECS[name].image and any(images):
         raise UsageError(f"{path}: this command takes no image.")
     if None in images and any(images):
         raise UsageError(f"{path}: give every line an image, or none.")
-    if not TASKS[name].draws and any("guidance" in entry for entry in entries):
+    if not TASK_SPECS[name].draws and any("guidance" in entry for entry in entries):
         raise UsageError(f"{path}: this command draws no image, so it takes no guidance.")
     seeds = [entry.get("seed", seed + i) for i, entry in enumerate(entries)]
     own: dict[str, Any] = {"seed": seeds}
@@ -344,7 +344,7 @@ def _warm_up(asked: argparse.Namespace) -> None:
         raise UsageError("--compilation-cache= keeps nothing for later: leave it out, or name one.")
     pipe, begin = load(asked), time.monotonic()
     for task in warmup.tasks_of(pipe, asked.tasks):
-        draws, options = TASKS[task].draws, {"quantize": asked.quantize}
+        draws, options = TASK_SPECS[task].draws, {"quantize": asked.quantize}
         if draws:
             options |= {name: getattr(asked, name) for name in DRAWN}
         rows = batch_shapes.sizes(asked.batch_size)
@@ -352,18 +352,20 @@ def _warm_up(asked: argparse.Namespace) -> None:
             own = options if size is None else options | {"size": size}
             found = warmup.rehearsals(pipe, task, rows, "fit", **own)
             for kind, group in itertools.groupby(found, lambda one: one.kind):
-                before, since = kept.in_memory(), time.monotonic()
+                before, since = persistent_jit.in_memory(), time.monotonic()
                 for one in group:
                     with contextlib.suppress(warmup.LayoutWritten):
                         how = {"bucket": one.bucket, "padding": "fit"}
                         pipe.run(one.requests(pipe), one.watch, **how)
-                _print_programs(kind, kept.in_memory() - before, time.monotonic() - since)
-    _print_programs("all", kept.in_memory(), time.monotonic() - begin)
+                _print_programs(kind, persistent_jit.in_memory() - before, time.monotonic() - since)
+    _print_programs("all", persistent_jit.in_memory(), time.monotonic() - begin)
     if not executables.are_kept():
         say("no executable is kept: later processes trace programs again and ask jax's own cache.")
 
 
-def _print_programs(what: str, programs: Collection[kept.Program], seconds: float) -> None:
+def _print_programs(
+    what: str, programs: Collection[persistent_jit.Program], seconds: float
+) -> None:
     found = sum(program.was_kept for program in programs)
     made = len(programs) - found
     print(f"{what}: {made} programs made, {found} found, {seconds:.1f} s", flush=True)
@@ -477,7 +479,7 @@ class _Film:
 
     def add(self, state: Progress) -> None:
         """Adds a frame for each step of a phase, or the empty image before the first step."""
-        if state.making != "image" or 0 not in state.rows:
+        if state.stage != "image" or 0 not in state.rows:
             return
         first = state.rows.index(0)
         for canvas in map(state.after, state.blocks) if state.steps else [state.canvas]:
@@ -570,7 +572,7 @@ def _shown_progress(also: Callback | None = None) -> Iterator[Callback]:
             nonlocal done, total
             done, total = state.steps, state.total
             note = "" if done else " (compiling, once for each size and option)"
-            update(done, total, state.making + note)
+            update(done, total, state.stage + note)
             if also is not None:
                 also(state)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from sparse_lavida_jax import old_names
 from sparse_lavida_jax.cli.arguments import ARGUMENTS, DEFAULT_MODEL, MODEL_NAMES, Argument, place
 from sparse_lavida_jax.cli.usage_errors import LONGEST_MESSAGE, UsageError, need
-from sparse_lavida_jax.inference.requests import TASKS
+from sparse_lavida_jax.inference.requests import TASK_SPECS
 from sparse_lavida_jax.scenes import vocabulary
 
 LINE = 96  # characters
@@ -61,7 +61,7 @@ _MODE = "compilation_cache quiet debug"
 
 def _task(name: str, does: str, example: str, arguments: str) -> Command:
     """Returns the command of a task; `arguments` are those besides what its kind of task takes."""
-    draws, takes = TASKS[name].draws, TASKS[name].takes
+    draws, takes = TASK_SPECS[name].draws, TASK_SPECS[name].takes
     layout = "layout_temperature" if "layout_temperature" in takes else ""
     sampling = f"steps registers temperature quantize {'image_' * draws}sampler seed"
     return Command(does, example, f"{arguments} {_DRAWING * draws} {layout} {sampling} {_MODEL}")

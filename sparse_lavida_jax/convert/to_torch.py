@@ -118,6 +118,11 @@ def _look_through(folder: pathlib.Path, merging: Merging) -> _Model:
     settings, vq = merging.settings, None
     if (folder / "vq").is_dir():
         vq, vq_settings = vq_files.load(folder / "vq")
+        if not isinstance(vq, image_tokenizer.VQModel):
+            raise ConvertError(
+                f"{folder} has an image tokenizer of the kind {vq_settings.kind!r}; the released"
+                " format holds 'convolutions' only."
+            )
         settings = dataclasses.replace(settings, vq=vq_settings)
     elif not settings.model.understanding_only:
         raise ConvertError(f"{folder} has no image tokenizer, and a released model needs one.")

@@ -25,7 +25,6 @@ from sparse_lavida_jax.diffusion import (
     Blocks,
     Corrupted,
     CorruptedRow,
-    Predicts,
     Streams,
     StreamTokens,
 )
@@ -37,7 +36,7 @@ from sparse_lavida_jax.sequence import (
     stack_images,
     stacked_features,
 )
-from sparse_lavida_jax.tags import NO_CELL, Stream, make_tags, without_blocks
+from sparse_lavida_jax.tags import NO_CELL, Stream, StreamNames, make_tags, without_blocks
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 ORDER_SEEDS = 512  # training draws seeds of unmasking orders below this
@@ -68,7 +67,7 @@ class GroupShape:
 
     example: RowShape
     views: int
-    predicts: Predicts
+    predicts: StreamNames
     rows: tuple[RowShape, ...]
 
 
@@ -84,7 +83,7 @@ class Row(abc.ABC):
 
     length: RowShape
     views: tuple[Views, ...]
-    predicts: Predicts
+    predicts: StreamNames
 
     @staticmethod
     @abc.abstractmethod
@@ -281,7 +280,7 @@ def stack(
     full_attention: bool = False,
     shared: Shared | None = None,
     pixels: SeenBatch | None = None,
-    predicts: Predicts | None = None,
+    predicts: StreamNames | None = None,
 ) -> Corrupted:
     """Sorts each row by block, pads it to `shape` and stacks the rows.
 
@@ -297,7 +296,7 @@ def stack(
         ValueError: a row is longer than `shape`.
     """
     if not isinstance(rows, Streams):
-        found: set[Predicts] = {row.predicts for row in rows}
+        found: set[StreamNames] = {row.predicts for row in rows}
         predicts = predicts or (found.pop() if len(found) == 1 else "both")
         rows = diffusion.corrupt_together(rows)
     (understanding, text), (generation, image) = (

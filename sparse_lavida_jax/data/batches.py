@@ -15,7 +15,8 @@ import grain
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import GroupShape, Row, buckets, longest_of
-from sparse_lavida_jax.diffusion import Corrupted, Predicts
+from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.tags import StreamNames
 
 MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape
 
@@ -132,8 +133,8 @@ class Batches(abc.ABC):
                 f"every sequence of group {group} is longer than data.max_sequence_len={most}:"
                 " raise it, or show smaller images."
             )
-        found: set[Predicts] = {row.predicts for row in rows}
-        predicts: Predicts = next(iter(found)) if len(found) == 1 else "both"
+        found: set[StreamNames] = {row.predicts for row in rows}
+        predicts: StreamNames = next(iter(found)) if len(found) == 1 else "both"
         if predicts == "both" and not self.settings.diffusion.text_loss:
             predicts = "generation"
         lengths = [row.length for row in short]

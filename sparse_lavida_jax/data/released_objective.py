@@ -14,7 +14,6 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, alone, see_together, stack
 from sparse_lavida_jax.diffusion import (
     Corrupted,
-    Predicts,
     Streams,
     StreamTokens,
     Tokens,
@@ -29,6 +28,7 @@ from sparse_lavida_jax.sequence import (
     num_tokens,
     prompt_row,
 )
+from sparse_lavida_jax.tags import StreamNames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SequenceRow(Row):
         """Returns a row of the largest length: a dropped source cell becomes a text token."""
         cells = len(sequence.codes)
         length = RowShape(sequence.length - cells, sequence.num_cells)
-        predicts: Predicts = "both" if cells else "understanding"
+        predicts: StreamNames = "both" if cells else "understanding"
         return SequenceRow(length, sequence.views, predicts, sequence, rng)
 
     @staticmethod
@@ -164,7 +164,7 @@ def batch_sequences(
         dataclasses.replace(text, index=index) for text, index in zip(texts, features, strict=True)
     ]
     streams = Streams(StreamTokens.of(texts, text_totals), StreamTokens.of(images, image_totals))
-    predicts: Predicts = "both" if diffusion.text_loss else "generation"
+    predicts: StreamNames = "both" if diffusion.text_loss else "generation"
     if not any(len(sequence.codes) for sequence in sequences):
         predicts = "understanding"
     return stack(streams, shape, model, full_attention=True, pixels=pixels, predicts=predicts)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sampling.prompts import LaidOut, lengths_of
+from sparse_lavida_jax.sampling.prompts import SampleInput, lengths_of
 
 # How batches are padded:
 # fit: no more than needed;
@@ -63,7 +63,7 @@ def check(bucket: Bucket, most: int) -> None:
         )
 
 
-def kind_of(request: Request) -> Hashable:
+def batching_key(request: Request) -> Hashable:
     """Returns what requests must agree in to be rows of one batch.
 
     Words, seed and scales may differ. But whether a scale is 0 decides which program runs, long
@@ -91,7 +91,7 @@ def kind_of(request: Request) -> Hashable:
 
 
 def chunks(
-    laid: Sequence[LaidOut], most: int, padding: Padding, bucket: Bucket | None = None
+    inputs: Sequence[SampleInput], most: int, padding: Padding, bucket: Bucket | None = None
 ) -> list[Chunk]:
     """Returns which examples are decoded together: those of one shape, at most `most` of them.
 
@@ -99,32 +99,32 @@ def chunks(
         bucket: for all of them; overrides `padding`.
     """
     apart, shapes = padding == "served", dict[tuple[Hashable, bytes | None], list[int]]()
-    for number, one in enumerate(laid):
+    for number, one in enumerate(inputs):
         # Rows of a batch have the same given tokens, but where these are no program depends on.
         given = one.example.given.tobytes() if apart else None
         shape = _shape(one, bucket) if apart else (len(one.example.response), one.example.grid)
         shapes.setdefault((shape, given), []).append(number)
     found = []
     for (shape, _), members in shapes.items():
-        padded = bucket or _bucket([laid[i] for i in members] if apart else laid, most, padding)
+        padded = bucket or _bucket([inputs[i] for i in members] if apart else inputs, most, padding)
         starts = range(0, len(members), padded.rows)
         found += [Chunk(members[i : i + padded.rows], shape, padded) for i in starts]
     return found
 
 
-def _shape(laid: LaidOut, bucket: Bucket | None) -> Hashable:
+def _shape(one: SampleInput, bucket: Bucket | None) -> Hashable:
     """Returns the shapes that rows have in common, with all that their batch is padded to."""
-    example = laid.example
-    lengths = bucket.prompt_len if bucket else lengths_of([laid])
+    example = one.example
+    lengths = bucket.prompt_len if bucket else lengths_of([one])
     given = int(example.given.sum()) if example.kind == "image" else example.given.tobytes()
     views = tuple(view.shape for view in example.shown)
     return len(example.response), example.grid, _few(lengths), given, views
 
 
-def _bucket(laid: Sequence[LaidOut], most: int, padding: Padding) -> Bucket:
+def _bucket(inputs: Sequence[SampleInput], most: int, padding: Padding) -> Bucket:
     """Returns shapes large enough for some examples; the rows are a power of two, or `most`."""
-    rows = most if padding == "full" else min(most, 1 << (len(laid) - 1).bit_length())
-    return Bucket(rows, padded(lengths_of(laid), padding))
+    rows = most if padding == "full" else min(most, 1 << (len(inputs) - 1).bit_length())
+    return Bucket(rows, padded(lengths_of(inputs), padding))
 
 
 def padded(lengths: tuple[int, int], padding: Padding) -> tuple[int, int]:

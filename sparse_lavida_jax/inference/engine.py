@@ -24,7 +24,7 @@ from sparse_lavida_jax.sampling.calls import ModelConstants
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sampling.progress import Callback
-from sparse_lavida_jax.sampling.prompts import LaidOut, lay_out
+from sparse_lavida_jax.sampling.prompts import SampleInput, sample_input
 from sparse_lavida_jax.sampling.state import NOT_DECODED, ends_from
 from sparse_lavida_jax.sequence import Kind
 from sparse_lavida_jax.tags import FIRST_BLOCK
@@ -91,7 +91,7 @@ class Engine:
         requests: Sequence[RowRequest],
         sampling: config.Sampling,
         *,
-        making: str = "",
+        stage: str = "",
         bucket: Bucket | None = None,
         padding: Padding = "fit",
         callback: Callback | None = None,
@@ -105,7 +105,7 @@ class Engine:
 
         Args:
             requests: of the examples: seeds and scales.
-            making: what is made, a key of `state.NOISE`: it has its own noise, and `callback` is
+            stage: what is made, a key of `state.NOISE`: it has its own noise, and `callback` is
                 told of it; by default the kind.
             bucket: the shapes to pad to; by default as `padding` says.
             padding: see `batch_shapes.Padding`.
@@ -121,20 +121,20 @@ class Engine:
         kind, edits = examples[0].kind, _has_source(examples[0])
         guided = any(presets.is_guided(one, has_source=edits) for one in requests)
         settings = _settings(sampling, model, kind, edits, guided)
-        laid = [
-            lay_out(example, request, model, settings)
+        inputs = [
+            sample_input(example, request, model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
-        stage, decoded = making or kind, {}
+        stage, decoded = stage or kind, {}
         shared = _shared_steps(examples, requests, stage)
-        for chunk in batch_shapes.chunks(laid, self.batch_size, padding, bucket):
-            filled = [laid[i] for i in chunk.filled]
+        for chunk in batch_shapes.chunks(inputs, self.batch_size, padding, bucket):
+            filled = [inputs[i] for i in chunk.filled]
             phases = _plan_of(filled, sampling, settings, model, block)
             greedy = not any(requests[i].temperature for i in chunk.members)
-            key = making, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
+            key = stage, sampling, settings.guidance_rows, greedy, chunk.shape, chunk.bucket
             turns = {one.seeds(stage)[-1][0] for one in requests} - {0}
             key = (*key, shared, *sorted(turns)) if turns else key
-            prompted = [laid[i].prompt_tokens for i in chunk.members]
+            prompted = [inputs[i].prompt_tokens for i in chunk.members]
             seen: list[Any] = []  # the last canvas, and when it was decoded
             with programs(key):
                 responses = sample.sample(
@@ -144,7 +144,7 @@ class Engine:
                     settings=settings,
                     prompt_len=chunk.bucket.prompt_len,
                     callback=_told(callback, rows=chunk.members, prompted=prompted),
-                    making=stage,
+                    stage=stage,
                     shared=shared,
                     last=lambda *arrays, seen=seen: seen.extend(arrays),
                     content_cache=self.content_cache,
@@ -159,10 +159,10 @@ class Engine:
                 once = costs.before(phases, settings, shared) if shared else 0
                 first, rest = costs.total(steps[:once]), costs.total(steps[once:])
                 first = 0 if row else first
-                own = [x[row] for x in seen] or [responses[row], laid[i].example.given * 1]
+                own = [x[row] for x in seen] or [responses[row], inputs[i].example.given * 1]
                 drawn, order = own
                 if kind == "text":
-                    order = _until_end(drawn, order, model.end_of_text_id, laid[i].example)
+                    order = _until_end(drawn, order, model.end_of_text_id, inputs[i].example)
                 decoded[i] = responses[row], chunk.bucket, first + rest, first, drawn, order
         columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
         return Decoded(*map(list, columns))
@@ -175,14 +175,14 @@ class Engine:
         responses: Sequence[Int[np.ndarray, "_l g"]],
         orders: Sequence[Int[np.ndarray, " _l"]] | None = None,
         *,
-        making: str,
+        stage: str,
         tolerance: float = 0.0,
         most_logits: int = MOST_LOGITS,
     ) -> list[tuple[list[whole_plan.Step], whole_plan.Scores]]:
         """Returns the steps that would decode responses, and how they score them, in one pass.
 
         Args:
-            requests, sampling, making: as for `decode`.
+            requests, sampling, stage: as for `decode`.
             responses: whole ones, each with a token that is not given.
             orders: the block of each token (`Decoded.orders`); None: as planned, for images.
             tolerance: see `whole_plan.scores`.
@@ -197,8 +197,10 @@ class Engine:
         kind, edits = examples[0].kind, _has_source(examples[0])
         guided = any(presets.is_guided(one, has_source=edits) for one in requests)
         settings = _settings(sampling, model, kind, edits, guided)
-        laid = [lay_out(*pair, model, settings) for pair in zip(examples, requests, strict=True)]
-        plan = [_plan_of([one], sampling, settings, model, block) for one in laid]
+        inputs = [
+            sample_input(*pair, model, settings) for pair in zip(examples, requests, strict=True)
+        ]
+        plan = [_plan_of([one], sampling, settings, model, block) for one in inputs]
         if orders is None:
             pairs = zip(plan, examples, strict=True)
             orders = [whole_plan.image_order(phases, one.given) for phases, one in pairs]
@@ -212,8 +214,8 @@ class Engine:
         if number > most or not all(steps):
             raise RequestError(f"its steps predict {number} tokens: 1 to {most} fit one pass.")
         network = self._model(sampling.quantize)
-        how = {"settings": settings, "making": making, "tolerance": tolerance}
-        scored = whole_plan.scores(network, laid, steps, responses, orders, **how)
+        how = {"settings": settings, "stage": stage, "tolerance": tolerance}
+        scored = whole_plan.scores(network, inputs, steps, responses, orders, **how)
         return list(zip(steps, scored, strict=True))
 
     def _model(self, method: str) -> Denoiser:
@@ -308,8 +310,8 @@ def planned_counts(
     edits = _has_source(example)
     guided = presets.is_guided(request, has_source=edits)
     settings = _settings(sampling, model, example.kind, edits, guided)
-    laid = lay_out(example, request, model, settings)
-    phases = _plan_of([laid], sampling, settings, model, text_block_len)
+    rows = sample_input(example, request, model, settings)
+    phases = _plan_of([rows], sampling, settings, model, text_block_len)
     steps = np.concatenate([phase.block for phase in phases] or [[]]).astype(int) - FIRST_BLOCK
     counts = np.concatenate([phase.count[:, 0] for phase in phases] or [[]])
     return np.bincount(steps, weights=counts).astype(int).tolist()
@@ -320,24 +322,24 @@ def planned_costs(
 ) -> list[costs.StepCost]:
     """Returns the cost of each step of one example, as planned (`costs.costs`)."""
     settings = _settings(sampling, model, example.kind, _has_source(example))
-    laid = lay_out(example, RowRequest(), model, settings)
-    phases = _plan_of([laid], sampling, settings, model, text_block_len)
-    return costs.costs(phases, settings, laid.prompt_tokens)
+    rows = sample_input(example, RowRequest(), model, settings)
+    phases = _plan_of([rows], sampling, settings, model, text_block_len)
+    return costs.costs(phases, settings, rows.prompt_tokens)
 
 
 def _plan_of(
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     sampling: config.Sampling,
     settings: StepSettings,
     model: config.Model,
     text_block_len: int,
 ) -> list[plans.Steps]:
     """Returns the plan of a batch of one shape."""
-    given = np.stack([one.example.given for one in laid])
-    length, grid = given.shape[1], laid[0].example.grid
+    given = np.stack([one.example.given for one in inputs])
+    length, grid = given.shape[1], inputs[0].example.grid
     block = block_len(length, text_block_len)
     by_seed = settings.kind == "image" and sampling.order_seed < 0
-    seeds = tuple(one.request.seed if by_seed else 0 for one in laid)
+    seeds = tuple(one.request.seed if by_seed else 0 for one in inputs)
     return _plan(sampling, settings, model, given.tobytes(), given.shape, block, seeds, grid)
 
 

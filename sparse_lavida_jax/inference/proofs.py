@@ -247,7 +247,7 @@ def _stages(
 ) -> list[Stage]:
     """Returns what one pass says about the draws of a stage."""
     how = examples, requests, sampling, responses, orders
-    scored = run.engine.scores(*how, making=name, tolerance=tolerance)
+    scored = run.engine.scores(*how, stage=name, tolerance=tolerance)
     return [
         _stage(name, steps, scores, response, None if orders is None else orders[i], tolerance)
         for i, ((steps, scores), response) in enumerate(zip(scored, responses, strict=True))

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import logging
 import math
-import os
 import pathlib
 from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, Literal
@@ -180,14 +179,6 @@ def check(record: dict[str, Any]) -> None:
             f"the record of how it was drawn is damaged: its layout has {lengths[0]} tokens, of"
             f" which {lengths[1]} are said to be decoded."
         )
-    margins = record.get("margins") or {}
-    for stage, name in (("layout", "layout_tokens"), ("image", "codes")):
-        number = len(margins.get(stage) or ())
-        if number not in (0, len(record.get(name) or ())):
-            raise RequestError(
-                f"the record of how it was drawn is damaged: it has {number} margins of the"
-                f" {stage}, which has {len(record.get(name) or ())} tokens."
-            )
 
 
 def check_names(
@@ -325,7 +316,7 @@ def recorded(
     return Recorded(made, bucket, attending(record, model))
 
 
-def record_of(image: Mapping[str, Any] | Result | str | os.PathLike) -> dict[str, Any]:
+def record_of(image: Mapping[str, Any] | Result | str | pathlib.Path) -> dict[str, Any]:
     """Returns the record of one image: itself, of a PNG, or of a result.
 
     Raises:
@@ -341,7 +332,7 @@ def record_of(image: Mapping[str, Any] | Result | str | os.PathLike) -> dict[str
     return image.records[0]
 
 
-def recorded_pixels(image: Result | str | os.PathLike) -> list[tuple[dict[str, Any], Pixels]]:
+def recorded_pixels(image: Result | str | pathlib.Path) -> list[tuple[dict[str, Any], Pixels]]:
     """Returns the records of a PNG or of a result, each with its image."""
     if isinstance(image, Result):
         return [*zip(image.records, image.pixels, strict=True)]

@@ -60,7 +60,7 @@ class Request(RowRequest):
     """One thing that a model is asked to do.
 
     Attributes:
-        task: one of `TASKS`.
+        task: one of `TASK_SPECS`.
         words: prompt, instruction, question, phrase, or text with gaps, as the model is given it.
         asked: the user's own words, if they are others.
         images: what the task is about; one image, except for questions about several.
@@ -224,7 +224,7 @@ UNJUDGED = {
     "reflect": "it judges its attempts already, and corrects them: set rounds",
 }
 
-TASKS: dict[str, TaskSpec] = {
+TASK_SPECS: dict[str, TaskSpec] = {
     "generate": TaskSpec("image", "prompt", "", _DRAWS | _LAYS_OUT | {"size"}),
     "edit": TaskSpec("image", "instruction", "needed", _CHANGES),
     "inpaint": TaskSpec(
@@ -268,9 +268,9 @@ class RequestMaker:
 
         Logs a warning if the words are not those of the training texts.
         """
-        if task not in TASKS:
-            raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASKS)}.")
-        spec, given = TASKS[task], checks.named(asked)
+        if task not in TASK_SPECS:
+            raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASK_SPECS)}.")
+        spec, given = TASK_SPECS[task], checks.named(asked)
         as_written = given.pop("as_written", False)
         for name in PROMPTING & given.keys():
             given[name] = self._spelled(given[name])
@@ -351,7 +351,7 @@ class RequestMaker:
                 "ground takes no {setting} here: this model finds all boxes in one.",
                 setting="steps",
             )
-        ceilings = dict.fromkeys(("num_images", "rounds", "best_of"), MOST_IMAGES)
+        ceilings: dict[str, int] = dict.fromkeys(("num_images", "rounds", "best_of"), MOST_IMAGES)
         ceilings["max_new_tokens"] = self.settings.data.max_sequence_len
         checks.check_ceilings(given, ceilings)
         if given.get("best_of", 1) > 1:

@@ -123,7 +123,7 @@ def surprise(
         own, seeds = zip(*rows[start : start + run.engine.batch_size], strict=True)
         seeded = [RowRequest(seed=seed, temperature=1.0) for seed in seeds]
         same = [codes] * len(own)
-        for _, scores in run.engine.scores(own, seeded, run.sampling, same, making="image"):
+        for _, scores in run.engine.scores(own, seeded, run.sampling, same, stage="image"):
             bits = np.zeros(len(codes))
             np.add.at(bits, scores.at, (scores.bits * scores.decided).sum(axis=1))
             found.append(bits)

@@ -20,7 +20,7 @@ from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.inference.engine import Engine, Programs, planned_counts
 from sparse_lavida_jax.inference.requests import (
-    TASKS,
+    TASK_SPECS,
     DrawnLayout,
     Grid,
     Pixels,
@@ -130,7 +130,7 @@ class TaskRun:
     def run(self, requests: Sequence[Request]) -> Result:
         """Does the requests, which are all of one task."""
         does = {"reflect": self.reflect, "ground": self.find_boxes}
-        by_kind = self.draw_images if TASKS[requests[0].task].draws else self.write_texts
+        by_kind = self.draw_images if TASK_SPECS[requests[0].task].draws else self.write_texts
         return does.get(requests[0].task, by_kind)(requests)
 
     def _texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
@@ -138,35 +138,35 @@ class TaskRun:
 
     def decode(
         self,
-        making: str,
+        stage: str,
         examples: Sequence[Example],
         requests: Sequence[RowRequest],
         sampling: config.Sampling | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
         """Decodes examples, and records the buckets in which images were decoded."""
-        if making == "image" and self.bucket is not None:
+        if stage == "image" and self.bucket is not None:
             for one in examples:
                 own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
                 batch_shapes.check(self.bucket, own + self.prompts.longest)
         rows = self.rows or range(len(examples))
-        with self.timed(making):
+        with self.timed(stage):
             decoded = self.engine.decode(
                 examples,
                 requests,
                 sampling or self.sampling,
-                making=making,
-                bucket=self.bucket if making == "image" else None,
+                stage=stage,
+                bucket=self.bucket if stage == "image" else None,
                 padding=self.padding,
                 callback=_of_rows(self.callback, rows),
                 programs=self.programs,
             )
-        if making == "image":
+        if stage == "image":
             self.buckets = decoded.buckets
-        if making == "layout":
+        if stage == "layout":
             pairs = zip(decoded.drawn, decoded.orders, strict=True)
             drawn = [(tuple(ids[:, 0].tolist()), tuple(at.tolist())) for ids, at in pairs]
             self.layouts |= zip(rows, drawn, strict=False)  # nothing, if nothing was drawn
-        tokens = self.layout_tokens if making == "layout" else self.tokens
+        tokens = self.layout_tokens if stage == "layout" else self.tokens
         for i, (row, one) in enumerate(zip(rows, examples, strict=True)):
             tokens[row] += decoded.tokens[i]
             self.shared[row] += decoded.shared[i]
@@ -398,7 +398,7 @@ class TaskRun:
 
     def _about_images(
         self,
-        making: str,
+        stage: str,
         examples: Sequence[Example],
         requests: Sequence[Request],
         *,
@@ -411,7 +411,7 @@ class TaskRun:
         """
         how = self._text_sampling(as_layout=as_layout)
         rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
-        return self._texts(self.decode(making, examples, rows, how))
+        return self._texts(self.decode(stage, examples, rows, how))
 
     def _text_sampling(self, *, as_layout: bool) -> config.Sampling:
         """Returns the settings of texts about images to be drawn; see `_about_images`."""

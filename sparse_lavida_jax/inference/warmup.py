@@ -19,12 +19,12 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
-from sparse_lavida_jax.inference.requests import TASKS, Request, grid_of
+from sparse_lavida_jax.inference.requests import TASK_SPECS, Request, grid_of
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import presets
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.sampling.progress import Progress
-from sparse_lavida_jax.sampling.prompts import PROMPT_BUCKET, lay_out
+from sparse_lavida_jax.sampling.prompts import PROMPT_BUCKET, sample_input
 from sparse_lavida_jax.scenes.grammar import Layout
 
 REHEARSED = ("generate", "edit", "ask")
@@ -68,7 +68,7 @@ class Rehearsal:
         Raises:
             LayoutWritten: what is rehearsed has been done.
         """
-        if self.layout and state.making == "image":
+        if self.layout and state.stage == "image":
             raise LayoutWritten
 
 
@@ -109,7 +109,7 @@ def rehearsals(
         elif image is not None and task == "ask":
             kind = "ask about an image"
         prompts = _Prompts(pipe, task, image, padding, options)
-        batch = prompts.drawn() if TASKS[task].draws else prompts.written()
+        batch = prompts.drawn() if TASK_SPECS[task].draws else prompts.written()
         for number in rows:
             for one in batch:
                 bucket = one.bucket and dataclasses.replace(one.bucket, rows=number)
@@ -119,11 +119,11 @@ def rehearsals(
 
 def _images(pipe: Any, task: str) -> list[Pixels | None]:
     """Returns an image for each way to ask for a task, or None where it has none."""
-    if TASKS[task].image == "" or pipe.codec is None:
+    if TASK_SPECS[task].image == "" or pipe.codec is None:
         return [None]
     side = pipe.codec.image_size
     blank = np.zeros((side, side, 3), np.uint8)
-    return [blank] if TASKS[task].image == "needed" else [None, blank]
+    return [blank] if TASK_SPECS[task].image == "needed" else [None, blank]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,8 +234,8 @@ class _Prompts:
         settings = presets.step_settings(
             self.sampling, model, example.kind, has_source=has_source and example.kind == "image"
         )
-        laid = lay_out(example, RowRequest(), model, settings)
-        text, image = (max(len(row.index) for row in rows) for rows in (laid.text, laid.image))
+        one = sample_input(example, RowRequest(), model, settings)
+        text, image = (max(len(row.index) for row in rows) for rows in (one.text, one.image))
         return text, image
 
     def _lengths(self, least: int, most: int, cells: int) -> dict[tuple[int, int], int]:

@@ -24,12 +24,12 @@ from sparse_lavida_jax import diffusion
 from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.diffusion import ABSENT, Blocks, CorruptedRow, StreamTokens
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 from sparse_lavida_jax.sampling import commit, draw, plans, state
 from sparse_lavida_jax.sampling.calls import over_mesh
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import LaidOut, drops
+from sparse_lavida_jax.sampling.prompts import SampleInput, drops
 from sparse_lavida_jax.sequence import SeenBatch, prompt_row, stack_images
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, Stream
 
@@ -126,7 +126,7 @@ def steps_of(
             again = bool(found) and found[-1].block == block  # a later pass of the same step
             known = found[-1].known | found[-1].decided if again else np.zeros_like(decided)
             scales = float(phase.temperature[i]), float(phase.guidance[i] * phase.guided)
-            count = int(phase.count[i, 0])
+            count, at = int(phase.count[i, 0]), np.asarray(at)
             found.append(Step(block, at, known, decided, count, *scales, phase.registers))
     return found
 
@@ -149,43 +149,43 @@ def blocks_of(steps: Sequence[Step], decoded_at: Int[np.ndarray, " l"]) -> Block
 
 def scores(
     model: Denoiser,
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     steps: Sequence[Sequence[Step]],
     responses: Sequence[Int[np.ndarray, "_l g"]],
     orders: Sequence[Int[np.ndarray, " _l"]],
     *,
     settings: StepSettings,
-    making: str,
+    stage: str,
     tolerance: float = 0.0,
 ) -> list[Scores]:
     """Passes the whole plans of a batch once, and scores the responses.
 
     Args:
-        laid: the examples, as for the sampler.
+        inputs: the examples, as for the sampler.
         steps: of each row (`steps_of`), at least one.
         responses: what is scored.
         orders: the block of each token of them.
         settings: as for the sampler.
-        making: a key of `state.NOISE`.
+        stage: a key of `state.NOISE`.
         tolerance: a draw that is no further than this from the largest score may have been made.
 
     Returns:
         The scores of each row.
     """
     blocks = [blocks_of(*pair) for pair in zip(steps, orders, strict=True)]
-    streams, pixels, tagged, tokens = _laid_out(model, laid, steps, responses, blocks, settings)
+    streams, pixels, tagged, tokens = _laid_out(model, inputs, steps, responses, blocks, settings)
     tables = [
-        _columns(i, own, blocks[i], responses[i], tagged[i :: len(laid)])
+        _columns(i, own, blocks[i], responses[i], tagged[i :: len(inputs)])
         for i, own in enumerate(steps)
     ]
     columns = [np.concatenate(parts) for parts in zip(*tables, strict=True)]
     size = _rounded(len(columns[0]))
     padded = [np.concatenate([x, np.repeat(x[:1], size - len(x), axis=0)]) for x in columns]
-    requests = [one.request for one in laid]
-    turns = sorted({step for one in requests for step, _ in one.seeds(making)})
+    requests = [one.request for one in inputs]
+    turns = sorted({step for one in requests for step, _ in one.seeds(stage)})
     padded[-1] = np.searchsorted(turns, padded[-1] - FIRST_BLOCK, side="right") - 1
-    keys = [state.keys_from(requests, making, step) for step in turns]
-    rows = state.rows_of(laid, settings, making)
+    keys = [state.keys_from(requests, stage, step) for step in turns]
+    rows = state.rows_of(inputs, settings, stage)
     how = dataclasses.replace(settings, greedy=False)
     given = rows, jnp.stack(keys), padded, np.float32(tolerance)
     with over_mesh(model):
@@ -226,7 +226,7 @@ def _columns(
 
 def _laid_out(
     model: Denoiser,
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     steps: Sequence[Sequence[Step]],
     responses: Sequence[Int[np.ndarray, "_l g"]],
     blocks: Sequence[Blocks],
@@ -240,7 +240,7 @@ def _laid_out(
     ids = {"text_mask_id": how.text_mask_id, "codes_per_token": how.codes_per_token}
     rows, counts = [], []
     for dropped in drops(settings.guidance_rows, settings.edit_guidance):
-        for one, own, response, cut in zip(laid, steps, responses, blocks, strict=True):
+        for one, own, response, cut in zip(inputs, steps, responses, blocks, strict=True):
             prompt = prompt_row(one.example.parts, **ids, **dropped)
             rows.append(CorruptedRow(prompt, response, settings.kind, cut, how))
             counts.append(dict(zip(cut.masked_blocks, (s.registers for s in own), strict=True)))
@@ -250,7 +250,7 @@ def _laid_out(
     streams = streams._replace(**{name: _fewer_registers(getattr(streams, name), lengths, counts)})
     sizes = [np.bincount(one.example, minlength=len(rows)) for one in streams]
     shape = RowShape(*(_rounded(int(own.max())) for own in sizes))
-    images = [one.example.pixels for one in laid] * settings.guidance_rows
+    images = [one.example.pixels for one in inputs] * settings.guidance_rows
     batch = stack(streams, shape, how, pixels=stack_images(images), predicts=rows[0].predicts)
     own = getattr(batch, name).tags.block
     tokens = np.sum(sizes, axis=0).reshape(settings.guidance_rows, -1).sum(axis=0)
@@ -279,7 +279,7 @@ def _rounded(length: int) -> int:
     return plans.BUCKETS[bisect.bisect_left(plans.BUCKETS, length)] if length else 0
 
 
-@kept(static=("settings",), depends=state.attention)
+@persistent_jit(static=("settings",), depends=state.attention)
 def _scored(
     model: Denoiser,
     understanding: Stream | None,

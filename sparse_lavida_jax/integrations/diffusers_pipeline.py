@@ -326,7 +326,7 @@ def _step_by_step(
         )
 
     def tell(progress: Progress) -> None:
-        if progress.making != "image":
+        if progress.stage != "image":
             return
         for block in progress.blocks:
             latents = progress.after(block)[: len(progress.rows)]

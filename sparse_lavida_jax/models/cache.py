@@ -19,10 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.sharded import place_cache
+from sparse_lavida_jax.tags import StreamName
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
-
-StreamName = Literal["understanding", "generation"]
-
 
 Pair = tuple[Array, Array]  # keys and values
 

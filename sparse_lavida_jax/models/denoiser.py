@@ -13,13 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.models.cache import KVCache, StreamName
+from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
-from sparse_lavida_jax.models.stack import StepTables, Wanted, run_layers, step_tables
+from sparse_lavida_jax.models.stack import StepTables, run_layers, step_tables
 from sparse_lavida_jax.models.vision import VisionEncoder
-from sparse_lavida_jax.programs import kept
+from sparse_lavida_jax.programs import persistent_jit
 from sparse_lavida_jax.sequence import SeenBatch
-from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, Stream, TokenTags
+from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, Stream, StreamName, StreamNames, TokenTags
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
 
@@ -92,7 +92,7 @@ class ImageHead(nnx.Module):
 @functools.cache
 def shapes(settings: config.Model) -> "Denoiser":
     """Returns the model with shapes instead of arrays; it must not be modified."""
-    return kept.shapes_of(lambda: Denoiser(settings, rngs=nnx.Rngs(0)), settings)
+    return persistent_jit.shapes_of(lambda: Denoiser(settings, rngs=nnx.Rngs(0)), settings)
 
 
 class Denoiser(nnx.Module):
@@ -222,7 +222,7 @@ class Denoiser(nnx.Module):
         generation: Stream | None,
         features: Float[Array, "b v e"] | None = None,
         *,
-        wanted: Wanted,
+        wanted: StreamNames,
         cache: KVCache | None = None,
         attend_cache: bool = True,
         tables: StepTables | None = None,

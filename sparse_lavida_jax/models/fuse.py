@@ -31,8 +31,8 @@ from sparse_lavida_jax.models import sharding, text_head
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Branch, Layer, Linear, RmsNorm, Rotary, rotate
 from sparse_lavida_jax.models.quantize import QuantizedLinear, side_by_side
-from sparse_lavida_jax.models.stack import STREAMS
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
+from sparse_lavida_jax.tags import STREAMS
 
 Task = Literal["image", "text", "both"]
 # Parts whose sum is a product: float32 ones, or the product itself, before its scales.
@@ -364,20 +364,20 @@ def parameter_bytes(model: Denoiser) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
 
 
-# Kept, so that a model is loaded without compiling anything.
+# PersistentJit, so that a model is loaded without compiling anything.
 
 
-@kept()
+@persistent_jit()
 def _layers(stack: Array) -> list[Array]:
     return [*stack]
 
 
-@kept(static=("tile",))
+@persistent_jit(static=("tile",))
 def _tiles(kernel: Float[Array, "e v"], *, tile: int) -> list[Float[Array, "e _c"]]:
     return [kernel[:, start : start + tile] for start in range(0, kernel.shape[-1], tile)]
 
 
-@kept(static=("width", "dtype", "devices", "transpose"))
+@persistent_jit(static=("width", "dtype", "devices", "transpose"))
 def _joined(
     arrays: list[Array],
     *,

@@ -13,7 +13,7 @@ from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
-from sparse_lavida_jax.programs.kept import Program
+from sparse_lavida_jax.programs.persistent_jit import Program
 from sparse_lavida_jax.programs.program_arguments import taken_apart
 
 
@@ -31,7 +31,7 @@ class ImageCodec:
     def __init__(self, name_or_folder: str | pathlib.Path, model: config.Model):
         self.side = model.codes_side
         self.grid_size = model.grid_size
-        self._decoders: dict[str, vq.VQModel | vq.CellModel] = {}  # by dtype
+        self._decoders: dict[str, vq.AnyVQ] = {}  # by dtype
         self.vq, settings = vq_files.load(name_or_folder)
         self.folder, self.image_size = vq_files.find(name_or_folder), settings.image_size
         self.factor = settings.factor  # pixels per side of a code
@@ -67,7 +67,7 @@ class ImageCodec:
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
         return [vq.decode.program(self._decoder(dtype), codes)]
 
-    def _decoder(self, dtype: str) -> vq.VQModel | vq.CellModel:
+    def _decoder(self, dtype: str) -> vq.AnyVQ:
         if dtype not in self._decoders:
             with jax_settings.defaults():
                 self._decoders[dtype] = taken_apart(vq.for_decoding(self.vq, dtype))
@@ -101,7 +101,7 @@ class ImageTokenizer:
         return digest.hexdigest()
 
     @functools.cached_property
-    def _model(self) -> vq.VQModel:
+    def _model(self) -> vq.AnyVQ:
         return vq_files.load(self.folder)[0]
 
     def encode(self, pixels: UInt8[np.ndarray, "n side side 3"]) -> Int[np.ndarray, "n y x"]:

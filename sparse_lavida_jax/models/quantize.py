@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models.layers import Linear, linears, with_linears
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -215,7 +215,7 @@ def rounded(
     return scaled.astype(dtype), scale
 
 
-@kept()
+@persistent_jit()
 def _transpose(matrix: Array) -> Array:
     return matrix.T
 

@@ -33,20 +33,15 @@ from sparse_lavida_jax.kernels.attention import (
 )
 from sparse_lavida_jax.kernels.sharded import Deal
 from sparse_lavida_jax.kernels.tile_lists import GpuTables, Tables
-from sparse_lavida_jax.models.cache import KVCache, StreamName
+from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.layers import Branch, Layer, Rotary, rotary
-from sparse_lavida_jax.tags import TokenTags
+from sparse_lavida_jax.tags import STREAMS, StreamName, StreamNames, TokenTags
 
-# The streams whose final hidden states are wanted. After the last joint layer the other stream has
-# no further effect, so it stops at that layer's keys and values (exact, and half of a prefill).
-Wanted = Literal["understanding", "generation", "both"]
 Residuals = dict[StreamName, Float[Array, "b _s _e"]]  # each with its own length and width
 Carried = dict[StreamName, Any]  # the same; between layers that use `StepKernels`, `fuse.Pending`s
 Layouts = dict[StreamName, TokenTags]
 Deals = dict[StreamName, Deal]
 AnyTables = Tables | GpuTables
-
-STREAMS: tuple[StreamName, ...] = ("understanding", "generation")
 
 
 class StepKernels(NamedTuple):
@@ -136,7 +131,7 @@ def run_layers(
     x: Residuals,
     tags: Layouts,
     *,
-    wanted: Wanted,
+    wanted: StreamNames,
     cache: KVCache | None = None,
     attend_cache: bool = True,
     tables: StepTables | None = None,
@@ -148,7 +143,8 @@ def run_layers(
             unrolled.
         x: residual streams; a stream without tokens is absent.
         tags: tags of the same streams.
-        wanted: the streams to return.
+        wanted: the streams to return. After the last joint layer the other has no further effect,
+            so it stops at that layer's keys and values (exact, and half of a prefill).
         cache: keys and values of earlier passes; this pass writes its own after them.
         attend_cache: False if the cache holds nothing else (prefill): tokens then attend only to
             this pass, with the same result at less cost.
@@ -226,7 +222,7 @@ def _settled(pending: Any, dtype: str) -> Array:
 
 
 def _run_joint(
-    one: "_Pass", joint: Layer | Sequence[Layer], x, cache, wanted: Wanted, tables
+    one: "_Pass", joint: Layer | Sequence[Layer], x, cache, wanted: StreamNames, tables
 ) -> tuple[Carried, KVCache | None]:
     """Feeds the streams through the joint layers, and returns those that are wanted.
 

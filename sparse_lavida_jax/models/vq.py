@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.art.cells import CellModel
 from sparse_lavida_jax.programs import jax_settings
-from sparse_lavida_jax.programs.kept import kept, shapes_of
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit, shapes_of
 from sparse_lavida_jax.programs.program_arguments import taken_apart
 
 MOST_WORKSPACE = 2**32  # bytes that an algorithm for a convolution may ask for
@@ -98,8 +98,11 @@ class VQModel(nnx.Module):
         return self.decoder(self.post_quant_conv(latents))
 
 
+AnyVQ = VQModel | CellModel  # they have the same methods
+
+
 @functools.cache
-def shapes(settings: config.VQ) -> VQModel | CellModel:
+def shapes(settings: config.VQ) -> AnyVQ:
     """Returns the model with shapes instead of arrays; it must not be modified."""
     kind = CellModel if settings.kind == "cells" else VQModel
     return shapes_of(lambda: kind(settings, rngs=nnx.Rngs(0)), settings)
@@ -402,13 +405,13 @@ def to_float(
 
 
 def encode_images(
-    model: VQModel | CellModel, pixels: UInt8[np.ndarray, "n h w 3"], batch: int = 64
+    model: AnyVQ, pixels: UInt8[np.ndarray, "n h w 3"], batch: int = 64
 ) -> Int[np.ndarray, "n y x"]:
     """Returns the codes of any number of images, `batch` at a time, from host to host."""
     return _in_batches(_encode, model, pixels, batch)
 
 
-def for_decoding(model: VQModel | CellModel, dtype: str) -> VQModel | CellModel:
+def for_decoding(model: AnyVQ, dtype: str) -> AnyVQ:
     """Returns parameters to decode with in a dtype, whatever the dtype they are stored in.
 
     The last norm and convolution are in float32: for three channels that costs nothing, and their
@@ -427,7 +430,7 @@ def for_decoding(model: VQModel | CellModel, dtype: str) -> VQModel | CellModel:
 
 
 def decode_codes(
-    model: VQModel | CellModel, codes: Int[np.ndarray, "n y x"], batch: int = 64
+    model: AnyVQ, codes: Int[np.ndarray, "n y x"], batch: int = 64
 ) -> UInt8[np.ndarray, "n h w 3"]:
     """Returns the images of any number of code grids, `batch` at a time, from host to host.
 
@@ -443,12 +446,12 @@ def decode_codes(
     return _in_batches(decode, model, codes, batch)
 
 
-@kept()
+@persistent_jit()
 def _encode(model, pixels):
     return model.encode(to_float(pixels))
 
 
-@kept()
+@persistent_jit()
 def decode(model, codes):
     return to_uint8(model.decode(codes))
 

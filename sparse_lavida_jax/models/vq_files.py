@@ -23,7 +23,7 @@ class VQError(config.ConfigError):
     """A name or folder without a usable image tokenizer."""
 
 
-def save(folder: pathlib.Path, model: vq.VQModel | vq.CellModel) -> None:
+def save(folder: pathlib.Path, model: vq.AnyVQ) -> None:
     """Writes `config.json` and `params.safetensors`; an interrupted write leaves the old files."""
     arrays = {name: np.asarray(value) for name, value in parameters.by_name(model).items()}
     save_arrays(folder, arrays, model.settings)
@@ -74,7 +74,7 @@ def find(folder_or_name: str | os.PathLike) -> pathlib.Path:
 
 
 @jax_settings.defaults()
-def load(folder_or_name: str | os.PathLike) -> tuple[vq.VQModel | vq.CellModel, config.VQ]:
+def load(folder_or_name: str | os.PathLike) -> tuple[vq.AnyVQ, config.VQ]:
     """Returns a saved image tokenizer; see `find` for where it may lie.
 
     Raises:

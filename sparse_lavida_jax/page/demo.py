@@ -14,7 +14,7 @@ import inspect
 import math
 import os
 import pathlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import fastapi
@@ -28,7 +28,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.branches import SHARES
 from sparse_lavida_jax.inference.checks import SEEDS
-from sparse_lavida_jax.inference.requests import BRANCHES, TASKS
+from sparse_lavida_jax.inference.requests import BRANCHES, TASK_SPECS
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.page import example_prompts, page_guard, passes, standing
 from sparse_lavida_jax.page.tabs import TABS
@@ -140,7 +140,7 @@ class _Tab:
     """
 
     def __init__(self, service: Service, task: str, pace: standing.Pace):
-        form, spec = TABS[task], TASKS[task]
+        form, spec = TABS[task], TASK_SPECS[task]
         self.task, self.shown = task, None
         small = service.pipe.prompts.encoder is not None
         inputs: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def _gallery(tabs: Sequence[_Tab]) -> None:
     if takers:
         kept.select(pick, kept, takers, **QUIET)
     for tab in tabs:
-        if not TASKS[tab.task].draws:
+        if not TASK_SPECS[tab.task].draws:
             continue
         others = [one for one in takers if one is not tab.shown]
 
@@ -273,14 +273,14 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
     """Returns the input fields for sampling, by option name."""
     sampling, model = service.pipe.settings.sampling, service.pipe.settings.model
     inputs: dict[str, Any] = {}
-    if TASKS[task].draws:
+    if TASK_SPECS[task].draws:
         cells = model.grid_size**2
         steps = min(sampling.num_steps, cells)
         inputs["steps"] = gr.Slider(1, cells, steps, step=1, label=LABELS["steps"])
         guidance = presets.guidance_of(sampling, has_source=task == "edit")
         label = LABELS["guidance"]
         inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label=label)
-    elif TASKS[task].makes == "text" or not service.pipe.prompts.locates_in_one_step:
+    elif TASK_SPECS[task].makes == "text" or not service.pipe.prompts.locates_in_one_step:
         block = service.pipe.prompts.text_block_len
         steps = min(sampling.text_steps, block)
         inputs["steps"] = gr.Slider(1, block, steps, step=1, label="Steps of a text block")
@@ -305,7 +305,7 @@ def _number(component: Any, read: Callable[[float], Any], payload: Any) -> Any:
 
 
 def _outputs(task: str) -> list[Any]:
-    makes, label = TASKS[task].makes, TABS[task].result
+    makes, label = TASK_SPECS[task].makes, TABS[task].result
     if makes == "text":
         return [gr.Textbox(label=label, lines=3), gr.HTML()]
     looks = {"label": label, "height": HEIGHT, "elem_classes": "shown-image", "buttons": BUTTONS}
@@ -413,11 +413,11 @@ async def _run(
 ) -> AsyncIterator[tuple[Any, ...]]:
     """Yields the values of a tab's outputs while its request waits and runs, then its result."""
     image, words, options = inputs.pop("given", None), inputs.pop("words") or "", inputs
-    makes, shown = TASKS[task].makes, None
+    makes, shown = TASK_SPECS[task].makes, None
     if task == "inpaint":
         image, known = _needed(image)
         options |= known
-    elif TASKS[task].image == "needed":
+    elif TASK_SPECS[task].image == "needed":
         image = _needed(image)
     if makes == "boxes":
         words = [line for line in files.lines(words) if line.strip()] or [""]
@@ -476,7 +476,7 @@ async def _branched(
     yield list(result.images), standing.done(ticket, result)
 
 
-async def _waiting(ticket: Ticket) -> AsyncIterator[None]:
+async def _waiting(ticket: Ticket) -> AsyncGenerator[None]:
     """Yields now and then until a request is done; cancels it if nobody waits any more."""
     waited = asyncio.wrap_future(ticket.future)
     # If nobody waits for it any more, asyncio should not log the error as never retrieved.
@@ -501,7 +501,7 @@ def _refusing() -> Iterator[None]:
 
 def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[Any, ...]:
     """Returns the values of a tab's outputs before the result is there; None for no image yet."""
-    makes, note = TASKS[ticket.task].makes, standing.standing(ticket, pace)
+    makes, note = TASK_SPECS[ticket.task].makes, standing.standing(ticket, pace)
     if makes != "image":
         return "" if makes == "text" else gr.skip(), note
     preview = ticket.previews[-1] if ticket.previews else None
@@ -510,7 +510,7 @@ def _meanwhile(service: Service, ticket: Ticket, pace: standing.Pace) -> tuple[A
 
 def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:
     """Returns the boxes that an image is drawn from, if the model laid it out first."""
-    stage = next((one for one in ticket.stages[::-1] if one.making == "layout"), None)
+    stage = next((one for one in ticket.stages[::-1] if one.stage == "layout"), None)
     if stage is None:
         return []
     prompts = service.pipe.prompts

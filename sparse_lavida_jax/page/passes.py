@@ -68,11 +68,12 @@ def counted(ticket: Ticket, *, layout: bool = False) -> tuple[int, int]:
     """
     sparse = dense = 0
     for state in ticket.stages:
-        for row in {*ticket.rows} & {*state.rows} if (state.making == "layout") == layout else ():
+        for row in {*ticket.rows} & {*state.rows} if (state.stage == "layout") == layout else ():
             i = state.rows.index(row)
-            turn = ticket.requests[row - ticket.start].seeds(state.making)[-1][0]
+            turn = ticket.requests[row - ticket.start].seeds(state.stage)[-1][0]
             # What branches have in common passes in the first row alone.
-            once = costs.before(state.plan, state.settings, turn) if i and turn else 0
+            settings = state.settings if i and turn else None
+            once = costs.before(state.plan, settings, turn) if settings else 0
             sparse += costs.total(_costs(state, i)[once:])
             dense += costs.total(_costs(state, i, dense=True))
     return sparse, dense
@@ -153,7 +154,7 @@ def drawn(
         pixels: the image, final or not; None: not decoded yet.
         layout: the boxes that it was drawn from (`layout_boxes`).
     """
-    state = next((one for one in ticket.stages[::-1] if one.making == "image"), None)
+    state = next((one for one in ticket.stages[::-1] if one.stage == "image"), None)
     if state is None:
         return legend()
     row, done = state.rows.index(ticket.start), state.steps

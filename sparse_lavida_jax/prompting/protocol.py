@@ -92,7 +92,7 @@ class PromptFormat(Protocol):
         """Returns what the model is given for a user's words.
 
         Args:
-            task: a key of `requests.TASKS`.
+            task: a key of `requests.TASK_SPECS`.
             seed: chooses what the words leave open, if training left nothing open.
         """
         return self.as_written(text)

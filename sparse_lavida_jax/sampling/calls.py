@@ -26,17 +26,17 @@ from sparse_lavida_jax.kernels.attention import (
 )
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.stack import STREAMS, implementation_of, step_implementation_of
+from sparse_lavida_jax.models.stack import implementation_of, step_implementation_of
 from sparse_lavida_jax.programs import side_by_side
-from sparse_lavida_jax.programs.kept import Call, finish, make
+from sparse_lavida_jax.programs.persistent_jit import Call, finish, make
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.content_cache import ContentCache, digest, num_tokens, row_digests
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import (
-    LaidOut,
     Prompt,
     PromptPart,
+    SampleInput,
     batched,
     lengths_of,
     padded_lengths,
@@ -60,7 +60,7 @@ from sparse_lavida_jax.sampling.state import (
     see,
 )
 from sparse_lavida_jax.sequence import Kind, SeenBatch
-from sparse_lavida_jax.tags import GIVEN_BLOCK
+from sparse_lavida_jax.tags import GIVEN_BLOCK, STREAMS
 
 # The most steps of one call of a program, which takes their number as an argument. So requests with
 # any number of steps share one program for each width. On CPUs a program holds just the steps of
@@ -102,7 +102,7 @@ class ModelConstants:
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun:
+class PrefilledBatch:
     """A batch after its prefill.
 
     Attributes:
@@ -111,7 +111,7 @@ class Begun:
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
         phases: the steps, padded to what the kernels need.
-        in_trips: see `sample.sample`.
+        split_phases: see `sample.sample`.
     """
 
     canvas: Int[np.ndarray, "b l g"]
@@ -119,9 +119,9 @@ class Begun:
     program: StepSettings
     state: SamplerState | None
     phases: Sequence[Steps] = ()
-    in_trips: bool = False
+    split_phases: bool = False
 
-    def trips(self, phase: Steps, draws: Any = None) -> Iterator["Trip"]:
+    def phase_calls(self, phase: Steps, draws: Any = None) -> Iterator["PhaseCall"]:
         """Yields the calls of `sample.run_phase` for a phase.
 
         Args:
@@ -130,8 +130,8 @@ class Begun:
         end, options = len(phase.block), dict[str, Any](settings=self.program)
         if draws is not None:
             options["draws"] = draws
-        if not self.in_trips:
-            yield Trip(phase, options)
+        if not self.split_phases:
+            yield PhaseCall(phase, options)
             return
         for start in range(0, end, STEPS):
             # The last step is repeated to fill the program, and not run again.
@@ -139,11 +139,11 @@ class Begun:
             options["number"] = np.int32(min(STEPS, end - start))
             if draws is not None:
                 options["draws"] = jax.tree.map(lambda x, own=own: x[own], draws)
-            yield Trip(phase[own], {**options})
+            yield PhaseCall(phase[own], {**options})
 
 
 @dataclasses.dataclass(frozen=True)
-class Trip:
+class PhaseCall:
     """A call of `sample.run_phase`: steps of a phase, and options."""
 
     steps: Steps
@@ -161,7 +161,7 @@ class Prepared:
     """A batch laid out, before its prefill.
 
     Attributes:
-        begun: without a state.
+        prefilled: without a state.
         constants: of the model.
         arrays: the model, the canvas, when it was decoded, and the values of its rows.
         parts: of the prompt, each of one shape.
@@ -172,7 +172,7 @@ class Prepared:
         pixels: of the images, if they are encoded by themselves; else they are in the prompt.
     """
 
-    begun: Begun
+    prefilled: PrefilledBatch
     constants: ModelConstants
     arrays: tuple = ()
     parts: Sequence[PromptPart] = ()
@@ -184,40 +184,42 @@ class Prepared:
 
     def passed(
         self, run_phase: Callable[..., Any], cache: ContentCache | None, until: int = NOT_DECODED
-    ) -> Begun:
+    ) -> PrefilledBatch:
         """Runs the prefill; where programs are made ahead, makes those of the steps with it.
 
         Args:
             until: the block before which steps are going to be run.
         """
-        model, begun = self.arrays[0], self.begun
+        model, prefilled = self.arrays[0], self.prefilled
         with over_mesh(model):
             if jax.sharding.get_abstract_mesh().empty and side_by_side.are_made_ahead():
-                phases = [phase for phase in begun.phases if phase.block[0] < until]
-                trips = {trip.program: trip for part in phases for trip in begun.trips(part)}
-                calls = self.all_calls(run_phase, [*trips.values()])
-                make(calls, 2 * len(self.parts) + 2 + len(trips))
+                phases = [phase for phase in prefilled.phases if phase.block[0] < until]
+                phase_calls = {
+                    call.program: call for part in phases for call in prefilled.phase_calls(part)
+                }
+                calls = self.all_calls(run_phase, [*phase_calls.values()])
+                make(calls, 2 * len(self.parts) + 2 + len(phase_calls))
             state = finish(self.calls(cache), Call.__call__)
-        return dataclasses.replace(begun, state=state)
+        return dataclasses.replace(prefilled, state=state)
 
-    def forked(self, state: SamplerState) -> Begun:
+    def forked(self, state: SamplerState) -> PrefilledBatch:
         """Returns the batch with rows that all go on from the state of one row."""
         with over_mesh(self.arrays[0]):
-            copies = forked(state, self.arrays[3], copies=len(self.begun.canvas))
-        return dataclasses.replace(self.begun, state=copies)
+            copies = forked(state, self.arrays[3], copies=len(self.prefilled.canvas))
+        return dataclasses.replace(self.prefilled, state=copies)
 
     def all_calls(
-        self, run_phase: Callable[..., Any], trips: Sequence[Trip]
+        self, run_phase: Callable[..., Any], phase_calls: Sequence[PhaseCall]
     ) -> Generator[Call, Any, SamplerState]:
-        """Yields the calls of the prefill and of some trips; is sent the result, or type, of each.
+        """Yields the calls of the prefill and of phases; is sent the result, or type, of each.
 
         Returns:
             The state after the last call.
         """
         state = yield from self.calls()
-        for trip in trips:
-            given = self.arrays[0], state, trip.steps, self.begun.prompts
-            state = yield Call(run_phase, given, trip.options)
+        for call in phase_calls:
+            given = self.arrays[0], state, call.steps, self.prefilled.prompts
+            state = yield Call(run_phase, given, call.options)
         return state
 
     def calls(self, cache: ContentCache | None = None) -> Generator[Call, Any, SamplerState]:
@@ -238,7 +240,7 @@ class Prepared:
             first += [part.first + i for i in range(keeps * len(part.prompt.length) or 1)]
         joining = {
             "first": tuple(first),
-            "kind": self.begun.program.kind,
+            "kind": self.prefilled.program.kind,
             "capacity": self.room,
             "prompt_len": self.prompt_len,
         }
@@ -289,8 +291,8 @@ class Prepared:
     def _pass_options(self) -> dict[str, Any]:
         """The options of the call that passes a part."""
         if self.one_by_one:
-            return {"kind": self.begun.program.kind}
-        return {"settings": self.begun.program, "capacity": self.room}
+            return {"kind": self.prefilled.program.kind}
+        return {"settings": self.prefilled.program, "capacity": self.room}
 
     @functools.cached_property
     def _by(self) -> tuple[Hashable, ...]:
@@ -305,47 +307,47 @@ class Prepared:
 
 def prepared(
     model: Denoiser,
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     phases: list[Steps],
     *,
     settings: StepSettings,
     prompt_len: tuple[int, int] = (0, 0),
     most_kept: int | None = None,
-    making: str = "",
-    in_trips: bool | None = None,
+    stage: str = "",
+    split_phases: bool | None = None,
     constants: ModelConstants | None = None,
 ) -> Prepared:
     """Makes the arrays of a batch (`sample.sample`); no program of the model runs.
 
     Args:
         model: arrays, or their types.
-        laid: its rows.
+        inputs: its rows.
         most_kept: bytes that a `ContentCache` may keep: images are then encoded, and rows that
             requests share are passed, by themselves, even if it keeps none. None: without one.
         constants: of the model; None: they are found.
     """
     constants = constants or ModelConstants.of(model)
-    canvas, given = first_canvas(laid, constants.mask_ids[settings.kind])
-    if phases and phases[0].decode.shape[1] != len(laid):
+    canvas, given = first_canvas(inputs, constants.mask_ids[settings.kind])
+    if phases and phases[0].decode.shape[1] != len(inputs):
         raise ValueError(
-            f"the plan is for {phases[0].decode.shape[1]} rows, got {len(laid)} requests."
+            f"the plan is for {phases[0].decode.shape[1]} rows, got {len(inputs)} requests."
         )
-    rows = rows_of(laid, settings, making)
+    rows = rows_of(inputs, settings, stage)
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not phases:
-        return Prepared(Begun(canvas, (), program, None), constants)
+        return Prepared(PrefilledBatch(canvas, (), program, None), constants)
     with over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
     keeping = alone and most_kept is not None
-    parts = _parts(laid, constants.settings, settings, prompt_len, keeping=keeping, alone=alone)
-    if in_trips is None:
-        in_trips = side_by_side.are_made_ahead()
+    parts = _parts(inputs, constants.settings, settings, prompt_len, keeping=keeping, alone=alone)
+    if split_phases is None:
+        split_phases = side_by_side.are_made_ahead()
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     if settings.uses_cache and constants.query_multiple > 1:
         phases = [plans.in_groups(phase, constants.query_multiple) for phase in phases]
-    lengths, own = lengths_of(laid, prompt_len), STREAMS.index(decodes(settings.kind))
+    lengths, own = lengths_of(inputs, prompt_len), STREAMS.index(decodes(settings.kind))
     room, used = capacity(lengths, phases, settings, constants.slot_multiple)
-    if settings.uses_cache and not in_trips and not constants.takes_tables:
+    if settings.uses_cache and not split_phases and not constants.takes_tables:
         phases = _reading_less(phases, used, settings.kind, room[own])
     kept_parts = frozenset(
         number
@@ -355,15 +357,15 @@ def prepared(
         and prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
     )
     on_device, rows = jax.device_put((_for_steps(parts, settings), rows))
-    begun = Begun(canvas, on_device, program, None, phases, in_trips)
+    prefilled = PrefilledBatch(canvas, on_device, program, None, phases, split_phases)
     arrays = model, canvas, decoded_at, rows
     pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
     how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
-    return Prepared(begun, constants, arrays, parts, one_by_one, lengths[own], **how)
+    return Prepared(prefilled, constants, arrays, parts, one_by_one, lengths[own], **how)
 
 
 def _parts(
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     model: config.Model,
     settings: StepSettings,
     prompt_len: tuple[int, int],
@@ -374,10 +376,10 @@ def _parts(
     """Returns the prompt in parts that are passed one by one, in the prefill or in each step."""
     # Over a mesh, rows are split over devices; parts with few rows could not be.
     if not alone or (settings.uses_cache and not settings.caches_prompt):
-        return [PromptPart(0, batched(laid, model, prompt_len))]
+        return [PromptPart(0, batched(inputs, model, prompt_len))]
     keeping = keeping and settings.caches_prompt
     apart = keeping and keeps_rows_apart()
-    return parted(laid, model, prompt_len, keeping=keeping, apart=apart)
+    return parted(inputs, model, prompt_len, keeping=keeping, apart=apart)
 
 
 def _for_steps(parts: Sequence[PromptPart], settings: StepSettings) -> Prompts:

@@ -41,7 +41,7 @@ def costs(
     """Returns the cost of each step of a plan; the prefill of a cached prompt comes first.
 
     Args:
-        prompts: tokens of the prompt in each guidance row (`LaidOut.prompt_tokens`).
+        prompts: tokens of the prompt in each guidance row (`SampleInput.prompt_tokens`).
         row: of the plan.
         end: position of the last token of a text that ended early: steps after its text block are
             left out. None: all steps count.

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from sparse_lavida_jax import runtime
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 from sparse_lavida_jax.sampling import plans
-from sparse_lavida_jax.sampling.calls import Begun
+from sparse_lavida_jax.sampling.calls import PrefilledBatch
 from sparse_lavida_jax.sampling.draw import Draws
 from sparse_lavida_jax.sampling.progress import ProgressReporter
-from sparse_lavida_jax.sampling.prompts import LaidOut
+from sparse_lavida_jax.sampling.prompts import SampleInput
 from sparse_lavida_jax.sampling.state import SamplerState, has_ended, keys_from
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
@@ -35,20 +35,22 @@ class PhaseLoop:
     report: ProgressReporter | None = None
     draws: Draws | None = None
 
-    def run(self, begun: Begun, laid: Sequence[LaidOut], blocks: range) -> SamplerState:
+    def run(
+        self, prefilled: PrefilledBatch, inputs: Sequence[SampleInput], blocks: range
+    ) -> SamplerState:
         """Returns the state after the steps of some blocks.
 
         A phase is cut where the noise of a row turns to another seed (`presets.Turn`).
 
         Args:
-            laid: the rows of the batch.
+            inputs: the rows of the batch.
         """
-        state, ended = begun.state, None
+        state, ended = prefilled.state, None
         assert state is not None
-        requests = [one.request for one in laid]
+        requests = [one.request for one in inputs]
         turns = {step for one in requests for step, _ in one.seeds(self.stage)} - {0}
         cuts = sorted({FIRST_BLOCK + step for step in turns} | {blocks.start, blocks.stop})
-        for before, phase in plans.cut(begun.phases, cuts):
+        for before, phase in plans.cut(prefilled.phases, cuts):
             block, own = int(phase.block[0]), slice(before, before + phase.num_steps)
             if block not in blocks:
                 continue
@@ -57,7 +59,7 @@ class PhaseLoop:
                 rows = dataclasses.replace(state.rows, key=key)
                 state = dataclasses.replace(state, rows=rows)
             recorded = self.draws and jax.tree.map(lambda x, own=own: x[own], self.draws)
-            state = self.advance(begun, state, phase, draws=recorded)
+            state = self.advance(prefilled, state, phase, draws=recorded)
             if self.report is not None:
                 self.report.after(phase, state)
             # One phase is started ahead, and no more, so that an interrupt is noticed early.
@@ -69,6 +71,6 @@ class PhaseLoop:
         return state
 
 
-@kept()
+@persistent_jit()
 def _copy(x: Array) -> Array:
     return jnp.copy(x)

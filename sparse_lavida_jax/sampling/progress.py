@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import LaidOut
+from sparse_lavida_jax.sampling.prompts import SampleInput
 from sparse_lavida_jax.sampling.state import NOT_DECODED, SamplerState, first_canvas
 from sparse_lavida_jax.tags import GIVEN_BLOCK
 
@@ -20,17 +20,17 @@ class Progress:
     """The state of a batch before its first step, or between two phases.
 
     Attributes:
-        making: what is being made: "layout", "image" or "text".
+        stage: what is being made: "layout", "image" or "text".
         steps, total: forward passes done so far, and in the whole plan.
         canvas: the responses; `mask_id` where nothing is decoded yet.
         decoded_at: the block that decoded each token (`SamplerState`).
         blocks: those of the phase that has just ended; none before the first step.
         rows: request numbers of the first rows; any further rows fill the batch up.
         plan, settings: what each step passes.
-        prompted: for each of `rows`, the tokens of its prompts (`LaidOut.prompt_tokens`).
+        prompted: for each of `rows`, the tokens of its prompts (`SampleInput.prompt_tokens`).
     """
 
-    making: str
+    stage: str
     steps: int
     total: int
     canvas: Int[np.ndarray, "b l g"]
@@ -56,19 +56,19 @@ class ProgressReporter:
     """Calls a callback with the state of a batch.
 
     Attributes:
-        making: see `Progress`.
+        stage: see `Progress`.
         phases: the whole plan.
     """
 
     callback: Callback
-    making: str
+    stage: str
     phases: Sequence[Steps]
     settings: StepSettings
     mask_id: int
 
-    def before(self, laid: Sequence[LaidOut]) -> None:
+    def before(self, inputs: Sequence[SampleInput]) -> None:
         """Reports the responses before the first step."""
-        canvas, given = first_canvas(laid, self.mask_id)
+        canvas, given = first_canvas(inputs, self.mask_id)
         self._report(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
 
     def after(self, phase: Steps, state: SamplerState) -> None:
@@ -76,12 +76,10 @@ class ProgressReporter:
         blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
         seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
         copies = self.phases[0].decode.shape[1] // len(seen[1])
-        rows = (np.repeat(x, copies, axis=0) for x in seen[1:])
-        self._report(int(seen[0]), *rows, blocks)
+        canvas, decoded_at = (np.repeat(x, copies, axis=0) for x in seen[1:])
+        self._report(int(seen[0]), canvas, decoded_at, blocks)
 
     def _report(self, steps: int, canvas, decoded_at, blocks: range) -> None:
         total = sum(len(phase.block) for phase in self.phases)
-        how = {"plan": self.phases, "settings": self.settings}
-        self.callback(
-            Progress(self.making, steps, total, canvas, decoded_at, blocks, self.mask_id, **how)
-        )
+        done = self.stage, steps, total, canvas, decoded_at, blocks, self.mask_id
+        self.callback(Progress(*done, plan=self.phases, settings=self.settings))

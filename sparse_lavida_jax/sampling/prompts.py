@@ -72,7 +72,7 @@ class StreamRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaidOut:
+class SampleInput:
     """An example to be sampled, laid out once: a row of each stream for every guidance row.
 
     Attributes:
@@ -96,9 +96,9 @@ class LaidOut:
         return tuple(len(text.index) + len(image.index) for text, image in pairs)
 
 
-def lay_out(
+def sample_input(
     example: Example, request: RowRequest, model: config.Model, settings: StepSettings
-) -> LaidOut:
+) -> SampleInput:
     """Lays out an example on the host, with all guidance rows."""
     given_passed = not settings.preset.passes_given
     known, text, image = np.flatnonzero(example.given & given_passed), [], []
@@ -121,17 +121,17 @@ def lay_out(
         else:
             image[-1] = image[-1].followed_by(example.response[known], known, at)
     place = row.response_position, row.length
-    return LaidOut(example, request, tuple(text), tuple(image), *place)
+    return SampleInput(example, request, tuple(text), tuple(image), *place)
 
 
-def lengths_of(laid: Sequence[LaidOut], least: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+def lengths_of(inputs: Sequence[SampleInput], least: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """Returns padded lengths of the two streams that are enough for every example.
 
     Args:
         least: smallest ones; without source or given cells, the generation stream is empty.
     """
-    text = max(len(row.index) for one in laid for row in one.text)
-    image = max(len(row.index) for one in laid for row in one.image)
+    text = max(len(row.index) for one in inputs for row in one.text)
+    image = max(len(row.index) for one in inputs for row in one.image)
     return _padded(max(text, least[0])), _padded(max(image, least[1])) if image else 0
 
 
@@ -145,15 +145,15 @@ def padded_lengths(prompt: Prompt) -> tuple[int, int]:
 
 
 def batched(
-    laid: Sequence[LaidOut], model: config.Model, prompt_len: tuple[int, int] = (0, 0)
+    inputs: Sequence[SampleInput], model: config.Model, prompt_len: tuple[int, int] = (0, 0)
 ) -> Prompt:
     """Returns the prompts of a batch, all in one shape.
 
     Args:
         prompt_len: smallest padded lengths of the two streams, so that batches share programs.
     """
-    rows = _Rows.of(laid, model)
-    return rows.prompt(range(len(rows.text)), lengths_of(laid, prompt_len))
+    rows = _Rows.of(inputs, model)
+    return rows.prompt(range(len(rows.text)), lengths_of(inputs, prompt_len))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ class PromptPart:
 
 
 def parted(
-    laid: Sequence[LaidOut],
+    inputs: Sequence[SampleInput],
     model: config.Model,
     prompt_len: tuple[int, int] = (0, 0),
     *,
@@ -187,7 +187,7 @@ def parted(
             `ContentCache`.
         apart: whether each guidance row is a part, also next to one of the same shape.
     """
-    rows, shapes, b = _Rows.of(laid, model), _guidance_shapes(laid, prompt_len), len(laid)
+    rows, shapes, b = _Rows.of(inputs, model), _guidance_shapes(inputs, prompt_len), len(inputs)
 
     def shape_of(number: int) -> tuple[tuple[int, int], bool, int]:
         own = range(number * b, (number + 1) * b)
@@ -208,17 +208,19 @@ def parted(
     return parts
 
 
-def _guidance_shapes(laid: Sequence[LaidOut], prompt_len: tuple[int, int]) -> list[tuple[int, int]]:
+def _guidance_shapes(
+    inputs: Sequence[SampleInput], prompt_len: tuple[int, int]
+) -> list[tuple[int, int]]:
     """Returns the padded lengths of both streams that each guidance row needs.
 
     A guidance row is shorter than the batch by as much as its rows are shorter than the longest row
     of their request. So its shape depends on the bucket, not on the requests in the batch.
     """
     tokens = np.array(
-        [[[len(row.index) for row in rows] for rows in (one.text, one.image)] for one in laid]
+        [[[len(row.index) for row in rows] for rows in (one.text, one.image)] for one in inputs]
     )  # [b 2 r]
     shorter = (tokens.max(axis=2, keepdims=True) - tokens).min(axis=0)
-    text, image = lengths_of(laid, prompt_len)
+    text, image = lengths_of(inputs, prompt_len)
     return [(_padded(text - one), _padded(image - other)) for one, other in shorter.T.tolist()]
 
 
@@ -238,18 +240,18 @@ class _Rows:
     model: config.Model
 
     @classmethod
-    def of(cls, laid: Sequence[LaidOut], model: config.Model) -> "_Rows":
-        pixels, views = _seen([one.example for one in laid])
-        number = len(laid[0].text)
-        text = [one.text[row] for row in range(number) for one in laid]
-        image = [one.image[row] for row in range(number) for one in laid]
+    def of(cls, inputs: Sequence[SampleInput], model: config.Model) -> "_Rows":
+        pixels, views = _seen([one.example for one in inputs])
+        number = len(inputs[0].text)
+        text = [one.text[row] for row in range(number) for one in inputs]
+        image = [one.image[row] for row in range(number) for one in inputs]
         if views is not None:
             text = [
                 dataclasses.replace(row, index=_numbered(row.index, shown, pixels, model.vision))
                 for row, shown in zip(text, itertools.cycle(views), strict=False)
             ]
-        position = np.array([one.response_position for one in laid] * number, np.int32)
-        length = np.array([one.length for one in laid] * number, np.int32)
+        position = np.array([one.response_position for one in inputs] * number, np.int32)
+        length = np.array([one.length for one in inputs] * number, np.int32)
         return cls(text, image, pixels, position, length, model)
 
     def see(self, rows: range) -> bool:

@@ -13,22 +13,19 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.models.cache import KVCache, StreamName
+from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.stack import (
-    STREAMS,
     implementation_of,
     step_implementation_of,
 )
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings, guidance_of
-from sparse_lavida_jax.sampling.prompts import LaidOut, Prompt, padded_lengths
+from sparse_lavida_jax.sampling.prompts import Prompt, SampleInput, padded_lengths
 from sparse_lavida_jax.sequence import Kind, SeenBatch
-from sparse_lavida_jax.tags import (
-    AnyArray,
-)
-from sparse_lavida_jax.visibility import PAD_BLOCK
+from sparse_lavida_jax.tags import STREAMS, StreamName
+from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 NOISE = {"text": 0, "layout": 1, "image": 2}  # so that kinds with one seed differ in noise
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
@@ -60,38 +57,38 @@ class Rows:
     ends_from: Int[AnyArray, " b"]
 
 
-def rows_of(laid: Sequence[LaidOut], settings: StepSettings, making: str = "") -> Rows:
+def rows_of(inputs: Sequence[SampleInput], settings: StepSettings, stage: str = "") -> Rows:
     """Returns the values of the rows of a batch, from their requests.
 
     Args:
-        making: a key of `NOISE`; "": the kind of the responses.
+        stage: a key of `NOISE`; "": the kind of the responses.
     """
-    requests, edits = [one.request for one in laid], settings.guidance_rows == 3
+    requests, edits = [one.request for one in inputs], settings.guidance_rows == 3
     scales = [
         (one.temperature, guidance_of(one, has_source=edits), one.guidance_image)
         for one in requests
     ]
     temperature, guidance, guidance_image = np.array(scales, np.float32).T
-    key = keys_from(requests, making or settings.kind, 0)
-    ends = np.array([ends_from(one.example) for one in laid], np.int32)
+    key = keys_from(requests, stage or settings.kind, 0)
+    ends = np.array([ends_from(one.example) for one in inputs], np.int32)
     return Rows(key, temperature, guidance, guidance_image, ends)
 
 
-def keys_from(requests: Sequence[RowRequest], making: str, step: int) -> Key[Array, " b"]:
+def keys_from(requests: Sequence[RowRequest], stage: str, step: int) -> Key[Array, " b"]:
     """Returns the keys of the rows' noise from a step on, until the next turn.
 
     Args:
-        making: a key of `NOISE`.
+        stage: a key of `NOISE`.
     """
-    seeds = [[seed for first, seed in one.seeds(making) if first <= step][-1] for one in requests]
+    seeds = [[seed for first, seed in one.seeds(stage) if first <= step][-1] for one in requests]
     attempts = [one.attempt for one in requests]
-    return _keys(np.array(seeds), np.array(attempts), making=NOISE[making])
+    return _keys(np.array(seeds), np.array(attempts), stage=NOISE[stage])
 
 
-@kept(static=("making",))
-def _keys(seed: Int[Array, " b"], attempt: Int[Array, " b"], *, making: int) -> Key[Array, " b"]:
+@persistent_jit(static=("stage",))
+def _keys(seed: Int[Array, " b"], attempt: Int[Array, " b"], *, stage: int) -> Key[Array, " b"]:
     def key(seed, attempt):
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), making), attempt)
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stage), attempt)
 
     return jax.vmap(key)(seed, attempt)
 
@@ -126,16 +123,16 @@ class SamplerState:
 
 
 def first_canvas(
-    laid: Sequence[LaidOut], mask_id: int
+    inputs: Sequence[SampleInput], mask_id: int
 ) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
     """Returns the initial responses, and which of their tokens are known."""
-    lengths = sorted({len(one.example.given) for one in laid})
+    lengths = sorted({len(one.example.given) for one in inputs})
     if len(lengths) > 1:
         raise ValueError(
             f"requests of one batch have one response length, got {lengths}: sample them apart."
         )
-    given = np.stack([one.example.given for one in laid])
-    tokens = np.stack([one.example.response for one in laid])
+    given = np.stack([one.example.given for one in inputs])
+    tokens = np.stack([one.example.response for one in inputs])
     return np.where(given[..., None], tokens, mask_id).astype(np.int32), given
 
 
@@ -179,7 +176,7 @@ Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
 Prompts = tuple[Prompt, ...]  # of all rows, or only for steps without a cache in several shapes
 
 
-@kept(static=("settings", "capacity"), depends=attention)
+@persistent_jit(static=("settings", "capacity"), depends=attention)
 def prefill(
     model: Denoiser,
     canvas: Int[Array, "b l g"],
@@ -209,13 +206,13 @@ def prefill(
     return SamplerState(canvas, decoded_at, rows, seen, cache, passes)
 
 
-@kept(depends=attention)
+@persistent_jit(depends=attention)
 def see(model: Denoiser, pixels: SeenBatch) -> Features:
     """Returns the vision features of each request, as arrays of their own."""
     return tuple(jnp.split(model.see(pixels), len(pixels)))
 
 
-@kept(static=("kind",), depends=attention)
+@persistent_jit(static=("kind",), depends=attention)
 def pass_prompt(
     model: Denoiser, prompt: Prompt, features: Features | None = None, *, kind: Kind
 ) -> KVCache:
@@ -228,7 +225,7 @@ def pass_prompt(
     return _written(model, prompt, _seen(model, prompt, features), cache)
 
 
-@kept(static=("lengths",))
+@persistent_jit(static=("lengths",))
 def apart(passed: SamplerState | KVCache, *, lengths: tuple[int, int]) -> tuple[KVCache, ...]:
     """Returns a cache for each row that holds just its prompt, without spare slots.
 
@@ -240,7 +237,7 @@ def apart(passed: SamplerState | KVCache, *, lengths: tuple[int, int]) -> tuple[
     return tuple(cache.row(number, lengths) for number in range(cache.block.shape[0]))
 
 
-@kept(static=("first", "kind", "capacity", "prompt_len"))
+@persistent_jit(static=("first", "kind", "capacity", "prompt_len"))
 def gather(
     model: Denoiser,
     canvas: Int[Array, "b l g"],
@@ -269,7 +266,7 @@ def gather(
     return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
 
 
-@kept(static=("copies",))
+@persistent_jit(static=("copies",))
 def forked(state: SamplerState, rows: Rows, *, copies: int) -> SamplerState:
     """Returns the state of a batch whose rows all go on from the only row of another one.
 

@@ -423,7 +423,7 @@ def read(task: str, text: str, seed: int) -> Reading | None:
     """Returns a taught sentence for the words of a task; None for tasks that take any words.
 
     Args:
-        task: a key of `requests.TASKS`.
+        task: a key of `requests.TASK_SPECS`.
         text: of at most `LONGEST` characters.
         seed: chooses what the words leave open.
     """

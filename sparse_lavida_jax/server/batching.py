@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests on one device: which share a batch, which go first, and compiling in the background.
 
-Waiting requests of one kind (`batch_shapes.kind_of`) are done together. Batches of other kinds take
-turns on the device at the ends of their phases. A batch whose programs have not run yet releases
+Waiting requests with one `batch_shapes.batching_key` are done together. Other batches take turns on
+the device at the ends of their phases. A batch whose programs have not run yet releases
 the device while it compiles and runs them, unless the model is split over several devices.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 
 from sparse_lavida_jax import runtime
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference.batch_shapes import SHARING, Bucket, kind_of
+from sparse_lavida_jax.inference.batch_shapes import SHARING, Bucket, batching_key
 from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.programs import compiling, kept
+from sparse_lavida_jax.programs import compiling, persistent_jit
 from sparse_lavida_jax.sampling.progress import Progress
 
 CLOSE_SECONDS = 30.0  # the longest that closing waits for running phases
@@ -122,7 +122,7 @@ class Ticket:
     client: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self):
-        kinds = {kind_of(request) for request in self.requests}
+        kinds = {batching_key(request) for request in self.requests}
         alone = any(request.turns for request in self.requests)  # branches of one image
         self.shares = self.task in SHARING and len(kinds) == 1 and not alone
         self.kind: Hashable = kinds.pop() if self.shares else self.task
@@ -152,7 +152,7 @@ class Ticket:
 
     def wants_preview(self, state: Progress) -> bool:
         """Whether to make a preview after this phase."""
-        if state.making != "image" or not state.steps:
+        if state.stage != "image" or not state.steps:
             return False
         parts, due = self.looks + 1, len(self.previews) + 1
         reached = state.total * due <= state.steps * parts < state.total * parts
@@ -294,7 +294,7 @@ class Batch:
         self.left = state.total - state.steps
         for ticket in self.tickets:
             if ticket.cancelled:
-                done = f"{state.steps} of {state.total} steps of the {state.making}"
+                done = f"{state.steps} of {state.total} steps of the {state.stage}"
                 ticket.fail(Cancelled(f"cancelled after {done}."))
                 continue
             ticket.follow(state)
@@ -365,7 +365,7 @@ class Batcher:
         self.known: set[Hashable] = set()
         self.kept: set[Hashable] = set()
         self.warm: set[Hashable] = set()
-        self._spared: set[kept.Program] = set()
+        self._spared: set[persistent_jit.Program] = set()
         self.stops = False
         self._changed = threading.Condition()
         self._busy: collections.Counter[Hashable] = collections.Counter()  # those under way
@@ -467,7 +467,7 @@ class Batcher:
                 self._end(ticket)
                 self._rehearsed.remove(ticket)
                 self.warm |= batch.keys & self.known
-                self._spared = kept.in_memory()
+                self._spared = persistent_jit.in_memory()
 
     def stop(self) -> None:
         """Takes no more requests and turns away those that wait; running ones continue."""
@@ -587,7 +587,7 @@ class Batcher:
         Batches under way load theirs again, beside the device, before the next phase.
         """
         if len(self.known - self.warm) >= self.limits.programs:
-            kept.forget(self._spared)
+            persistent_jit.forget(self._spared)
             runtime.return_freed_memory()
-            # Where jax holds the programs (`kept.Kept`), they are all freed.
+            # Where jax holds the programs (`kept.PersistentJit`), they are all freed.
             self.known &= self.warm if self._spared else set()

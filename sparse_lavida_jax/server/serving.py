@@ -24,7 +24,7 @@ from sparse_lavida_jax import runtime
 from sparse_lavida_jax.data import image_files, images
 from sparse_lavida_jax.inference import batch_shapes, provenance, regions, warmup
 from sparse_lavida_jax.inference.checks import check_ceilings
-from sparse_lavida_jax.inference.requests import TASKS, Request, Shown
+from sparse_lavida_jax.inference.requests import TASK_SPECS, Request, Shown
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
 from sparse_lavida_jax.sampling.options import ALIASES, OPTIONS, changed
@@ -368,14 +368,14 @@ class Service:
 
     def _settings(self, task: str) -> list[tuple[int | None, int | None]]:
         """Returns the (steps, registers) that may be asked for and are compiled in advance."""
-        return [(None, None), *(self.limits.only or () if TASKS[task].draws else ())]
+        return [(None, None), *(self.limits.only or () if TASK_SPECS[task].draws else ())]
 
     def _check_settings(self, requests: Sequence[Request]) -> None:
         """Refuses settings that would need compiling, if `limits.only` is set."""
         if self.limits.only is None:
             return
         base, task = self.pipe.settings.sampling, requests[0].task
-        draws, known = TASKS[task].draws, self._settings(task)
+        draws, known = TASK_SPECS[task].draws, self._settings(task)
         settings = [changed(base, draws=draws, steps=n, registers=m) for n, m in known]
         if all(request.sampling in settings for request in requests):
             return

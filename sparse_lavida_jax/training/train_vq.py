@@ -289,7 +289,7 @@ SOURCES = {
 
 
 def _report(
-    model: vq.VQModel | vq.CellModel,
+    model: vq.AnyVQ,
     images: np.ndarray,
     report: Callable,
     workdir: pathlib.Path,

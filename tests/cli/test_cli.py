@@ -24,7 +24,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.cli import commands, doctor, modes, parser, program, terminal
 from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.inference.requests import TASKS, Request
+from sparse_lavida_jax.inference.requests import TASK_SPECS, Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import vocabulary
@@ -46,14 +46,14 @@ def asked(monkeypatch, tmp_path):
             calls.append(("load", name, batch_size))
 
         def requests(self, task, words=None, shown=None, **options):
-            assert set(options) <= TASKS[task].takes
+            assert set(options) <= TASK_SPECS[task].takes
             given = {key: value for key, value in options.items() if value is not None}
             calls.append((task, words, shown, given))
             return [Request(task=task, words="a")]
 
         def run(self, requests, callback=None):
             task = requests[0].task
-            drawn = {"pixels": (IMAGE,), "records": ({},)} if TASKS[task].draws else {}
+            drawn = {"pixels": (IMAGE,), "records": ({},)} if TASK_SPECS[task].draws else {}
             settings = config.Sampling()
             return Result(task, ("a",), (0,), settings, Origin(), {}, texts=("b",), **drawn)
 

@@ -166,7 +166,7 @@ def a_row(kind, *, full_attention=False, codes_per_token=4, num_registers=2):
     block = np.resize([1, 2, 3, 4, ABSENT], length).astype(np.int32)
     masked = block > 2
     blocks = diffusion.Blocks(block, masked, 2, (3, 4), np.where(masked, 0.5, 0.0), 7.0)
-    prompt = tiny.lay_out(asked, settings)
+    prompt = tiny.sample_input(asked, settings)
     row = diffusion.CorruptedRow(
         prompt, asked.response, kind, blocks, settings, full_attention=full_attention
     )
@@ -273,7 +273,7 @@ def test_a_cell_of_a_plan_is_whole_where_it_is_clean_whatever_is_known_or_weighs
     )
     some = some._replace(code_weight=heavy)
     row = diffusion.CorruptedRow(
-        tiny.lay_out(asked, settings), asked.response, "image", some, settings
+        tiny.sample_input(asked, settings), asked.response, "image", some, settings
     )
     image, held = row.generation, slice(None, len(blocks.block))
     codes, hidden = asked.response[blocks.token], blocks.masked[:, None] & ~some.known
@@ -339,7 +339,7 @@ def test_a_group_without_images_has_no_generation_stream():
     asked = tiny.request("text", settings, 0, words=3)
     blocks = diffusion.uniform_blocks(np.random.default_rng(0), asked.given, config.Diffusion())
     row = diffusion.CorruptedRow(
-        tiny.lay_out(asked, settings), asked.response, "text", blocks, settings
+        tiny.sample_input(asked, settings), asked.response, "text", blocks, settings
     )
     batch = tiny.stacked([row], settings)
     assert batch.generation is None

@@ -233,10 +233,10 @@ def batches(monkeypatch):
     """The batches that reach the sampler, as lists of (words of the prompt, seed)."""
     seen = []
 
-    def sample(model, laid, phases, *, settings, prompt_len, **_):
-        seen.append([(len(one.example.parts[1].ids), one.request.seed) for one in laid])
+    def sample(model, inputs, phases, *, settings, prompt_len, **_):
+        seen.append([(len(one.example.parts[1].ids), one.request.seed) for one in inputs])
         sample.prompt_lens.add(prompt_len)
-        return np.stack([np.full_like(one.example.response, one.request.seed) for one in laid])
+        return np.stack([np.full_like(one.example.response, one.request.seed) for one in inputs])
 
     sample.prompt_lens = set()
     monkeypatch.setattr(engine.sample, "sample", sample)

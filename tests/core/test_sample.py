@@ -103,8 +103,10 @@ def test_edits_may_have_a_guidance_of_their_own():
     example = tiny.request("image", SETTINGS, 0, words=3, source=True)
     for has_source, scale in ((False, 4.0), (True, 1.2)):
         settings = presets.step_settings(asked, SETTINGS, "image", has_source=has_source)
-        laid = prompts.lay_out(example, row, SETTINGS, settings)
-        np.testing.assert_allclose(state_of.rows_of([laid], settings).guidance, [scale], rtol=1e-6)
+        inputs = prompts.sample_input(example, row, SETTINGS, settings)
+        np.testing.assert_allclose(
+            state_of.rows_of([inputs], settings).guidance, [scale], rtol=1e-6
+        )
     none = presets.step_settings(
         dataclasses.replace(asked, guidance_edit=0.0), SETTINGS, "image", has_source=True
     )
@@ -187,7 +189,7 @@ def test_prompts_are_padded_to_a_bucket_with_given_tokens_in_their_block():
     asked = tiny.request("text", SETTINGS, 0, words=4, source=True, given=0.5)
     short = tiny.request("text", SETTINGS, 1, words=1)
     prompt = tiny.prepare([asked, short], SETTINGS)
-    row = tiny.lay_out(asked, SETTINGS)
+    row = tiny.sample_input(asked, SETTINGS)
     known = np.flatnonzero(asked.given)
     n, m = len(row.ids), len(known)
     assert prompt.understanding.index.shape == (2, prompts.PROMPT_BUCKET)
@@ -198,10 +200,14 @@ def test_prompts_are_padded_to_a_bucket_with_given_tokens_in_their_block():
     np.testing.assert_array_equal(text.tokens[0, :n], row.ids)
     np.testing.assert_array_equal(text.tokens[0, n : n + m], asked.response[known, 0])
     np.testing.assert_array_equal(text.tags.position[0, n : n + m], row.response_position + known)
-    assert (text.tags.block[1] == PAD_BLOCK).sum() == 16 - len(tiny.lay_out(short, SETTINGS).ids)
+    assert (text.tags.block[1] == PAD_BLOCK).sum() == 16 - len(
+        tiny.sample_input(short, SETTINGS).ids
+    )
     np.testing.assert_array_equal(prompt.generation.tokens[0, : tiny.IMAGE_LEN], row.codes)
     assert (prompt.generation.tags.block[1] == PAD_BLOCK).all()
-    np.testing.assert_array_equal(prompt.length, [row.length, tiny.lay_out(short, SETTINGS).length])
+    np.testing.assert_array_equal(
+        prompt.length, [row.length, tiny.sample_input(short, SETTINGS).length]
+    )
 
 
 def test_guidance_rows_stand_one_after_the_other_dropped_ones_first():
@@ -270,9 +276,9 @@ def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
 
     def run():
         with traces._patched(**traces._quick()):
-            laid = tiny.laid(requests, model.settings, settings)
-            begun = sample.begin(model, laid, phases, settings=settings)
-        reach = [phase.reach for phase in begun.phases]
+            inputs = tiny.sample_inputs(requests, model.settings, settings)
+            prefilled = sample.prefill_batch(model, inputs, phases, settings=settings)
+        reach = [phase.reach for phase in prefilled.phases]
         return reach, traces.finished(model, requests, phases, settings)
 
     monkeypatch.setattr(calls, "READ_SLOTS", 1000)
@@ -317,7 +323,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     shown = []
     canvas = sample.sample(
         model,
-        tiny.laid(requests, model.settings, image_settings()),
+        tiny.sample_inputs(requests, model.settings, image_settings()),
         phases,
         settings=image_settings(),
         callback=shown.append,
@@ -669,7 +675,7 @@ def logits_at(model, requests, canvas, settings):
     state = state_of.SamplerState(
         jnp.asarray(canvas, jnp.int32),
         jnp.full(shape, state_of.NOT_DECODED),
-        state_of.rows_of(tiny.laid(requests, model.settings, settings), settings),
+        state_of.rows_of(tiny.sample_inputs(requests, model.settings, settings), settings),
         None,
         None,
         jnp.int32(0),
@@ -862,8 +868,8 @@ def test_the_second_row_pushes_or_is_averaged_with(edit_guidance):
     if edit_guidance in ("no_source", "no_image"):
         pulled = (full + 0.4 * second) / 1.4
     expected = pulled + 0.7 * (pulled - dropped)
-    laid = tiny.laid([tiny.request("image", SETTINGS, 0, words=3)], SETTINGS, settings)
-    rows = state_of.rows_of(laid, settings)
+    inputs = tiny.sample_inputs([tiny.request("image", SETTINGS, 0, words=3)], SETTINGS, settings)
+    rows = state_of.rows_of(inputs, settings)
     now = tiny.step_at(jnp.zeros((1, 2), jnp.int32))
     found = draw.guided(jnp.asarray(logits, jnp.float32), rows, now, settings)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
@@ -930,18 +936,20 @@ def test_a_second_request_in_the_same_bucket_compiles_nothing():
         run_phase=traced(sample.run_phase, len(plan), static_argnames=("settings",)),
     ):
         first = sample.sample(
-            model, tiny.laid(requests, model.settings, settings), plan, settings=settings
+            model, tiny.sample_inputs(requests, model.settings, settings), plan, settings=settings
         )
         others = [asked_of(request, i) for i, request in enumerate(requests, start=7)]
         stronger = image_settings(guidance=3.0)
         plan = traces.plan(requests, stronger, max_phases=2)
         second = sample.sample(
-            model, tiny.laid(others, model.settings, stronger), plan, settings=stronger
+            model, tiny.sample_inputs(others, model.settings, stronger), plan, settings=stronger
         )
         assert (first != second).any()
         long = [tiny.request("image", SETTINGS, 1, words=40)] * 2
         with pytest.raises(AssertionError, match="traced"):
-            sample.sample(model, tiny.laid(long, model.settings, settings), plan, settings=settings)
+            sample.sample(
+                model, tiny.sample_inputs(long, model.settings, settings), plan, settings=settings
+            )
 
 
 # Every program of a request, and text that it must contain.
@@ -984,8 +992,8 @@ def test_a_request_runs_a_prefill_and_a_program_a_phase_and_asks_the_host_nothin
     plan = traces.plan(requests, settings, max_phases=2) if kind == "image" else traces.plan(
         requests, settings, num_steps=2
     )  # fmt: skip
-    laid = tiny.laid(requests, model.settings, settings)
-    sample.sample(model, laid, plan, settings=settings, stop_early=False)
+    inputs = tiny.sample_inputs(requests, model.settings, settings)
+    sample.sample(model, inputs, plan, settings=settings, stop_early=False)
     assert ran == ["prefill", *["run_phase"] * len(plan)]
 
 
@@ -1279,7 +1287,7 @@ def test_a_plan_for_another_batch_is_refused():
     with pytest.raises(ValueError, match="the plan is for 2 rows, got 1 requests"):
         sample.sample(
             tiny.denoiser(SETTINGS),
-            tiny.laid(image_requests(3), SETTINGS, image_settings()),
+            tiny.sample_inputs(image_requests(3), SETTINGS, image_settings()),
             image_plan(image_requests(3, 4)),
             settings=image_settings(),
         )
@@ -1293,7 +1301,7 @@ def test_responses_of_different_length_are_refused():
     with pytest.raises(ValueError, match="response"):
         sample.sample(
             tiny.denoiser(SETTINGS),
-            tiny.laid(requests, SETTINGS, image_settings()),
+            tiny.sample_inputs(requests, SETTINGS, image_settings()),
             image_plan(image_requests(3, 4)),
             settings=image_settings(),
         )

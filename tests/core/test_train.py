@@ -54,7 +54,7 @@ def a_text_and_an_image_row(model) -> diffusion.Corrupted:
     for seed, kind in enumerate(("text", "image")):
         one = tiny.request(kind, model, seed, words=4)
         blocks = diffusion.uniform_blocks(rng, one.given, settings)
-        prompt = tiny.lay_out(one, model)
+        prompt = tiny.sample_input(one, model)
         rows.append(diffusion.CorruptedRow(prompt, one.response, kind, blocks, model))
     return tiny.stacked(rows, model, RowShape(32, 24))
 

@@ -68,7 +68,7 @@ def test_no_foreign_framework_and_no_pickle():
     allowed = {"mixture/recipe": {"yaml"}, "evals/benchmarks/refcoco": {"pickle"}}
     for path in SOURCES:
         name, text = name_of(path), text_of(path)
-        if name == "programs/kept":
+        if name == "programs/persistent_jit":
             continue
         roots = {module.split(".")[0] for module in imported(path)}
         if "convert" not in path.parts:

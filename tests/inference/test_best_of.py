@@ -48,12 +48,12 @@ def test_rows_that_are_refused_are_drawn_again_and_no_others(pipe, judge):
     seen, told = judge({5: 0, 6: 2, 7: 1}), []
     result = pipe.generate(
         ["a"] * 4, seed=[5, 6, 7, 8], layout=LAYOUT, best_of=3,
-        callback=lambda state: told.append((state.making, state.rows)),
+        callback=lambda state: told.append((state.stage, state.rows)),
     )  # fmt: skip
     assert seen == [[(5, 0), (6, 0), (7, 0), (8, 0)], [(6, 1), (7, 1), (8, 1)], [(6, 2), (8, 2)]]
     assert result.tries == (1, 3, 2, 3)
     assert [text == rules.CORRECT for text in result.texts] == [True, True, True, False]
-    rows = list(dict.fromkeys(rows for making, rows in told if making == "image"))
+    rows = list(dict.fromkeys(rows for stage, rows in told if stage == "image"))
     assert rows == [(0, 1, 2, 3), (1, 2, 3), (1, 3)]
     # Every try costs what the first did, since all follow the same layout.
     plain = pipe.generate(["a"] * 4, seed=[5, 6, 7, 8], layout=LAYOUT)
@@ -93,9 +93,9 @@ def test_copies_are_judged_one_by_one(pipe, judge):
 def test_the_model_judges_whether_an_image_shows_the_words(pipe, monkeypatch):
     examples, decode = [], pipe.engine.decode
 
-    def seen(asked, *given, making, **how):
-        examples.extend(asked if making == "text" else [])
-        return decode(asked, *given, making=making, **how)
+    def seen(asked, *given, stage, **how):
+        examples.extend(asked if stage == "text" else [])
+        return decode(asked, *given, stage=stage, **how)
 
     monkeypatch.setattr(pipe.engine, "decode", seen)
     result = pipe.generate("a red circle", layout=False, best_of=2, seed=4)
@@ -135,4 +135,8 @@ def test_a_model_that_judges_nothing_refuses(pipe):
 def test_judged_and_unjudged_requests_share_no_batch(pipe):
     (judged,), (plain,) = (pipe.requests("generate", "a", best_of=n) for n in (2, 1))
     (more,) = pipe.requests("generate", "a", best_of=8)
-    assert batch_shapes.kind_of(judged) == batch_shapes.kind_of(more) != batch_shapes.kind_of(plain)
+    assert (
+        batch_shapes.batching_key(judged)
+        == batch_shapes.batching_key(more)
+        != batch_shapes.batching_key(plain)
+    )

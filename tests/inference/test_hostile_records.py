@@ -95,8 +95,8 @@ def drawn():
 def still(monkeypatch):
     """The network does not run, unless SLOW_TESTS is set."""
 
-    def sample(model, laid, phases, *, settings, **_):
-        return np.stack([one.example.response for one in laid])
+    def sample(model, inputs, phases, *, settings, **_):
+        return np.stack([one.example.response for one in inputs])
 
     def scores(*_, **how):
         raise RequestError("no pass runs.")

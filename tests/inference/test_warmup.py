@@ -14,7 +14,7 @@ from sparse_lavida_jax import sample
 from sparse_lavida_jax.cli import commands, parser, program, usage_errors
 from sparse_lavida_jax.inference import batch_shapes, warmup
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.programs import executables, kept
+from sparse_lavida_jax.programs import executables, persistent_jit
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes.grammar import box_text, cell_box
 
@@ -38,11 +38,11 @@ def writes(monkeypatch, pipe):
     """A sampler that decodes nothing; the layouts that it writes in turn."""
     layouts = [""]
 
-    def decoded(model, laid, phases, *, making, callback=None, **_):
+    def decoded(model, laid, phases, *, stage, callback=None, **_):
         if callback is not None:
-            callback(staged.after(making, 0, len(laid)))
+            callback(staged.after(stage, 0, len(laid)))
         response = np.stack([one.example.response for one in laid]) * 0
-        if making == "layout":
+        if stage == "layout":
             ids = pipe.tokenizer.encode(layouts[0])
             response[:, : len(ids), 0] = ids
         return response
@@ -177,7 +177,7 @@ def test_commands_keep_programs_where_they_are_asked_to(monkeypatch, words, fold
 # Memory.
 
 
-@kept.kept()
+@persistent_jit.persistent_jit()
 def _doubled(x):
     return x * 2
 
@@ -187,9 +187,9 @@ def test_programs_that_are_spared_stay_in_memory(monkeypatch, tmp_path):
     executables.keep_in(tmp_path)
     _doubled(jnp.ones(2))
     (spared,) = _doubled.in_memory()
-    assert spared in kept.in_memory() and not spared.was_kept
+    assert spared in persistent_jit.in_memory() and not spared.was_kept
     _doubled(jnp.ones(3))
-    kept.forget({spared})
+    persistent_jit.forget({spared})
     assert _doubled.in_memory() == [spared]
-    kept.forget()
+    persistent_jit.forget()
     assert _doubled.in_memory() == []

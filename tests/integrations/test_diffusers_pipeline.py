@@ -13,7 +13,7 @@ import stand_ins
 from PIL import Image
 
 import sparse_lavida_jax
-from sparse_lavida_jax.inference.requests import TASKS
+from sparse_lavida_jax.inference.requests import TASK_SPECS
 from sparse_lavida_jax.integrations.diffusers_pipeline import SparseLaViDaPipeline
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
@@ -298,7 +298,7 @@ def test_what_the_pipelines_of_masked_diffusion_take_is_taken():
     shared = set.intersection(*map(set, theirs))
     assert {"prompt", "num_inference_steps", "generator", "return_dict"} <= shared
     assert shared - OF_TEXT - {"temperature"} <= set(OURS)
-    assert "temperature" in TASKS["generate"].takes
+    assert "temperature" in TASK_SPECS["generate"].takes
 
 
 @pytest.mark.parametrize("path", IMAGE_PIPELINES)

@@ -50,8 +50,8 @@ def watched(name, kind="image", given=0.0, **changes):
         return state
 
     with traces._patched(prefill=traces._prefill, run_phase=step_by_step):
-        laid = tiny.laid(requests, model.settings, asked)
-        sample.sample(model, laid, traces.plan(requests, asked, num_steps=4), settings=asked)
+        inputs = tiny.sample_inputs(requests, model.settings, asked)
+        sample.sample(model, inputs, traces.plan(requests, asked, num_steps=4), settings=asked)
     return found
 
 
@@ -97,11 +97,11 @@ def loop_of(requests, segments, asked, model=None):
     """Returns the loop of a segment's program."""
     model = model or tiny.denoiser(SETTINGS)
     with traces._patched(prefill=traces._prefill):
-        laid = tiny.laid(requests, model.settings, asked)
-        begun = sample.begin(model, laid, segments, settings=asked)
+        inputs = tiny.sample_inputs(requests, model.settings, asked)
+        prefilled = sample.prefill_batch(model, inputs, segments, settings=asked)
     steps = jax.tree.map(jnp.asarray, segments[0])
-    run = functools.partial(sample.run_phase.__wrapped__, settings=begun.program)
-    program = jax.make_jaxpr(run)(model, begun.state, steps, begun.prompts)
+    run = functools.partial(sample.run_phase.__wrapped__, settings=prefilled.program)
+    program = jax.make_jaxpr(run)(model, prefilled.state, steps, prefilled.prompts)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]
     return loops[-1]
 

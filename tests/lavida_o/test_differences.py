@@ -210,9 +210,9 @@ def asked(monkeypatch):
     """Returns the calls of a fake sampler, which returns every response unchanged."""
     seen = []
 
-    def sample(model, laid, phases, *, settings, **_):
-        seen.append((settings, phases, laid[0].request.temperature))
-        return np.stack([one.example.response for one in laid])
+    def sample(model, inputs, phases, *, settings, **_):
+        seen.append((settings, phases, inputs[0].request.temperature))
+        return np.stack([one.example.response for one in inputs])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
     return seen

@@ -105,7 +105,7 @@ def test_a_text_is_that_of_the_plain_path_for_the_same_noise():
 
 def tile_noise(asked, plan, settings):
     """Returns the noise of every step, position and word that drawing by tiles uses."""
-    key = state_of.rows_of(tiny.laid(asked, SETTINGS, settings), settings).key
+    key = state_of.rows_of(tiny.sample_inputs(asked, SETTINGS, settings), settings).key
     everywhere = jnp.repeat(jnp.arange(tiny.TEXT_LEN)[None], len(asked), axis=0)
     one, nothing = jnp.float32(1), everywhere[:, :0]
     steps = []
@@ -137,8 +137,8 @@ def made_over_the_vocabulary(asked, plan, settings):
         return arrays[1]
 
     with traces._patched(run_phase=program):
-        laid = tiny.laid(asked, SETTINGS, settings)
-        sample.sample(tiny.denoiser(SETTINGS), laid, plan[:1], settings=settings)
+        inputs = tiny.sample_inputs(asked, SETTINGS, settings)
+        sample.sample(tiny.denoiser(SETTINGS), inputs, plan[:1], settings=settings)
     kernel = f"{SETTINGS.width},{VOCABULARY}"
     return {s for s in re.findall(rf"\[([\d,]*,{VOCABULARY})\]", seen[0]) if s != kernel}
 

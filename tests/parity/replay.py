@@ -224,8 +224,8 @@ def one_pass(given, request, phase, settings, codes) -> Pass:
     side = made.codes_side
     grid = tuple(length * side for length in request.grid)
     (cells,) = cells_of(codes, grid, side)
-    laid = tiny.laid([request], made, settings)
-    prompt, rows = prompts.batched(laid, made), state_of.rows_of(laid, settings)
+    inputs = tiny.sample_inputs([request], made, settings)
+    prompt, rows = prompts.batched(inputs, made), state_of.rows_of(inputs, settings)
     on_device = jax.tree.map(jnp.asarray, (cells[None].astype(np.int32), rows, prompt))
     block, how = jnp.int32(phase.block[0]), {"guided": phase.guided, "settings": settings}
     logits, *streams = _pass_all(model, block, *on_device, **how)

@@ -51,7 +51,7 @@ def test_whole_phases_take_the_same_steps(case):
             request, plan, settings, _ = run_of(given, name)
             passes = []
             last = sample.sample(
-                given.model(), tiny.laid([request], given.settings.model, settings), plan,
+                given.model(), tiny.sample_inputs([request], given.settings.model, settings), plan,
                 settings=settings,
                 callback=lambda progress, seen=passes: seen.append(progress.steps),
             )  # fmt: skip

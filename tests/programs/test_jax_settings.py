@@ -19,7 +19,7 @@ from jax._src import config as jax_config
 from jax.sharding import AxisType
 
 from sparse_lavida_jax import SparseLaViDa
-from sparse_lavida_jax.programs import jax_settings, kept, side_by_side
+from sparse_lavida_jax.programs import jax_settings, persistent_jit, side_by_side
 from sparse_lavida_jax.sampling import state
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs/api/variables.md"
@@ -187,7 +187,7 @@ def test_a_program_is_made_once_and_the_same_under_all_settings():
     side_by_side.make_ahead(True)
     traced = []
 
-    @kept.kept()
+    @persistent_jit.persistent_jit()
     def noise(seed):
         traced.append(seed)
         return jax.random.gumbel(jax.random.key(seed), (3,))
@@ -209,12 +209,12 @@ def test_a_program_is_made_once_and_the_same_under_all_settings():
 
 COMPILED = """
 import sys, jax, numpy as np
-from sparse_lavida_jax.programs import folder, kept
+from sparse_lavida_jax.programs import folder, persistent_jit
 folder.keep_programs(sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 seen = []
 jax.monitoring.register_event_listener(lambda name, **_: seen.append(name))
-for function in (jax.jit, kept.kept()):
+for function in (jax.jit, persistent_jit.persistent_jit()):
     print(float(function(lambda x: x * 3 + 1)(np.float32(2))))
     print(any("cache_hits" in name for name in seen))
     seen.clear()

@@ -15,8 +15,8 @@ import pytest
 from jax._src import lru_cache
 
 from sparse_lavida_jax.programs import compiling, executables, folder, side_by_side
-from sparse_lavida_jax.programs import kept as kept_module
-from sparse_lavida_jax.programs.kept import Call, finish, kept, make
+from sparse_lavida_jax.programs import persistent_jit as jit_module
+from sparse_lavida_jax.programs.persistent_jit import Call, finish, make, persistent_jit
 from sparse_lavida_jax.programs.program_arguments import Types
 
 # ---------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def place(tmp_path):
 def a_step():
     """A function that this process has not compiled."""
 
-    @kept(static=("power",), donate=("state",))
+    @persistent_jit(static=("power",), donate=("state",))
     def step(model, state, *, number, power):
         def body(_, x):
             return {"key": x["key"], "value": jnp.sin(x["value"] @ model["w"]) ** power}
@@ -182,11 +182,11 @@ def test_a_program_of_jaxs_cache_is_compiled_anew_so_that_it_can_be_kept(tmp_pat
 import sys
 import jax
 from sparse_lavida_jax.programs import folder
-from sparse_lavida_jax.programs.kept import kept
+from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 folder.keep_programs({str(tmp_path)!r})
 rows = jax.numpy.ones((64, 64))
-print(kept()(lambda x: jax.numpy.tanh(x @ x).sum(axis=0) * 3)(rows).sum())
+print(persistent_jit()(lambda x: jax.numpy.tanh(x @ x).sum(axis=0) * 3)(rows).sum())
 """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("JAX_")
@@ -213,7 +213,7 @@ def test_what_a_program_depends_on_finds_another_one(place):
 
 
 def test_programs_depend_on_code_and_tiles_and_not_on_rows_of_benchmarks():
-    names = {path.relative_to(kept_module.PACKAGE).as_posix() for path in kept_module._sources()}
+    names = {path.relative_to(jit_module.PACKAGE).as_posix() for path in jit_module._sources()}
     assert {"sample.py", "models/vq.py", "kernels/tile_sizes.json"} <= names
     assert not [name for name in names if "results/" in name]
 
@@ -325,8 +325,8 @@ def test_another_device_that_was_chosen_is_used():
 
 def test_over_a_mesh_of_tpus_a_program_has_options_of_its_own_and_as_a_part_none(monkeypatch):
     """`jax.jit` refuses the options of a program that is part of another."""
-    monkeypatch.setattr(kept_module, "OVER_TPUS", {"xla_llvm_disable_expensive_passes": True})
-    double, used = kept()(lambda x: 2 * x), []
+    monkeypatch.setattr(jit_module, "OVER_TPUS", {"xla_llvm_disable_expensive_passes": True})
+    double, used = persistent_jit()(lambda x: 2 * x), []
     with_options = double.over_tpus
     monkeypatch.setattr(double, "over_tpus", lambda *args: used.append(1) or with_options(*args))
     x = jnp.arange(4)
@@ -354,7 +354,7 @@ def test_shapes_are_kept_and_read_without_tracing(place):
             traced.append(setting)
             return {"x": jnp.zeros((2, 3)), "y": [jnp.ones(4, jnp.int8)]}
 
-        return kept_module.shapes_of(make, setting)
+        return jit_module.shapes_of(make, setting)
 
     first = shapes("one")
     assert [leaf.shape for leaf in jax.tree.leaves(first)] == [(2, 3), (4,)]
@@ -384,7 +384,7 @@ def test_what_jax_compiles_is_noted():
 def test_an_error_is_raised_by_the_call():
     side_by_side.make_ahead(True)
 
-    @kept()
+    @persistent_jit()
     def wrong(x):
         return jax.pure_callback(lambda _: 1 / 0, jax.ShapeDtypeStruct((), "float32"), x)
 

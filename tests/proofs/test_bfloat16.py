@@ -32,10 +32,10 @@ _step_logits = tiny.quick_jit(sample.step_logits, static_argnums=4)
 def logits(model, requests, settings, plan):
     """Returns the logits of the first step; if it is the only one, of all unknown cells."""
     with traces._patched(prefill=traces._prefill):
-        laid = tiny.laid(requests, model.settings, settings)
-        begun = sample.begin(model, laid, plan, settings=settings)
+        inputs = tiny.sample_inputs(requests, model.settings, settings)
+        prefilled = sample.prefill_batch(model, inputs, plan, settings=settings)
     now = jax.tree.map(jnp.asarray, plan[0][0])
-    found, _ = _step_logits(model, begun.state, now, begun.prompts, begun.program)
+    found, _ = _step_logits(model, prefilled.state, now, prefilled.prompts, prefilled.program)
     return np.asarray(found), np.asarray(now.decode)
 
 

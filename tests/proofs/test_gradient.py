@@ -42,7 +42,7 @@ def corrupted_rows(kind):
 
 def batch_of(model, requests, blocks, kind, shape=None):
     """Returns a training batch, its shape, and the start of each response."""
-    prompts = [tiny.lay_out(asked, model.settings) for asked in requests]
+    prompts = [tiny.sample_input(asked, model.settings) for asked in requests]
     rows = [
         diffusion.CorruptedRow(prompt, asked.response, kind, cut, model.settings)
         for prompt, asked, cut in zip(prompts, requests, blocks, strict=True)

@@ -189,7 +189,7 @@ def run(case: Case, phase=WATCHED_PHASE) -> tuple[list[Step], np.ndarray]:
     with mock.patch.multiple(sample, run_phase=phase, step_logits=_telling):
         response = sample.sample(
             model,
-            tiny.laid(case.requests, case.model, settings),
+            tiny.sample_inputs(case.requests, case.model, settings),
             parts,
             settings=settings,
             draws=tiny.Recorded(gumbel=noise),

@@ -32,7 +32,7 @@ def full_attention_batch(model) -> diffusion.Corrupted:
     for seed in range(2):
         asked = tiny.request("image", settings, seed, words=4, source=True)
         blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion(attention="full"))
-        prompt = tiny.lay_out(asked, settings)
+        prompt = tiny.sample_input(asked, settings)
         rows.append(
             diffusion.CorruptedRow(
                 prompt, asked.response, "image", blocks, settings, full_attention=True
@@ -71,7 +71,7 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     asked = tiny.request("image", settings, 0, words=4, source=True)
     blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion())
     row = diffusion.CorruptedRow(
-        tiny.lay_out(asked, settings), asked.response, "image", blocks, settings
+        tiny.sample_input(asked, settings), asked.response, "image", blocks, settings
     )
     text_len, image_len = len(row.understanding.block), len(row.generation.block)
     batch = tiny.stacked([row], settings, RowShape(text_len + 3, image_len + 3))
@@ -130,7 +130,7 @@ def test_one_step_is_the_training_pass_with_one_masked_block(kind):
     rows, starts = [], []
     for asked in requests:
         cut = whole_response(asked, kind, model.settings)
-        prompt = tiny.lay_out(asked, model.settings)
+        prompt = tiny.sample_input(asked, model.settings)
         rows.append(diffusion.CorruptedRow(prompt, asked.response, kind, cut, model.settings))
         starts.append(prompt.response_position)
     batch = tiny.stacked(rows, model.settings)
@@ -238,11 +238,11 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
     """Tokens that are clean for one step and masked for another do not interact."""
     model, kind = tiny.denoiser(tiny.model_settings()), asked.kind
     rows = [together, *(alone(together, number) for number in together.masked_blocks)]
-    prompt = tiny.lay_out(asked, model.settings)
-    laid = [
+    prompt = tiny.sample_input(asked, model.settings)
+    inputs = [
         diffusion.CorruptedRow(prompt, asked.response, kind, one, model.settings) for one in rows
     ]
-    batch = tiny.stacked(laid, model.settings)
+    batch = tiny.stacked(inputs, model.settings)
     is_text = kind == "text"
     logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))[0 if is_text else 1]
     layouts = (batch.understanding if is_text else batch.generation).tags

@@ -149,7 +149,7 @@ def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
         cells = cells[~asked.given[cells]]
         sizes = orders.counts("shift", 4, len(cells), 3.0)
         plan.append(diffusion.plan_blocks(cells, sizes, asked.given, 1))
-        prompt = tiny.lay_out(asked, model.settings)
+        prompt = tiny.sample_input(asked, model.settings)
         rows.append(diffusion.CorruptedRow(prompt, drawn, "image", plan[-1], model.settings))
     batch = tiny.stacked(rows, model.settings)
     _, logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))
@@ -194,14 +194,14 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
     asked = shortened(tiny.request("text", model.settings, 0, words=5), tiny.TEXT_LEN)
     settings = traces.settings_of("sparse", "text", model.settings)
     steps, _ = traces.moments(model, [asked], traces.plan([asked], settings, 3), settings)
-    length = tiny.laid([asked], model.settings, settings)[0].length
+    length = tiny.sample_inputs([asked], model.settings, settings)[0].length
     short = shortened(asked, block)  # the training response ends in the first text block
     settings_ = settings_for(model.settings, tiny.TEXT_LEN)
     drawn = {
         tiny.registers_from(make_row(short, settings_, np.random.default_rng(i)), model.settings)
         for i in range(40)
     }
-    prompt = tiny.lay_out(short, model.settings)
+    prompt = tiny.sample_input(short, model.settings)
     start = prompt.response_position
     assert sorted(drawn) == [start + block, start + 2 * block, length]
     first = [moment for moment in steps if moment.masked[:, :block].any()]

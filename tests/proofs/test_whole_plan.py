@@ -47,7 +47,7 @@ class Case:
         kind = self.examples[0].kind
         orders = self.decoded.orders if kind == "text" else None
         how = self.examples, self.requests, self.sampling, self.decoded.drawn, orders
-        return self.engine.scores(*how, making=kind)
+        return self.engine.scores(*how, stage=kind)
 
 
 @functools.cache
@@ -253,12 +253,12 @@ def test_what_no_pass_holds_is_refused():
     how = one.requests[:1], one.sampling, one.decoded.drawn[:1]
     views = (np.zeros((2, 8, 8, 3), np.uint8),)
     with pytest.raises(RequestError, match="several views"):
-        one.engine.scores([dataclasses.replace(one.examples[0], views=views)], *how, making="image")
+        one.engine.scores([dataclasses.replace(one.examples[0], views=views)], *how, stage="image")
     with pytest.raises(RequestError, match="9 tokens: 1 to 8 fit"):
-        one.engine.scores(one.examples[:1], *how, making="image", most_logits=12 * 8)
+        one.engine.scores(one.examples[:1], *how, stage="image", most_logits=12 * 8)
     given = dataclasses.replace(one.examples[0], given=np.ones(tiny.IMAGE_LEN, bool))
     with pytest.raises(RequestError, match="0 tokens"):
-        one.engine.scores([given], *how, making="image")
+        one.engine.scores([given], *how, stage="image")
 
 
 def other_noise():

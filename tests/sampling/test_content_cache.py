@@ -58,9 +58,9 @@ def tokens_of(prompt):
 @pytest.mark.parametrize(("keeping", "apart"), [(False, False), (True, False), (True, True)])
 def test_parts_hold_every_token_once_and_in_order(keeping, apart, given):
     requests = [edit(words, given=given) for words in (3, 20)]
-    laid = laid_out(requests, 3)
-    parts = prompts.parted(laid, SETTINGS, keeping=keeping, apart=apart)
-    assert tokens_of(prompts.batched(laid, SETTINGS)) == [
+    inputs = laid_out(requests, 3)
+    parts = prompts.parted(inputs, SETTINGS, keeping=keeping, apart=apart)
+    assert tokens_of(prompts.batched(inputs, SETTINGS)) == [
         row for part in parts for row in tokens_of(part.prompt)
     ]
     rows = [part.first + i for part in parts for i in range(len(part.prompt.length))]
@@ -76,8 +76,8 @@ def test_parts_hold_every_token_once_and_in_order(keeping, apart, given):
 
 def test_rows_of_an_edit_are_not_padded_to_each_other():
     """The dropped row has the source's cells in the understanding stream, the others do not."""
-    laid = laid_out([edit(30), edit(41)], 3)
-    prompt, (first, others) = prompts.batched(laid, SETTINGS), prompts.parted(laid, SETTINGS)
+    inputs = laid_out([edit(30), edit(41)], 3)
+    prompt, (first, others) = prompts.batched(inputs, SETTINGS), prompts.parted(inputs, SETTINGS)
     longest = 3 + tiny.VISION.num_tokens + 2 * tiny.IMAGE_LEN + 41
     assert prompt.understanding.index.shape == (6, prompts._padded(longest))
     assert first.prompt.understanding.index.shape == (2, prompts._padded(longest))
@@ -95,9 +95,9 @@ def test_shapes_follow_the_bucket_and_not_who_shares_it():
         shapes = [
             {
                 (part.prompt.understanding.index.shape[1], part.prompt.generation is None)
-                for part in prompts.parted(laid, SETTINGS, bucket, keeping=keeping)
+                for part in prompts.parted(inputs, SETTINGS, bucket, keeping=keeping)
             }
-            for laid in (both, laid_out([short], 3))
+            for inputs in (both, laid_out([short], 3))
         ]
         assert shapes[0] == shapes[1]
 
@@ -130,7 +130,7 @@ def test_parts_and_kept_rows_change_no_logit_and_no_token(name, asked):
         name, "image", SETTINGS, guidance=1.5, guidance_image=0.5, has_source=source
     )
     plan = traces.plan(requests, settings)
-    with traces._patched(parted=lambda *laid, **_: [PromptPart(0, prompts.batched(*laid))]):
+    with traces._patched(parted=lambda *inputs, **_: [PromptPart(0, prompts.batched(*inputs))]):
         wanted, canvas = traces.moments(model, requests, plan, settings)
     kept = ContentCache()
     for options in ({}, {"content_cache": kept}, {"content_cache": kept}):
@@ -157,12 +157,14 @@ def test_steps_that_pass_the_prompt_again_pass_guidance_rows_in_shapes_of_their_
         with traces._patched(
             **dict.fromkeys(("prefill", "gather", "pass_prompt"), mock.Mock(return_value=None))
         ):
-            laid = tiny.laid(requests, SETTINGS, settings)
-            begun = sample.begin(tiny.denoiser(SETTINGS), laid, plan, settings=settings)
-        rows = [len(prompt.length) for prompt in begun.prompts]
+            inputs = tiny.sample_inputs(requests, SETTINGS, settings)
+            prefilled = sample.prefill_batch(
+                tiny.denoiser(SETTINGS), inputs, plan, settings=settings
+            )
+        rows = [len(prompt.length) for prompt in prefilled.prompts]
         assert rows == ([2, 4] if alone else [6])
         if alone:
-            first, others = map(prompts.padded_lengths, begun.prompts)
+            first, others = map(prompts.padded_lengths, prefilled.prompts)
             assert first[0] > others[0] and first[1] < others[1]
 
 
@@ -177,8 +179,8 @@ def passed_of(requests, kept):
 
     with traces._patched(**traces._quick() | {"pass_prompt": counting}):
         how = {"settings": settings, "content_cache": kept}
-        laid = tiny.laid(requests, SETTINGS, settings)
-        sample.begin(tiny.denoiser(SETTINGS), laid, plan, **how)
+        inputs = tiny.sample_inputs(requests, SETTINGS, settings)
+        sample.prefill_batch(tiny.denoiser(SETTINGS), inputs, plan, **how)
     return rows
 
 
@@ -261,9 +263,11 @@ def test_the_bytes_of_a_prompt_are_those_of_its_keys_and_values(kind):
 def state_of(requests, settings, kept):
     """Returns the state after the prefill, compiled as it is outside of tests."""
     plan = traces.plan(requests, settings)
-    laid = tiny.laid(requests, SETTINGS, settings)
-    begun = sample.begin(tiny.denoiser(SETTINGS), laid, plan, settings=settings, content_cache=kept)
-    found = begun.state
+    inputs = tiny.sample_inputs(requests, SETTINGS, settings)
+    prefilled = sample.prefill_batch(
+        tiny.denoiser(SETTINGS), inputs, plan, settings=settings, content_cache=kept
+    )
+    found = prefilled.state
     whole = found.canvas, found.decoded_at, found.features, found.cache, found.passes
     return [np.asarray(leaf) for leaf in jax.tree.leaves(whole)]
 
@@ -327,7 +331,9 @@ def test_entries_are_found_only_for_their_model_and_the_kind_of_response():
         for model in (tiny.denoiser(SETTINGS), jax.tree.map(jnp.copy, tiny.denoiser(SETTINGS))):
             with traces._patched(**traces._quick()):
                 how = {"settings": settings, "content_cache": kept}
-                sample.begin(model, tiny.laid(requests, SETTINGS, settings), plan, **how)
+                sample.prefill_batch(
+                    model, tiny.sample_inputs(requests, SETTINGS, settings), plan, **how
+                )
     assert (kept.hits, kept.misses) == ({}, {"prefill": 4})
 
 
@@ -437,8 +443,8 @@ def test_over_a_mesh_no_array_of_the_devices_is_kept():
     settings = traces.settings_of("sparse", "text", SETTINGS)
     plan = traces.plan(requests, settings, num_steps=2)
     with traces._patched(**traces._quick()):
-        laid = tiny.laid(requests, SETTINGS, settings)
-        sample.begin(model, laid, plan, settings=settings, content_cache=kept)
+        inputs = tiny.sample_inputs(requests, SETTINGS, settings)
+        sample.prefill_batch(model, inputs, plan, settings=settings, content_cache=kept)
     assert len(kept) == 0 and not kept.hits | kept.misses
 
 

@@ -24,10 +24,10 @@ def ran(monkeypatch):
     """Returns a pipeline, and the calls of its sampler: kind, width of a step, temperature."""
     seen = []
 
-    def sample(model, laid, phases, *, settings, **_):
-        temperature = laid[0].request.temperature
+    def sample(model, inputs, phases, *, settings, **_):
+        temperature = inputs[0].request.temperature
         seen.append((settings.kind, phases[0].decode.shape[-1], temperature))
-        return np.stack([one.example.response for one in laid])
+        return np.stack([one.example.response for one in inputs])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
     given = stand_ins.settings(data={"tasks": TASKS, "max_answer_len": 40})

@@ -36,8 +36,8 @@ def program(kind, name="sparse", form=lambda model: model):
         return arrays[1]
 
     with traces._patched(run_phase=read, prefill=traces._prefill):
-        laid = tiny.laid(asked, SETTINGS, settings)
-        sample.sample(form(tiny.denoiser(SETTINGS)), laid, plan[:1], settings=settings)
+        inputs = tiny.sample_inputs(asked, SETTINGS, settings)
+        sample.sample(form(tiny.denoiser(SETTINGS)), inputs, plan[:1], settings=settings)
     return seen[0], plan[0], settings
 
 
@@ -99,21 +99,23 @@ def test_what_is_thrown_away_changes_nothing(kind):
 def test_a_program_holds_a_fixed_number_of_steps_and_is_told_how_many_to_run():
     _, part, settings = program("image")
 
-    def numbers(steps, *, in_trips=True):
+    def numbers(steps, *, split_phases=True):
         numbered = dataclasses.replace(part[np.zeros(steps, int)], block=np.arange(steps))
-        begun = calls.Begun(np.zeros((1, 1, 1), np.int32), (), settings, None, (), in_trips)
+        prefilled = calls.PrefilledBatch(
+            np.zeros((1, 1, 1), np.int32), (), settings, None, (), split_phases
+        )
         found, own = [], []
-        for trip in begun.trips(numbered):
-            length = len(trip.steps.block)
-            found.append((length, int(trip.options.get("number", length))))
-            own += [*trip.steps.block[: found[-1][1]]]
-            assert (trip.steps.block[found[-1][1] :] == own[-1]).all()
+        for call in prefilled.phase_calls(numbered):
+            length = len(call.steps.block)
+            found.append((length, int(call.options.get("number", length))))
+            own += [*call.steps.block[: found[-1][1]]]
+            assert (call.steps.block[found[-1][1] :] == own[-1]).all()
         np.testing.assert_array_equal(own, np.arange(steps))
         return found
 
     assert numbers(1) == [(16, 1)] and numbers(16) == [(16, 16)]
     assert numbers(40) == [(16, 16), (16, 16), (16, 8)]
-    assert numbers(40, in_trips=False) == [(40, 40)]
+    assert numbers(40, split_phases=False) == [(40, 40)]
 
 
 @pytest.fixture
@@ -150,16 +152,18 @@ def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkey
 
     made = []
     monkeypatch.setattr(calls, "make", counted)
-    laid = tiny.laid(asked, model_settings, settings)
-    first = sample.sample(model, laid, plan, settings=settings, stop_early=False)
+    inputs = tiny.sample_inputs(asked, model_settings, settings)
+    first = sample.sample(model, inputs, plan, settings=settings, stop_early=False)
     assert {name for _, name in compiled} <= {"_copy", "jit(_copy)"}
     names = ("prefill", "pass_prompt", "gather", "run_phase")
     own = [name for name in made[0] if name in {f"jit({name})" for name in names}]
     assert len(own) <= numbers[0] and "jit(run_phase)" in own
     del compiled[:]
-    second = sample.sample(model, laid, plan, settings=settings, stop_early=False)
+    second = sample.sample(model, inputs, plan, settings=settings, stop_early=False)
     assert not compiled
-    whole = sample.sample(model, laid, plan, settings=settings, stop_early=False, in_trips=False)
+    whole = sample.sample(
+        model, inputs, plan, settings=settings, stop_early=False, split_phases=False
+    )
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, whole)
 
@@ -173,8 +177,8 @@ def test_programs_for_what_is_kept_are_made_ahead_too(compiled):
     for _ in range(2):
         del compiled[:]
         how = {"settings": settings, "content_cache": cache}
-        laid = tiny.laid(asked, model_settings, settings)
-        drawn.append(sample.sample(tiny.denoiser(model_settings), laid, plan, **how))
+        inputs = tiny.sample_inputs(asked, model_settings, settings)
+        drawn.append(sample.sample(tiny.denoiser(model_settings), inputs, plan, **how))
     assert not compiled
     assert (cache.hits, cache.misses) == ({"prefill": 2}, {"prefill": 2, "vision": 2})
     np.testing.assert_array_equal(*drawn)
@@ -187,6 +191,6 @@ def test_a_response_does_not_depend_on_how_it_is_cut():
     assert [phase.num_steps for phase in plan] == [3]
     model = tiny.denoiser(SETTINGS)
     whole, cut = (
-        traces.finished(model, asked, plan, settings, in_trips=trips) for trips in (False, True)
+        traces.finished(model, asked, plan, settings, split_phases=split) for split in (False, True)
     )
     np.testing.assert_array_equal(whole, cut)

@@ -64,7 +64,7 @@ def test_the_end_may_be_drawn_after_what_is_given_alone():
     asked = [with_given([2, 7]), with_given([]), with_given([11]), with_given([0], ends=False)]
     assert [*map(state.ends_from, asked)] == [7, 0, 11, 12]
     settings = traces.settings_of("sparse", "text", SETTINGS)
-    rows = state.rows_of(tiny.laid(asked, SETTINGS, settings), settings)
+    rows = state.rows_of(tiny.sample_inputs(asked, SETTINGS, settings), settings)
     now = tiny.step_at(jnp.broadcast_to(jnp.arange(tiny.TEXT_LEN), (4, tiny.TEXT_LEN)))
     logits = jnp.zeros((4, tiny.TEXT_LEN, 1, SETTINGS.vocab_size))
     left = np.isfinite(draw.allowed(logits, rows, now, SETTINGS, settings))[:, :, 0]

@@ -78,7 +78,7 @@ def branches(name, turns, *, seeds=SEEDS, shared=None):
     for seed in seeds:
         own = tuple(Turn(stage, *turn) for turn in (*before, (last, seed)))
         rows.append(tiny.asked_with(request, turns=own))
-    how = {"making": stage, "shared": last if shared is None else shared, "stop_early": False}
+    how = {"stage": stage, "shared": last if shared is None else shared, "stop_early": False}
     return traces.finished(model, rows, copied(plan, len(seeds)), settings, **how)
 
 
@@ -91,11 +91,11 @@ def reference(name, turns, seed):
     noise = []
     for block in np.concatenate([part.block for part in plan]):
         own = [one for first, one in seeds if first <= block - FIRST_BLOCK][-1]
-        key = state._keys(np.array([own]), np.array([0]), making=state.NOISE[stage])
+        key = state._keys(np.array([own]), np.array([0]), stage=state.NOISE[stage])
         now = tiny.step_at(jnp.arange(len(request.response))[None])
         noise.append(draw.noise(key, dataclasses.replace(now, block=jnp.int32(block)), shape))
     draws = tiny.Recorded(gumbel=np.stack(noise))
-    how = {"draws": draws, "making": stage, "stop_early": False}
+    how = {"draws": draws, "stage": stage, "stop_early": False}
     (codes,) = traces.finished(model, [request], plan, settings, **how)
     return codes
 
@@ -134,7 +134,7 @@ def test_a_prefix_for_all_rows_is_the_prefix_of_each(name):
 def test_a_turn_to_the_same_seed_changes_nothing():
     same = branches("guidance", [(2, None)], seeds=(3, 5))
     model, request, plan, settings, _ = setup("guidance")
-    (plain,) = traces.finished(model, [request], plan, settings, making="image")
+    (plain,) = traces.finished(model, [request], plan, settings, stage="image")
     np.testing.assert_array_equal(same[0], plain)
     assert (same[1] != plain).any()
 
@@ -186,7 +186,7 @@ def test_branches_of_a_text_that_had_ended_are_the_text(after):
         jax.clear_caches()
         model, request, plan, settings, stage = setup("text")
         asked = [tiny.asked_with(request, turns=(Turn(stage, 4 * after, s),)) for s in SEEDS]
-        how = {"making": stage, "shared": 4 * after}
+        how = {"stage": stage, "shared": 4 * after}
         made = traces.finished(model, asked, copied(plan, len(SEEDS)), settings, **how)
     jax.clear_caches()
     assert (made == end).all()

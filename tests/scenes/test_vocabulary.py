@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.inference.requests import TASKS, RequestMaker
+from sparse_lavida_jax.inference.requests import TASK_SPECS, RequestMaker
 from sparse_lavida_jax.models import image_codec
 from sparse_lavida_jax.prompting.vocabulary import words_of
 from sparse_lavida_jax.scenes import tasks, vocabulary
@@ -107,7 +107,7 @@ def test_a_question_without_an_image_is_warned_about():
 
 def test_tasks_that_a_model_was_not_trained_for_are_refused():
     _, prompts = prompts_of("draw")
-    allowed = {task for task in TASKS if not prompts.refusal(task)}
+    allowed = {task for task in TASK_SPECS if not prompts.refusal(task)}
     assert allowed == {"generate"}
     assert "was not trained to edit: it was trained on draw" in prompts.refusal("edit")
 

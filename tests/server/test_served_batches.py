@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparse_lavida_jax.inference import batch_shapes
-from sparse_lavida_jax.inference.batch_shapes import kind_of
+from sparse_lavida_jax.inference.batch_shapes import batching_key
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling.progress import Progress
@@ -40,7 +40,7 @@ def test_images_are_those_of_a_batch_of_their_own(pipe, seed):
         )[0]
         for _ in range(dice.randint(3, 6))
     ]  # fmt: skip
-    assert len({kind_of(one) for one in made}) == len({one.words == LONG for one in made})
+    assert len({batching_key(one) for one in made}) == len({one.words == LONG for one in made})
     result = served(pipe, made)
     for row, record in enumerate(result.records):
         alone = pipe.replay(record)
@@ -73,7 +73,7 @@ def test_rows_of_other_shapes_are_decoded_apart_and_told_by_number(pipe):
         pipe.requests("inpaint", "a red circle", image, box=box, seed=i, steps=2, layout=False)[0]
         for i, box in enumerate(boxes)
     ]
-    assert kind_of(made[0]) == kind_of(made[2]) != kind_of(made[1])
+    assert batching_key(made[0]) == batching_key(made[2]) != batching_key(made[1])
     told: list[Progress] = []
     result = served(pipe, made, callback=told.append)
     assert {state.rows for state in told} == {(0, 2), (1,)}

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import raw_data
 
-from sparse_lavida_jax.inference.requests import TASKS, RequestMaker
+from sparse_lavida_jax.inference.requests import TASK_SPECS, RequestMaker
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.lavida_o.prompts import LEARNED_FROM, ChatPrompts
 from sparse_lavida_jax.mixture import recipe
@@ -77,14 +77,14 @@ def test_the_words_of_records_are_found(tokenizer, tmp_path, monkeypatch):
 
 
 def test_tasks_that_no_record_taught_are_refused(tokenizer):
-    assert set(LEARNED_FROM) == set(TASKS)
+    assert set(LEARNED_FROM) == set(TASK_SPECS)
     assert {kind for kinds in LEARNED_FROM.values() for kind in kinds} <= {*recipe.KINDS}
     prompts = ChatPrompts.of(tokenizer, raw_data.settings(tokenizer), None)
-    assert not any(map(prompts.refusal, TASKS))
+    assert not any(map(prompts.refusal, TASK_SPECS))
     assert prompts.lays_out("generate") and prompts.lays_out("edit")
     settings = raw_data.settings(tokenizer, data={"kinds": ("text_to_image",)})
     prompts = ChatPrompts.of(tokenizer, settings, None)
-    taught = {task for task in TASKS if not prompts.refusal(task)}
+    taught = {task for task in TASK_SPECS if not prompts.refusal(task)}
     assert taught == {"generate", "inpaint", "outpaint"}
     assert "was not trained to ask: it learned from text_to_image alone, and ask needs" in (
         prompts.refusal("ask")

@@ -250,7 +250,7 @@ def _check_fields(what: str, given: dict[str, Any], known: set[str]) -> None:
 
 def committed(service: Service, state: Any, row: int, most: int | None) -> str:
     """Returns the text of an answer up to its first undecoded token; "" if there is none yet."""
-    if state is None or state.making != "text" or row not in state.rows:
+    if state is None or state.stage != "text" or row not in state.rows:
         return ""
     ids = state.canvas[state.rows.index(row)][:most]
     masked = (ids[:, 0] == state.mask_id).nonzero()[0]

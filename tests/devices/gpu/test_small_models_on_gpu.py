@@ -68,8 +68,8 @@ def test_a_phase_runs_without_the_host(gpu):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "run_phase", guarded)
-        laid = tiny.laid(requests, model.settings, chosen)
-        canvas = sample.sample(model, laid, phases, settings=chosen)
+        inputs = tiny.sample_inputs(requests, model.settings, chosen)
+        canvas = sample.sample(model, inputs, phases, settings=chosen)
     assert (canvas != settings.image_mask_id).all()
 
 

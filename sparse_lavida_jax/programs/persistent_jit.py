@@ -40,12 +40,12 @@ OTHER_SETTINGS = ("cache", "compilation", "log", "dir", "distributed", "platform
 OVER_TPUS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
-def kept(
+def persistent_jit(
     static: Sequence[str] = (),
     donate: Sequence[str] = (),
     depends: Callable[..., Hashable] | None = None,
-) -> "Callable[[Callable[..., Any]], Kept]":
-    """Returns a decorator: `jax.jit` with kept programs (`Kept`).
+) -> "Callable[[Callable[..., Any]], PersistentJit]":
+    """Returns a decorator: `jax.jit` with kept programs (`PersistentJit`).
 
     Args:
         static: names of static arguments, which are given by name. Their representation has to say
@@ -53,10 +53,10 @@ def kept(
         donate: names of arguments whose arrays are overwritten.
         depends: returns, from the same arguments, what else the program depends on.
     """
-    return lambda function: Kept(function, static, donate, depends)
+    return lambda function: PersistentJit(function, static, donate, depends)
 
 
-class Kept:
+class PersistentJit:
     """A jitted function. Anything but a call is an attribute of `jax.jit`'s result.
 
     On one device, programs are kept in memory here and, after `folder.keep_programs`, on disk. Over
@@ -179,7 +179,7 @@ def make(calls: Generator[Call, Any, Any], number: int) -> None:
     programs: dict[int, Program] = {}
 
     def made(call: Call) -> Any:
-        program = cast(Kept, call.function).program(*call.args, **call.named)
+        program = cast(PersistentJit, call.function).program(*call.args, **call.named)
         programs[id(program)] = program
         progress.show([one.future for one in programs.values()])
         return program.out
@@ -210,7 +210,7 @@ def shapes_of(make: Callable[[], T], *settings: Hashable) -> T:
     return jax.tree.unflatten(found[0].structure, found[0].leaves)
 
 
-_all: list[Kept] = []
+_all: list[PersistentJit] = []
 
 
 def in_memory() -> "set[Program]":
@@ -244,7 +244,7 @@ class Program:
 
     def __init__(
         self,
-        kept: Kept,
+        function: PersistentJit,
         given: Arguments,
         names: Sequence[str],
         static: dict[str, Any],
@@ -253,16 +253,16 @@ class Program:
         types, structure = [*map(type_of, given.leaves)], given.structure
         args, _ = structure.children()
         ends = [*itertools.accumulate((one.num_leaves for one in args.children()), initial=0)]
-        donated = [i for arg in kept.donated for i in range(ends[arg], ends[arg + 1])]
+        donated = [i for arg in function.donated for i in range(ends[arg], ends[arg + 1])]
 
         def flat(*leaves: Any) -> list:
             args, named = jax.tree.unflatten(structure, leaves)
-            returned = kept.function(*args, **dict(zip(names, named, strict=True)), **static)
+            returned = function.function(*args, **dict(zip(names, named, strict=True)), **static)
             leaves_out, structure_out = jax.tree.flatten(returned)
             self.out = Types([*map(type_of, leaves_out)], structure_out)
             return leaves_out
 
-        flat.__name__ = kept.__name__  # by which jax reports it
+        flat.__name__ = function.__name__  # by which jax reports it
 
         def lower() -> jax.stages.Lowered:
             with side_by_side.uncollected(), jax_settings.options():
