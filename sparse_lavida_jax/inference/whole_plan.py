@@ -196,7 +196,9 @@ def scores(
         step = np.repeat(np.arange(len(own)), [len(one.at) for one in own])
         decided = np.concatenate([one.decided for one in own])
         where = step, blocks[i].copies, decided
-        done.append(Scores(*where, *(x[i] for x in values), int(tokens[i])))
+        margin, lead, bits, sure, drawn_sure, mode_sure = (x[i] for x in values)
+        told = margin, lead, bits, sure, drawn_sure, mode_sure
+        done.append(Scores(*where, *told, int(tokens[i])))
     return done
 
 
