@@ -114,8 +114,8 @@ def drawn(pipe: SparseLaViDa, kind: str, part: str, kept: Rows) -> Rows:
             with path.open("a") as file:
                 file.write(json.dumps(found[key]) + "\n")
         parts.append(found[key])
-    types: dict[str, Any] = dict.fromkeys(DRAWN, np.int16) | dict.fromkeys(MARGINS, np.float32)
-    types["step"] = np.uint8
+    types: dict[str, Any] = {key: np.int16 for key in DRAWN} | {"step": np.uint8}
+    types |= {key: np.float32 for key in MARGINS}
     joined = {
         key: np.concatenate([np.array(one[key], dtype) for one in parts])[: COUNT.value]
         for key, dtype in types.items()

@@ -272,7 +272,7 @@ def _stage(
     if order is not None:
         block = np.array([step.block for step in steps])[scores.step]
         taken &= (order[scores.at] == block)[:, None]
-    left = np.zeros(len(taken), bool) if order is None else ~taken.any(axis=1)
+    left = np.asarray(~taken.any(axis=1) & (order is not None))
     margins = _margins(scores, taken, left, len(response), tolerance)
     if order is not None:
         for number, step in enumerate(steps):
