@@ -70,7 +70,7 @@ class Blocks(NamedTuple):
     Attributes:
         block: block of each token and copy, `ABSENT` if it is left out.
         masked: whether it is masked (and predicted).
-        num_clean: M, the last clean block.
+        num_clean: M, the number of clean blocks, which are 1 to M.
         masked_blocks: the masked blocks; each gets its own registers.
         weight: loss weight of each token and copy, 0 if it is not predicted.
         total: what the weights of a response are divided by (L, or the number of predicted tokens).
@@ -79,7 +79,7 @@ class Blocks(NamedTuple):
         code_weight: the weight of each code of an image relative to its other codes
             (`Data.edit_area_weight`); None: all equal.
         copies: the index, in the response, of the token that each copy repeats.
-        sees: the last clean block that a masked block sees, for blocks where that is not M.
+        horizons: of masked blocks, where that is not M.
     """
 
     block: Int[np.ndarray, " n"]
@@ -91,7 +91,7 @@ class Blocks(NamedTuple):
     known: Bool[np.ndarray, "n g"] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
     copies: Int[np.ndarray, " c"] = np.zeros(0, np.int64)
-    sees: Mapping[int, int] = types.MappingProxyType({})
+    horizons: Mapping[int, int] = types.MappingProxyType({})
 
     @property
     def is_by_code(self) -> bool:
@@ -100,11 +100,11 @@ class Blocks(NamedTuple):
 
     @property
     def last_clean(self) -> list[int]:
-        """The last clean block that each block sees, from block 0 on."""
+        """The last clean block that each block may look back to, from block 0 on."""
         end = max((self.num_clean, *self.masked_blocks))
         masked = range(self.num_clean + 1, end + 1)
         clean = [self.num_clean] * (self.num_clean + 1)
-        return clean + [self.sees.get(number, self.num_clean) for number in masked]
+        return clean + [self.horizons.get(number, self.num_clean) for number in masked]
 
     @property
     def token(self) -> Int[np.ndarray, " n"]:
@@ -247,7 +247,7 @@ class _Steps(NamedTuple):
 
     num_clean: int
     masked_blocks: tuple[int, ...]
-    sees: Mapping[int, int]
+    horizons: Mapping[int, int]
     total: float
     of_order: Int[np.ndarray, " r"]
     copied: Int[np.ndarray, " c"]
@@ -265,7 +265,7 @@ class _Steps(NamedTuple):
         masked, weight, copies = block > self.num_clean, self.weights[block], order[self.copied]
         return Blocks(
             block, masked, self.num_clean, self.masked_blocks, weight, self.total,
-            copies=copies, sees=self.sees,
+            copies=copies, horizons=self.horizons,
         )  # fmt: skip
 
 
@@ -312,9 +312,9 @@ def _steps_of(
     of_order[last : end[steps[-1]]] = masked_blocks[-1]
     copied = np.concatenate([np.zeros(0, int), *copied])
     of_copies = np.array(masked_blocks[:-1], int).repeat(lengths[:-1])
-    sees = dict(zip(masked_blocks, [FIRST_BLOCK + step - 1 for step in steps], strict=True))
+    horizons = dict(zip(masked_blocks, [FIRST_BLOCK + step - 1 for step in steps], strict=True))
     weights = np.array([*[0.0] * (num_clean + 1), *share, 0.0])
-    return _Steps(num_clean, masked_blocks, sees, total, of_order, copied, of_copies, weights)
+    return _Steps(num_clean, masked_blocks, horizons, total, of_order, copied, of_copies, weights)
 
 
 def _text_steps(

@@ -75,8 +75,8 @@ class _Loop:
 
     def __init__(self, settings: config.Config, run: runs.Run, mesh: Mesh | None):
         self._settings, self._run, self._mesh = settings, run, mesh
-        self._share = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
-        index, count = self._share
+        self._process = (0, 1) if mesh is None else sharding.share_of_rows(mesh)
+        index, count = self._process
         self._source = sources.open_source(
             settings, _first_model(settings), index=index, count=count
         )
@@ -206,7 +206,7 @@ class _Loop:
         if begin is not None:
             self._programs[key] = functools.partial(train_step, **self._statics)
         with _inside(mesh):
-            placed = batch if mesh is None else sharding.place_batch(batch, mesh, self._share)
+            placed = batch if mesh is None else sharding.place_batch(batch, mesh, self._process)
             self._held, logged = self._programs[key](self._held, placed, np.float32(rate))
         self.step += 1
         if begin is not None:
@@ -215,7 +215,7 @@ class _Loop:
         # Log the numbers of earlier steps: fetching this step's would wait for it.
         if self._fetches_each or (self.step - 1) % settings.train.log_every == 0:
             self._record()
-        self.reporter.meter.count(work, self._share[1])  # each process has made only its share
+        self.reporter.meter.count(work, self._process[1])  # each process has made only its rows
         self._unrecorded.append((self.step, logged, rate))
 
     def _what_is_due(self, now: float) -> tuple[bool, bool]:

@@ -29,7 +29,7 @@ def visible(
     horizon is `min(block, M)`: prompt and clean tokens look back as far as themselves, masked
     tokens and registers as far as the last clean block. These two comparisons are all three
     branches of Algorithm 1. (Where a row holds several steps, each masked block has an M of
-    its own: `diffusion.Blocks.sees`.)
+    its own: `diffusion.Blocks.horizons`.)
 
     Prompt 0, clean 1 and 2, masked 3 and 4 (`M` = 2), keys across:
 

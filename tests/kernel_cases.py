@@ -31,7 +31,7 @@ def unsorted_tags(rng):
 
 
 def several_horizons(rng):
-    """Masked blocks that each see clean blocks up to a different one (`diffusion.Blocks.sees`)."""
+    """Masked blocks, each with a horizon of its own (`diffusion.Blocks.horizons`)."""
     block = np.sort(rng.integers(0, 9, (2, T)), axis=1)
     return block[:, :S], np.minimum(block, (block * 5) % 4 + 1)[:, :S], block, None, None
 

@@ -143,7 +143,7 @@ def blocks_of(steps: Sequence[Step], decoded_at: Int[np.ndarray, " l"]) -> Block
         block.astype(np.int32), masked, last - 1, numbers, masked.astype(float), 1.0,
         known=np.concatenate([own, *(step.known for step in steps)]),
         copies=np.concatenate([step.at for step in steps]),
-        sees={number: step.block - 1 for number, step in zip(numbers, steps, strict=True)},
+        horizons={number: step.block - 1 for number, step in zip(numbers, steps, strict=True)},
     )  # fmt: skip
 
 

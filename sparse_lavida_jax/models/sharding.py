@@ -256,13 +256,13 @@ def _of_rows(mesh: Mesh, rows: int) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def place_batch(batch: T, mesh: Mesh, share: tuple[int, int] = (0, 1)) -> T:
+def place_batch(batch: T, mesh: Mesh, process: tuple[int, int] = (0, 1)) -> T:
     """Splits the rows of a batch over a mesh, as `of_batch` says.
 
     Args:
-        share: the index of `batch` among how many equal shares of the rows.
+        process: the index of this process, and how many make equal numbers of rows.
     """
-    index, count = share
+    index, count = process
 
     def place(x):
         total, first = x.shape[0] * count, x.shape[0] * index

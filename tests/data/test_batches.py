@@ -448,7 +448,7 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
             assert (row.is_register & (row.block == number)).sum() == model.num_registers
         assert row.is_register.sum() == len(masked) * model.num_registers
         # tests/proofs/test_loss.py shows that `sees` is right.
-        last_clean = [row.blocks.sees.get(b, row.blocks.num_clean) for b in row.block.tolist()]
+        last_clean = [row.blocks.horizons.get(b, row.blocks.num_clean) for b in row.block.tolist()]
         np.testing.assert_array_equal(row.horizon, np.minimum(row.block, last_clean))
     if kind == "plan":
         assert max(numbers) > 3  # two steps of each text block

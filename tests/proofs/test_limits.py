@@ -261,7 +261,7 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
 
 def alone(together: diffusion.Blocks, number: int) -> diffusion.Blocks:
     """Returns one masked block and what it sees, without the rest."""
-    token, last = together.token, together.sees[number]
+    token, last = together.token, together.horizons[number]
     length = len(together.block) - len(together.copies)
     block = np.full(length, diffusion.ABSENT, np.int32)
     clean = ~together.masked & (together.block != diffusion.ABSENT) & (together.block <= last)

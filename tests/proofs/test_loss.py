@@ -48,7 +48,7 @@ def training_loss(table, blocks: diffusion.Blocks, key) -> float:
     """Returns the loss of one training pass: weights, table, division by `total`."""
     token, loss = blocks.token, 0.0
     for number in blocks.masked_blocks:
-        last = blocks.sees.get(number, blocks.num_clean)
+        last = blocks.horizons.get(number, blocks.num_clean)
         known = {
             int(token[j]): int(blocks.block[j])
             for j in np.flatnonzero(~blocks.masked)

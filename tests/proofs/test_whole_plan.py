@@ -270,7 +270,7 @@ def horizon(by: int):
 
     def changed(*args):
         blocks = blocks_of(*args)
-        return blocks._replace(sees={number: m + by for number, m in blocks.sees.items()})
+        return blocks._replace(horizons={number: m + by for number, m in blocks.horizons.items()})
 
     return mock.patch.object(whole_plan, "blocks_of", changed)
 
