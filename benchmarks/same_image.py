@@ -3,6 +3,7 @@ r"""Whether other machines draw the codes of this one, and the margins of those 
 
     python -m benchmarks.same_image --part=reference  # draws the codes, and keeps them
     XLA_FLAGS=--xla_cpu_max_isa=AVX2 python -m benchmarks.same_image --part=avx2
+    XLA_FLAGS=--xla_cpu_max_isa=AVX python -m benchmarks.same_image --part=avx  # no FMA
     taskset --cpu-list 0 python -m benchmarks.same_image --part=one_thread
     python -m benchmarks.same_image --part=batch_1
     python -m benchmarks.same_image --part=interpreted --count=64
@@ -31,9 +32,10 @@ from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import tasks
 
-PARTS = ("reference", "avx2", "one_thread", "batch_1", "interpreted", "bfloat16", "device")
+PARTS = ("reference", "avx2", "avx", "one_thread", "batch_1", "interpreted", "bfloat16", "device")
 PART = flags.DEFINE_enum("part", "device", PARTS, "What differs from the reference.")
 COUNT = flags.DEFINE_integer("count", 500, "Images of each kind.", lower_bound=16)
+KIND = flags.DEFINE_enum("kind", None, ["layout", "free"], "Only images of this kind.")
 DONE = flags.DEFINE_string("done", "runs/same_image.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, SEED = "scenes", 16, 57
@@ -49,11 +51,12 @@ def main(_: list[str]) -> None:
     """Draws the images of a part, and writes a row for each kind of image."""
     part, pipe = PART.value, pipe_of(PART.value)
     kept = {} if part == "reference" else dict(np.load(KEPT))
-    made = {kind: drawn(pipe, kind, part, kept) for kind in KINDS}
+    kinds = [KIND.value] if KIND.value else [*KINDS]
+    made = {kind: drawn(pipe, kind, part, kept) for kind in kinds}
     if part == "reference":
         kept = {f"{kind} {key}": x for kind, rows in made.items() for key, x in rows.items()}
         KEPT.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(KEPT, **kept)
+        np.savez_compressed(KEPT, allow_pickle=False, **kept)
         return
     bench = record.Bench("firsts")
     for kind, rows in made.items():
@@ -74,9 +77,13 @@ def main(_: list[str]) -> None:
 def pipe_of(part: str) -> SparseLaViDa:
     """Returns the bundled model as a part runs it."""
     pipe = SparseLaViDa.from_pretrained(MODEL, batch_size=1 if part == "batch_1" else BATCH)
+    assert pipe.codec is not None
     side = pipe.codec.image_size
-    # Codes are compared: nothing is decoded.
-    pipe.codec.decode = lambda cells, *_: np.zeros((len(cells), side, side, 3), np.uint8)
+
+    def blank(cells, *_):
+        return np.zeros((len(cells), side, side, 3), np.uint8)
+
+    vars(pipe.codec)["decode"] = blank  # codes are compared: nothing is decoded
     changes = {
         "interpreted": {"attention_implementation": "pallas_tpu"},
         "bfloat16": {"compute_dtype": "bfloat16"},
@@ -107,8 +114,8 @@ def drawn(pipe: SparseLaViDa, kind: str, part: str, kept: Rows) -> Rows:
             with path.open("a") as file:
                 file.write(json.dumps(found[key]) + "\n")
         parts.append(found[key])
-    types = dict.fromkeys(DRAWN, np.int16) | dict.fromkeys(MARGINS, np.float32)
-    types["step"] = np.uint8
+    types: dict[str, Any] = {key: np.int16 for key in DRAWN} | {"step": np.uint8}
+    types |= {key: np.float32 for key in MARGINS}
     joined = {
         key: np.concatenate([np.array(one[key], dtype) for one in parts])[: COUNT.value]
         for key, dtype in types.items()
@@ -135,7 +142,8 @@ def batch(pipe: SparseLaViDa, kind: str, start: int, kept: Rows) -> dict[str, An
     run = pipe.task_run(request.sampling)
     side = int(pipe.settings.model.grid_size)
     how, step = request.sampling, np.zeros((BATCH, side * side), int)
-    steps = np.repeat(*zip(*enumerate(run.step_counts(request, "image")), strict=True))
+    counts = run.step_counts(request, "image")
+    steps = np.repeat(np.arange(len(counts)), counts)
     for i, own in enumerate(step):
         seed = start + i if how.order_seed < 0 else how.order_seed
         own[orders.order(how.order, side, side, seed)] = steps
@@ -198,9 +206,9 @@ def moved(kept: np.ndarray, here: np.ndarray) -> dict[str, Any] | None:
     chosen = np.isfinite(kept) & np.isfinite(here)
     if not chosen.any():
         return None
-    before, apart = kept[chosen].astype(float), np.abs(here - kept)[chosen].astype(float)
-    quantiles = np.quantile(apart, (0.5, 0.99, 1)).tolist()
-    lost = before[here[chosen] < 0]
+    before, now = kept[chosen].astype(float), here[chosen].astype(float)
+    quantiles = np.quantile(np.abs(now - before), (0.5, 0.99, 1)).tolist()
+    lost = before[now < 0]
     return {
         "draws": int(chosen.sum()),
         "smallest_margin": float(before.min()),

@@ -696,12 +696,10 @@ class SparseLaViDa:
         Raises:
             RequestError: see `prove`.
         """
-        records = tuple(
-            record | {"margins": {one.name: list(one.margins) for one in proof.stages}}
-            for record, proof in zip(
-                result.records, self.prove(result, shown=shown, tolerance=0.0), strict=True
-            )
-        )
+        proofs = self.prove(result, shown=shown, tolerance=0.0)
+        margins = ({one.name: list(one.margins) for one in proof.stages} for proof in proofs)
+        pairs = zip(result.records, margins, strict=True)
+        records = tuple(record | {"margins": own} for record, own in pairs)
         return dataclasses.replace(result, records=records)
 
     @runtime.interrupts_held()

@@ -3,8 +3,7 @@
 
 The cells of the first step that differs are not consequences of others. The margin that a recorded
 code had over the next one is in the record if it was asked for (`SparseLaViDa.with_margins`); the
-margin that it has here follows from one pass over the plan (`whole_plan.py`), and is about the
-negative of what rounding adds to the former.
+margin that it has here, below 0, follows from one pass over the plan (`whole_plan.py`).
 """
 
 from typing import Any
@@ -53,10 +52,11 @@ def told(run: TaskRun, request: Request, record: dict[str, Any], result: Result)
         step, here = _first(run, request, record, drawn)
     except RequestError as error:
         return f"{said}; their margins are not known: {error}"
-    then = (record.get("margins") or {}).get("image") or [None] * len(drawn)
+    then = dict(enumerate((record.get("margins") or {}).get("image") or ()))
     named = []
     for cell, margin in [*here.items()][:MOST_NAMED]:
-        before = "" if then[cell] is None else f", when it was drawn {then[cell]:.2g}"
+        recorded = then.get(cell)
+        before = "" if recorded is None else f", when it was drawn {recorded:.2g}"
         named.append(f"cell {cell} (margin here {margin:.2g}{before} logits)")
     more = ", ..." * (len(here) > MOST_NAMED)
     return f"{said}; step {step} is the first: {', '.join(named)}{more}. Others may follow from it."

@@ -181,14 +181,6 @@ def check(record: dict[str, Any]) -> None:
             f"the record of how it was drawn is damaged: its layout has {lengths[0]} tokens, of"
             f" which {lengths[1]} are said to be decoded."
         )
-    margins = record.get("margins") or {}
-    for stage, name in (("layout", "layout_tokens"), ("image", "codes")):
-        number = len(margins.get(stage) or ())
-        if number not in (0, len(record.get(name) or ())):
-            raise RequestError(
-                f"the record of how it was drawn is damaged: it has {number} margins of the"
-                f" {stage}, which has {len(record.get(name) or ())} tokens."
-            )
 
 
 def check_names(
