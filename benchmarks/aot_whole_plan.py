@@ -85,8 +85,8 @@ def compiled(layers: int = 6) -> Iterator[tuple[str, dict[str, Any]]]:
         program = pass_program(aot_requests.with_layers(settings, depth), place)
         kernels = hlo.kernels(program.lowered.compile().as_text() or "")
         found.append(aot_requests.costs(program, kernels, rates))
-    pairs = (settings.model.num_layers - layers) // 2
-    cost = aot_requests.extrapolated(*found, pairs)
+    more, fewer = found
+    cost = aot_requests.extrapolated(more, fewer, (settings.model.num_layers - layers) // 2)
     kinds = {kind: cost[f"{kind}_s"] for kind in ("products", "copies", "others")}
     (loop,) = [x for x in record.read_rows(aot_requests.SUITE) if x["request"] == "image"]
     of_loop = {kind: loop["predicted_by_kind"][kind] for kind in kinds}
