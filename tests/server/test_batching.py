@@ -223,7 +223,7 @@ def test_several_devices_are_kept_by_programs_that_never_ran(stepping):
 
 def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
     done, stepping = [], Service(Stepping(), Limits(programs=3))
-    monkeypatch.setattr(batching.kept, "forget", lambda _: done.append("drop"))
+    monkeypatch.setattr(batching.persistent_jit, "forget", lambda _: done.append("drop"))
     monkeypatch.setattr(batching.runtime, "return_freed_memory", lambda: done.append("return"))
     for name in ("new_a", "new_b", "new_c", "new_d"):
         stepping.submit("ask", f"{name} 1").future.result(staged.PATIENCE)
@@ -235,8 +235,8 @@ def test_programs_are_dropped_before_there_are_too_many(monkeypatch):
 
 def test_programs_of_the_warm_up_leave_room_for_others(monkeypatch):
     dropped, stepping = [], Service(Stepping(), Limits(programs=2))
-    monkeypatch.setattr(batching.kept, "in_memory", lambda: {"rehearsed"})
-    monkeypatch.setattr(batching.kept, "forget", dropped.append)
+    monkeypatch.setattr(batching.persistent_jit, "in_memory", lambda: {"rehearsed"})
+    monkeypatch.setattr(batching.persistent_jit, "forget", dropped.append)
     for name in ("new_w", "new_x", "new_y"):
         stepping._batcher.rehearse(stepping.pipe.requests("ask", f"{name} 1"))
     stepping.submit("ask", "new_a 1").future.result(staged.PATIENCE)
@@ -249,7 +249,7 @@ def test_programs_of_the_warm_up_leave_room_for_others(monkeypatch):
 
 
 def test_programs_are_dropped_and_loaded_again_while_others_compile(monkeypatch):
-    monkeypatch.setattr(batching.kept, "forget", lambda _: None)
+    monkeypatch.setattr(batching.persistent_jit, "forget", lambda _: None)
     stepping = Service(Stepping(), Limits(programs=2, longest_wait=0.0))
     batcher, kinds = stepping._batcher, itertools.count(1)
 
