@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What fills the rest of words, layout and image, and how well (`inference/subsets.py`).
 
-    python -m benchmarks.complete --count=200   # of the bundled model; writes rows and the page
+    python -m benchmarks.complete --per-row=200   # of the bundled model; writes rows and the page
 
 Measures what no other row holds, and writes the table of all subsets to the page. Scores that the
-rows of `quality` hold are read from them. Batches that are finished are kept in `--done`, and the
+rows of `quality` hold are read from them. Batches that are finished are kept in `--resume-from`, and the
 same command goes on.
 """
 
@@ -33,8 +33,8 @@ from sparse_lavida_jax.scenes import judges, tasks, world
 from sparse_lavida_jax.scenes.grammar import Layout, SceneRequest
 from sparse_lavida_jax.scenes.task import Sample
 
-COUNT = flags.DEFINE_integer("count", 200, "Items of each new row.", lower_bound=16)
-DONE = flags.DEFINE_string("done", "runs/complete.jsonl", "Where what is done is kept.")
+COUNT = flags.DEFINE_integer("per-row", 200, "Items of each new row.", lower_bound=16)
+DONE = flags.DEFINE_string("resume-from", "runs/complete.jsonl", "Where what is done is kept.")
 PAGE = flags.DEFINE_string("page", "docs/log/2026-11-complete.md", "The page with the table.")
 
 MODEL, TWIN, BLIND, BATCH, SEED = "scenes", "scenes_long", "scenes_blind", 8, 57

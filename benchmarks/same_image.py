@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Whether other machines draw the codes of this one, and the margins of those that they do not.
 
-    python -m benchmarks.same_image --part=reference  # draws the codes, and keeps them
-    XLA_FLAGS=--xla_cpu_max_isa=AVX2 python -m benchmarks.same_image --part=avx2
-    XLA_FLAGS=--xla_cpu_max_isa=AVX python -m benchmarks.same_image --part=avx  # no FMA
-    taskset --cpu-list 0 python -m benchmarks.same_image --part=one_thread
-    python -m benchmarks.same_image --part=batch_1
-    python -m benchmarks.same_image --part=interpreted --count=64
-    python -m benchmarks.same_image --part=bfloat16
-    python -m benchmarks.same_image --part=device  # anywhere, such as on a GPU
+    python -m benchmarks.same_image --variant=reference  # draws the codes, and keeps them
+    XLA_FLAGS=--xla_cpu_max_isa=AVX2 python -m benchmarks.same_image --variant=avx2
+    XLA_FLAGS=--xla_cpu_max_isa=AVX python -m benchmarks.same_image --variant=avx  # no FMA
+    taskset --cpu-list 0 python -m benchmarks.same_image --variant=one_thread
+    python -m benchmarks.same_image --variant=batch_1
+    python -m benchmarks.same_image --variant=interpreted --drawn=64
+    python -m benchmarks.same_image --variant=bfloat16
+    python -m benchmarks.same_image --variant=device  # anywhere, such as on a GPU
 
 Images with a layout, and without one at temperature 1, where margins are small. Each part draws
 them again, and compares their codes with the kept ones. Of the first `PASSED` of each kind, it also
 passes the plans of the kept codes, which gives the margins that these have here
-(`inference/proofs.py`). Finished batches are saved line by line in `--done`, and are skipped when
+(`inference/proofs.py`). Finished batches are saved line by line in `--resume`, and are skipped when
 the command is repeated.
 """
 
@@ -33,10 +33,10 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes import tasks
 
 PARTS = ("reference", "avx2", "avx", "one_thread", "batch_1", "interpreted", "bfloat16", "device")
-PART = flags.DEFINE_enum("part", "device", PARTS, "What differs from the reference.")
-COUNT = flags.DEFINE_integer("count", 500, "Images of each kind.", lower_bound=16)
+PART = flags.DEFINE_enum("variant", "device", PARTS, "What differs from the reference.")
+COUNT = flags.DEFINE_integer("drawn", 500, "Images of each kind.", lower_bound=16)
 KIND = flags.DEFINE_enum("kind", None, ["layout", "free"], "Only images of this kind.")
-DONE = flags.DEFINE_string("done", "runs/same_image.jsonl", "Where what is done is kept.")
+DONE = flags.DEFINE_string("resume", "runs/same_image.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, SEED = "scenes", 16, 57
 PASSED = 128
@@ -101,7 +101,7 @@ def pipe_of(part: str) -> SparseLaViDa:
 def drawn(pipe: SparseLaViDa, kind: str, part: str, kept: Rows) -> Rows:
     """Returns codes, layouts and the margins of the kept codes, or of its own without any.
 
-    The last batch is drawn whole, and cut to `--count`.
+    The last batch is drawn whole, and cut to `--drawn`.
     """
     path, parts = pathlib.Path(DONE.value), []
     lines = path.read_text().splitlines() if path.exists() else []
