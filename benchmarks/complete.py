@@ -4,7 +4,7 @@ r"""What fills the rest of words, layout and image, and how well (`inference/sub
     python -m benchmarks.complete --per-row=200   # of the bundled model; writes rows and the page
 
 Measures what no other row holds, and writes the table of all subsets to the page. Scores that the
-rows of `quality` hold are read from them. Batches that are finished are kept in `--resume-from`, and the
+rows of `quality` hold are read from them. Finished batches are kept in `--resume-from`, and the
 same command goes on.
 """
 

@@ -80,7 +80,7 @@ def read_rows(suite: str) -> list[dict[str, Any]]:
 def read_row(path: pathlib.Path) -> dict[str, Any]:
     """Returns a row with today's names; the id of a score holds the name of its task."""
     row = json.loads(path.read_text())
-    if "task" not in row:
+    if "task" not in row or "id" not in row:
         return old_names.current(row)
     parts = [old_names.NAMES.get(one) or one for one in row["id"].split("/")]
     return old_names.current(row) | {"id": "/".join(parts)}

@@ -130,7 +130,7 @@ def speculate(
         for own, order, one in zip(plans, orders, guess, strict=True)
     ]
     blind = [np.where(order == GIVEN_BLOCK, order, whole_plan.UNTOLD) for order in orders]
-    how = {"settings": settings, "making": "image"}
+    how = {"settings": settings, "stage": "image"}
     given, _, tokens = whole_plan.arrays(engine.model, inputs, steps, guess, orders, **how)
     before, first = 0, jnp.asarray(np.stack(guess))
     if draft == "one pass":

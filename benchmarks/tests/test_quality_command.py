@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.parametrize(
     ("word", "part"),
     [
-        ("--tasks=draw,drow", "scenes_long has no task drow; scored are plan, answer,"),
+        ("--tasks=draw,drow", "scenes_long has no task drow; scored are layout, answer,"),
         ("--checkpoint=nowhere", "nowhere"),
     ],
 )
