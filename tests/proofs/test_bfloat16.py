@@ -34,7 +34,7 @@ def logits(model, requests, settings, plan):
     with traces._patched(prefill=traces._prefill):
         inputs = tiny.sample_inputs(requests, model.settings, settings)
         prefilled = sample.prefill_batch(model, inputs, plan, settings=settings)
-    now = jax.tree.map(jnp.asarray, plan[0][0])
+    now = jax.tree.map(jnp.asarray, plan[0])[0]
     found, _ = _step_logits(model, prefilled.state, now, prefilled.prompts, prefilled.program)
     return np.asarray(found), np.asarray(now.decode)
 
