@@ -228,7 +228,7 @@ class Timed:
         case, whole = self.case, self.subject.model
         settings, plan = case.settings(whole.settings), case.plan(whole.settings)
         inputs = case.sample_inputs(whole.settings, range(case.batch))
-        now = jax.tree.map(jnp.asarray, plan[0][0])
+        now = jax.tree.map(jnp.asarray, plan[0])[0]
 
         def logits(model: Denoiser) -> np.ndarray:
             prefilled = sample.prefill_batch(model, inputs, plan, settings=settings)
