@@ -5,7 +5,7 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.inference.checks import fold
-from sparse_lavida_jax.inference.requests import TASK_SPECS, Shown
+from sparse_lavida_jax.inference.requests import Shown, spec_of
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
@@ -60,9 +60,7 @@ class Conversation:
             RequestError: an unknown task, words for a task that takes none, or a task that needs an
                 image before there is one.
         """
-        if task not in TASK_SPECS:
-            raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASK_SPECS)}.")
-        spec, about = TASK_SPECS[task], [part.strip() for part in words.split(";")]
+        spec, about = spec_of(task), [part.strip() for part in words.split(";")]
         if words and not spec.words:
             raise RequestError(f"{task!r} takes no words: leave {words!r} out.")
         if spec.image == "needed" and self.image is None:

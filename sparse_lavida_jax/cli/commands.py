@@ -10,14 +10,14 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 
 from sparse_lavida_jax import schema
-from sparse_lavida_jax.cli import doctor
+from sparse_lavida_jax.cli import doctor, outputs
 from sparse_lavida_jax.cli.arguments import DEFAULT_MODEL
-from sparse_lavida_jax.cli.terminal import progress, say, say_json, unsaid
+from sparse_lavida_jax.cli.terminal import say, say_json, unsaid
 from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.conversation import Conversation
 from sparse_lavida_jax.data import files, image_files
@@ -30,19 +30,15 @@ from sparse_lavida_jax.inference import (
     warmup,
 )
 from sparse_lavida_jax.inference.checks import fold
-from sparse_lavida_jax.inference.regions import cell_rows
 from sparse_lavida_jax.inference.requests import TASK_SPECS, Request, ShownImage, shown_images
 from sparse_lavida_jax.inference.results import SHOWN_KEY, Result
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.pipeline import SparseLaViDa
-from sparse_lavida_jax.programs import compiling, executables, persistent_jit, side_by_side
+from sparse_lavida_jax.programs import executables, persistent_jit
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_words
 from sparse_lavida_jax.sampling import options
-from sparse_lavida_jax.sampling.progress import Callback, Progress
 
-Form = Literal["text", "JSON", "full JSON"]
-SMALL, SMALL_SCALE = 128, 4  # images with sides below that many pixels are saved so much enlarged
 LONGEST_LINE = 2**16  # characters of a line of `chat`
 NUMBERS = ("temperature", "guidance")  # that each line of a batch may set for itself
 DRAWN = ("steps", "sampler", "registers", "guidance")  # that `warmup` sets for images
@@ -110,10 +106,10 @@ def sample(
     """Runs a task for one prompt: `--mode=sample` of `main`."""
     shown = shown_images(image or None)
     if TASK_SPECS[task].draws:
-        _check_out(out)
+        outputs.check_out(out)
     pipe = SparseLaViDa.from_pretrained(checkpoint, batch_size=1, adapters=adapters)
     result = pipe.run(pipe.requests(task, words, shown or None, **more))
-    _print(result, [*_save(result, out)])
+    outputs.print_result(result, [*outputs.save_images(result, out)])
 
 
 def _task(name: str, asked: argparse.Namespace) -> None:
@@ -122,18 +118,18 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     words, shown, own = _words(name, asked)
     out, film_path = getattr(asked, "out", None), getattr(asked, "save_steps", None)
     count = 1 if getattr(asked, "grid", True) else len(words or shown) * asked.num_images
-    for path in _numbered(out, count) if out is not None else ():
-        _check_out(path)
+    for path in outputs.numbered(out, count) if out is not None else ():
+        outputs.check_out(path)
     if film_path is not None:
-        _check_out(film_path, {".gif": "GIF"})
+        outputs.check_out(film_path, {".gif": "GIF"})
     name, given = _options(name, asked, shown)
     pipe = load(asked)
     # Lines of a batch may set their own numbers; the others use those of the command line.
     if common := {key: given[key] for key in NUMBERS if key in own}:
         base, draws = pipe.settings.sampling, TASK_SPECS[name].draws
         given["sampling"] = options.changed(base, draws=draws, **common)
-    film = None if film_path is None else _Film(pipe, given.get("size"))
-    with _shown_progress(film and film.add) as callback:
+    film = None if film_path is None else outputs.Film(pipe, given.get("size"))
+    with outputs.shown_progress(film and film.add) as callback:
         requests = pipe.requests(name, words, shown or None, **given | own)
         if getattr(asked, "crop", None) is not None and pipe.codec is not None:
             height, width = asked.size or (pipe.codec.image_size,) * 2
@@ -144,16 +140,17 @@ def _task(name: str, asked: argparse.Namespace) -> None:
     written: list[pathlib.Path] = []
     try:
         if result.pixels:
-            written.extend(_save(result, asked.out, asked))
+            written.extend(outputs.save_images(result, asked.out, asked))
         elif result.boxes and out is not None:
             marked = image_files.with_boxes(shown[0].pixels, result.boxes)
-            image_files.write(out, marked, scale=_scale(asked, marked))
+            image_files.write(out, marked, scale=outputs.scale_of(asked, marked))
             written.append(out)
     finally:  # what cannot be written does not lose the rest
-        if written or not result.pixels or _form(asked) != "text":
-            _print(result, written, form=_form(asked))
+        if written or not result.pixels or outputs.form_of(asked) != "text":
+            outputs.print_result(result, written, form=outputs.form_of(asked))
     if film is not None and film_path is not None:
-        shown_frames = [image_files.enlarged(one, _scale(asked, one)) for one in film.frames]
+        frames = film.frames
+        shown_frames = [image_files.enlarged(x, outputs.scale_of(asked, x)) for x in frames]
         image_files.write_animation(film_path, shown_frames)
 
 
@@ -280,22 +277,6 @@ def _without_section(error: ValueError) -> str:
     return error.worded(lambda setting: setting.rpartition(".")[2])
 
 
-def _check_out(path: pathlib.Path, suffixes: dict[str, str] | None = None) -> None:
-    """Refuses a file that cannot be written, or that needs a new folder elsewhere."""
-    image_files.check_writable(path, suffixes)
-    _check_place(path.parent)
-
-
-def _check_place(folder: pathlib.Path) -> None:
-    """Refuses a folder that would be created outside the current one, or cannot be written to."""
-    if not folder.exists() and not files.resolve(folder).is_relative_to(pathlib.Path.cwd()):
-        raise UsageError(
-            f"there is no folder {folder}, and none is created outside the current one: create it"
-            f" first (mkdir -p {folder}), or choose another place."
-        )
-    files.check_place(folder)
-
-
 def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -> SparseLaViDa:
     """Returns the model that the command line names, or else the one that a record names.
 
@@ -321,7 +302,7 @@ def load(asked: argparse.Namespace, recorded: Mapping[str, str] | None = None) -
 def _chat(asked: argparse.Namespace) -> None:
     if asked.out.exists() and not asked.out.is_dir():
         raise UsageError(f"--out={asked.out} is no folder: name one, for the images of all turns.")
-    _check_place(asked.out)
+    outputs.check_place(asked.out)
     image = next(iter(shown_images(asked.image)), None)
     pipe = load(asked)
     given = {key: getattr(asked, key, None) for key in options.OPTIONS}
@@ -335,7 +316,7 @@ def _chat(asked: argparse.Namespace) -> None:
         if not task:
             continue
         try:
-            with _shown_progress() as callback:
+            with outputs.shown_progress() as callback:
                 result = talk.say(task, words, callback=callback)
         except RequestError as error:
             if not typed:
@@ -343,8 +324,8 @@ def _chat(asked: argparse.Namespace) -> None:
             say(f"{error}")
             continue
         asked.out.mkdir(parents=True, exist_ok=True)
-        written = [*_save(result, asked.out / f"{len(talk.turns)}.png", asked)]
-        _print(result, written, form=_form(asked))
+        written = [*outputs.save_images(result, asked.out / f"{len(talk.turns)}.png", asked)]
+        outputs.print_result(result, written, form=outputs.form_of(asked))
 
 
 @unsaid(requests.__name__)  # rehearsed words mean nothing
@@ -401,22 +382,22 @@ def _lines(readline: Callable[[int], str]) -> Iterator[str]:
 
 def _replay(asked: argparse.Namespace) -> int:
     """Draws an image again; returns 1 if its codes are not the recorded ones."""
-    _check_out(asked.out)
+    outputs.check_out(asked.out)
     pipe, record, shown = _recorded(asked)
-    with _shown_progress() as callback:
+    with outputs.shown_progress() as callback:
         result = pipe.replay(record, shown, callback=callback)
-    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+    outputs.write(result, asked)
     return 1 if differences.cells(record, result) else 0
 
 
 def _branch(asked: argparse.Namespace) -> int:
-    for path in _numbered(asked.out, 1 if asked.grid else asked.num_images):
-        _check_out(path)
+    for path in outputs.numbered(asked.out, 1 if asked.grid else asked.num_images):
+        outputs.check_out(path)
     pipe, record, shown = _recorded(asked)
-    with _shown_progress() as callback:
+    with outputs.shown_progress() as callback:
         how = {"num_images": asked.num_images, "seed": asked.seed, "shown": shown}
         result = pipe.branch(record, asked.at, callback=callback, **how)
-    _print(result, [*_save(result, asked.out, asked)], form=_form(asked))
+    outputs.write(result, asked)
     return 0
 
 
@@ -425,17 +406,16 @@ def _complete(asked: argparse.Namespace) -> None:
     held = asked.words, asked.layout, asked.image, asked.mask, asked.box
     subsets.subset_held(*held)
     shown = shown_images(asked.image) or None
-    for path in _numbered(asked.out, 1 if asked.grid else asked.num_images):
-        _check_out(path)
+    for path in outputs.numbered(asked.out, 1 if asked.grid else asked.num_images):
+        outputs.check_out(path)
     given = {name: getattr(asked, name, None) for name in COMPLETING}
     if given["num_images"] == 1:  # texts take none
         del given["num_images"]
-    with _shown_progress() as callback:
+    with outputs.shown_progress() as callback:
         pipe = load(asked)
         made = pipe.completions(*held[:2], shown, *held[3:], given)
         result = pipe.run(made, callback=callback)
-    written = [*_save(result, asked.out, asked)] if result.pixels else []
-    _print(result, written, form=_form(asked))
+    outputs.write(result, asked)
 
 
 def _prove(asked: argparse.Namespace) -> int:
@@ -455,11 +435,11 @@ def _surprise(asked: argparse.Namespace) -> None:
         raise UsageError("`sparse-lavida surprise` needs what the image may show: --caption.")
     shown = shown_images(asked.image)
     if asked.out is not None:
-        _check_out(asked.out)
+        outputs.check_out(asked.out)
     found = load(asked).surprise(shown, [check_words(one) for one in asked.caption])
     if asked.out is not None:
         drawn = found.map(found.ranked[0])
-        image_files.write(asked.out, drawn, scale=_scale(asked, drawn))
+        image_files.write(asked.out, drawn, scale=outputs.scale_of(asked, drawn))
     if asked.json:
         files = [] if asked.out is None else [str(asked.out)]
         say_json(found.as_json() | {"files": files})
@@ -492,125 +472,3 @@ def _recorded(
             " single bits may differ."
         )
     return pipe, record, image or (record.get(SHOWN_KEY) or {}).get("path")
-
-
-# ---------------------------------------------------------------------------------------------
-# Output.
-
-
-class _Film:
-    """Frames of the first image, at each of its tries: before the first step and after each."""
-
-    def __init__(self, pipe: SparseLaViDa, size: tuple[int, int] | None):
-        self.pipe = pipe
-        self.size = size
-        self.frames: list[image_files.Pixels] = []
-
-    def add(self, state: Progress) -> None:
-        """Adds a frame for each step of a phase, or the empty image before the first step."""
-        if state.stage != "image" or 0 not in state.rows:
-            return
-        first = state.rows.index(0)
-        for canvas in map(state.after, state.blocks) if state.steps else [state.canvas]:
-            rows = cell_rows(len(canvas[first]), self.size)
-            self.frames.append(self.pipe.preview(canvas[first], rows))
-
-
-def _save(
-    result: Result, out: pathlib.Path, asked: argparse.Namespace | None = None
-) -> Iterator[pathlib.Path]:
-    """Writes the images of a result: one to `out`, several to numbered files or on one sheet.
-
-    Yields the files that were written.
-
-    Args:
-        asked: may say how; by default images are written as they were drawn.
-    """
-    images, records = result.pixels, result.records
-    if (crop := getattr(asked, "crop", None)) is not None:
-        x1, y1, x2, y2 = crop
-        images, records = [image[y1:y2, x1:x2] for image in images], [None] * len(images)
-    scales = [1 if asked is None else _scale(asked, image) for image in images]
-    if getattr(asked, "grid", False):
-        shown = map(image_files.enlarged, images, scales)
-        image_files.write(out, image_files.sheet([*shown]))
-        yield out
-        return
-    names = _numbered(out, len(images))
-    for path, image, record, scale in zip(names, images, records, scales, strict=True):
-        image_files.write(path, image, record, scale=scale)
-        yield path
-
-
-def _numbered(out: pathlib.Path, count: int) -> list[pathlib.Path]:
-    """Returns the names of the files for several images, or the only one."""
-    return [out.with_stem(f"{out.stem}-{i}") if count > 1 else out for i in range(count)]
-
-
-def _answers(result: Result) -> list[str]:
-    """Returns the texts of a result; those to other questions than the user's say to which."""
-    rows = itertools.zip_longest(result.texts, result.replaced, result.warnings, fillvalue="")
-    return [
-        f"{text} (to '{sentence}')" if warning and sentence else text
-        for text, sentence, warning in rows
-    ]
-
-
-def _scale(asked: argparse.Namespace, image: image_files.Pixels) -> int:
-    """Returns how many times an image is enlarged when it is saved."""
-    return asked.scale or (SMALL_SCALE if max(image.shape[:2]) < SMALL else 1)
-
-
-def _form(asked: argparse.Namespace) -> Form:
-    return "full JSON" if asked.json_full else "JSON" if asked.json else "text"
-
-
-def _print(result: Result, files: Sequence[pathlib.Path], *, form: Form = "text") -> None:
-    if form != "text":
-        said = result.as_json(full=form == "full JSON")
-        say_json(said | {"files": [str(path) for path in files]})
-        return
-    lines = [str(path) for path in files] or _answers(result)
-    if result.boxes:
-        found = (b and ",".join(f"{edge:g}" for edge in b) for b in result.boxes)
-        pairs = zip(result.prompts, found, strict=True)
-        lines = [f"{phrase}: {box or 'not found'}" for phrase, box in pairs]
-    elif len(files) == len(result.prompts):
-        verdicts = [f" ({text})" for text in result.texts] or [""] * len(files)
-        drawn = [f" (drawn as '{sentence}')" if sentence else "" for sentence in result.replaced]
-        asked = [words or "the layout" for words in result.prompts]
-        rows = zip(files, asked, drawn, verdicts, strict=True)
-        lines = [f"{path}: {prompt}{sentence}{verdict}" for path, prompt, sentence, verdict in rows]
-    for line in lines:
-        print(line)
-    if lines and not any(lines):
-        say("the answer is empty.")
-    if files and result.boxes and not any(result.boxes):
-        say(f"nothing was found: {files[0]} shows the image without boxes.")
-
-
-@contextlib.contextmanager
-def _shown_progress(also: Callback | None = None) -> Iterator[Callback]:
-    """Shows the steps on a terminal, and nothing elsewhere; `also` is called too.
-
-    At the end it says how long programs were compiled, if that took a second or more.
-    """
-    done, total, begin = 0, 1, time.monotonic()
-    with progress("starting") as update:
-
-        def callback(state: Progress) -> None:
-            nonlocal done, total
-            done, total = state.steps, state.total
-            note = "" if done else " (compiling, once for each size and option)"
-            update(done, total, state.stage + note)
-            if also is not None:
-                also(state)
-
-        with side_by_side.progress_shown(lambda line: update(done, total, line)):
-            yield callback
-    took, compiled = time.monotonic() - begin, compiling.seconds(begin)
-    if compiled >= 1:
-        say(
-            f"{compiled:.0f} s to compile, once for each size and option, and"
-            f" {took - compiled:.1f} s to run. `sparse-lavida demo` opens a page that stays ready."
-        )

@@ -242,6 +242,17 @@ TASK_SPECS: dict[str, TaskSpec] = {
 }
 
 
+def spec_of(task: str) -> TaskSpec:
+    """Returns what a task takes and makes.
+
+    Raises:
+        RequestError: there is no such task.
+    """
+    if task not in TASK_SPECS:
+        raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASK_SPECS)}.")
+    return TASK_SPECS[task]
+
+
 # ---------------------------------------------------------------------------------------------
 # From what a person asks for to requests.
 
@@ -269,9 +280,7 @@ class RequestMaker:
 
         Logs a warning if the words are not those of the training texts.
         """
-        if task not in TASK_SPECS:
-            raise RequestError(f"there is no task {task!r}. Choose one of {', '.join(TASK_SPECS)}.")
-        spec, given = TASK_SPECS[task], checks.named(asked)
+        spec, given = spec_of(task), checks.named(asked)
         as_written = given.pop("as_written", False)
         for name in PROMPTING & given.keys():
             given[name] = self._spelled(given[name])

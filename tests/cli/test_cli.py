@@ -21,7 +21,7 @@ import staged
 import sparse_lavida_jax
 from sparse_lavida_jax import config, main
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.cli import commands, doctor, modes, parser, program, terminal
+from sparse_lavida_jax.cli import commands, doctor, modes, outputs, parser, program, terminal
 from sparse_lavida_jax.cli.usage_errors import UsageError
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.requests import TASK_SPECS, Request
@@ -484,16 +484,16 @@ def test_a_batch_with_a_mistake_names_the_line(tmp_path, text, told):
 
 
 def test_steps_are_shown_on_a_terminal_and_elsewhere_if_it_takes_long(monkeypatch, capsys):
-    with commands._shown_progress() as callback:
+    with outputs.shown_progress() as callback:
         callback(staged.after("image", 0))
     assert capsys.readouterr().err == ""
     with monkeypatch.context() as patch:
         patch.setattr(terminal, "LINE_SECONDS", 0)
-        with commands._shown_progress() as callback:
+        with outputs.shown_progress() as callback:
             callback(staged.after("image", 1))
         with terminal.progress("a -> b", in_bytes=True) as update:
             update(2_000_000, 7_000_000)
-        with terminal.quiet(True), commands._shown_progress() as callback:
+        with terminal.quiet(True), outputs.shown_progress() as callback:
             callback(staged.after("image", 2))
     image, file = capsys.readouterr().err.splitlines()
     assert image.startswith("sparse_lavida_jax: image: 1 of 3")
@@ -501,7 +501,7 @@ def test_steps_are_shown_on_a_terminal_and_elsewhere_if_it_takes_long(monkeypatc
     screen, seen = io.StringIO(), []
     console = rich.console.Console(file=screen, force_terminal=True)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
-    with commands._shown_progress(seen.append) as callback:
+    with outputs.shown_progress(seen.append) as callback:
         for steps in range(3):
             callback(staged.after("image", steps))
     assert [state.steps for state in seen] == [0, 1, 2]
@@ -570,7 +570,7 @@ def test_the_doctor_says_what_fits(capsys):
 def test_a_result_with_nothing_in_it_says_so(capsys):
     def told(task, files=(), **found):
         result = Result(task, ("a",), (0,), config.Sampling(), Origin(), {}, **found)
-        commands._print(result, [*map(pathlib.Path, files)])
+        outputs.print_result(result, [*map(pathlib.Path, files)])
         return capsys.readouterr()
 
     assert told("ask", texts=("",)) == ("\n", "sparse_lavida_jax: the answer is empty.\n")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import fastapi
 from fastapi import HTTPException, responses
 
+from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.requests import LARGEST_SEED
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.sampling import options
@@ -87,6 +88,30 @@ class Client:
         return form.fields, {
             name: [one for one in sent if one] for name, sent in form.files.items()
         }
+
+    async def recorded_image(self) -> tuple[dict[str, str], list[bytes]]:
+        """Receives a form with a PNG that `sparse-lavida` wrote.
+
+        Returns:
+            The fields; and the PNG with, if it was sent, the image that it was drawn after.
+
+        Raises:
+            Refused: other files, or none, were sent; HTTPException: see `form`.
+        """
+        fields, sent = await self.form()
+        images, source = sent.pop("image", []), sent.pop("source", [])
+        if len(images) != 1 or len(source) > 1 or any(sent.values()):
+            sentence = "image: send one PNG named image, and at most one file named source."
+            raise http_errors.Refused(sentence, "image")
+        return fields, images + source
+
+    def record_of(self, image: bytes, *source: bytes) -> tuple[Any, dict[str, Any]]:
+        """Returns the decoded source of a recorded image, if there is one, and the record."""
+        record, decoded = image_files.record_in(image), None
+        for one in source:
+            with about("source"):
+                decoded = image_files.read_bytes(one, "the source", check=self.check)
+        return decoded, record
 
     async def call(self, lane: concurrent.futures.Executor, work: Callable[..., P], *given) -> P:
         """Works in the threads of a lane, until the client leaves.

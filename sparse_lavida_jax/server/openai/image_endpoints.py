@@ -64,22 +64,14 @@ async def edit(request: fastapi.Request):
 async def branch(request: fastapi.Request):
     """Draws images like one of ours, from a step on; not of OpenAI's API."""
     client = asking.Client(request)
-    fields, files = await client.form()
-    images, shown = files.pop("image", []), files.pop("source", [])
-    if len(images) != 1 or len(shown) > 1 or any(files.values()):
-        sentence = "image: send one PNG named image, and at most one file named source."
-        raise http_errors.Refused(sentence, "image")
+    fields, images = await client.recorded_image()
     asked = bodies.checked(fields, BranchBody)
 
     def decode() -> tuple[Any, dict[str, Any]]:
-        record = image_files.record_in(images[0])
-        source = None
-        if shown:
-            with about("source"):
-                source = image_files.read_bytes(shown[0], "the source", check=client.check)
+        source, record = client.record_of(*images)
         return source, {"record": record, "at": asked.at}
 
-    return await _images(client, BRANCH, asked, images + shown, decode)
+    return await _images(client, BRANCH, asked, images, decode)
 
 
 async def _images(

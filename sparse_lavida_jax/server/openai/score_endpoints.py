@@ -9,7 +9,6 @@ import fastapi
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.proofs import Proof
 from sparse_lavida_jax.inference.surprise import Surprise
-from sparse_lavida_jax.schema import about
 from sparse_lavida_jax.server.batching import Ticket
 from sparse_lavida_jax.server.openai import asking, bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import ProofBody, SurpriseBody
@@ -43,24 +42,17 @@ async def surprise(request: fastapi.Request):
 
 @router.post("/v1/images/proofs")
 async def prove(request: fastapi.Request):
-    """Says whether an image of ours follows from its record."""
+    """Says whether an image that `sparse-lavida` drew follows from its record."""
     client = asking.Client(request)
-    fields, sent = await client.form()
-    images, shown = sent.pop("image", []), sent.pop("source", [])
-    if len(images) != 1 or len(shown) > 1 or any(sent.values()):
-        sentence = "image: send one PNG named image, and at most one file named source."
-        raise http_errors.Refused(sentence, "image")
+    fields, images = await client.recorded_image()
     asked = bodies.checked(fields, ProofBody)
 
     def decode() -> tuple[Any, dict[str, Any]]:
-        record = image_files.record_in(images[0])
-        pixels, source = image_files.read_bytes(images[0], check=client.check), None
-        if shown:
-            with about("source"):
-                source = image_files.read_bytes(shown[0], "the source", check=client.check)
+        source, record = client.record_of(*images)
+        pixels = image_files.read_bytes(images[0], check=client.check)
         return source, {"record": record, "pixels": pixels}
 
-    waiting = await asking.queued(client, PROOF, asked, "", images + shown, decode)
+    waiting = await asking.queued(client, PROOF, asked, "", images, decode)
     proof: Proof = await waiting.ended()
     said = proof.as_json() | {"lines": proof.lines, "passes": len(proof.stages)}
     return {"created": int(time.time()), **said, "sparse_lavida": _notes(waiting.ticket, proof)}
