@@ -9,7 +9,7 @@ from sparse_lavida_jax.inference.surprise import Surprise
 from sparse_lavida_jax.page import passes
 from sparse_lavida_jax.server.batching import Ticket
 
-MAKING = {
+STAGE_LABELS = {
     "layout": "Laying out",
     "image": "Drawing",
     "text": "Writing",
@@ -55,7 +55,7 @@ def standing(ticket: Ticket, pace: Pace) -> str:
     expected, share = pace.expected(ticket), 0.0
     said = ["Starting"]
     if state is not None:
-        said = [f"{MAKING.get(state.stage, state.stage)}: step {state.steps} of {state.total}"]
+        said = [f"{STAGE_LABELS.get(state.stage, state.stage)}: step {state.steps} of {state.total}"]
         share = state.steps / max(state.total, 1)
     if ticket.compiles:
         said.append("compiling, once for each size and option")
