@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art import judge, tasks, vocabulary
+from sparse_lavida_jax.art import judge, sentences, tasks, vocabulary
 from sparse_lavida_jax.art.grammar import Art, ArtLayout
 from sparse_lavida_jax.art.sheet import Sheet, load
 from sparse_lavida_jax.art.tasks import caption
@@ -107,6 +107,8 @@ class ArtPrompts(ScenePrompts):
 
     describe = caption.PROMPT
     answer_tokens = 24  # of an answer in two steps
+    world = "art"
+    _reader = staticmethod(sentences.read)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ArtPrompts":

@@ -285,6 +285,8 @@ class ScenePrompts(PromptFormat):
     fill_in = infill.PROMPT
     answer_tokens = ANSWER_TOKENS
     locates_in_one_step = False
+    world = "scenes"  # the source of data whose sentences are read
+    _reader = staticmethod(sentences.read)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
@@ -302,8 +304,8 @@ class ScenePrompts(PromptFormat):
 
     @property
     def _is_read(self) -> bool:
-        """Whether users' words become sentences of the small world."""
-        return self.encoder.data.source == "scenes"
+        """Whether users' words become sentences that are taught; other data has other words."""
+        return self.encoder.data.source == self.world
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -311,7 +313,7 @@ class ScenePrompts(PromptFormat):
 
     def read(self, task: str, text: str, seed: int) -> Reading:
         short = self._is_read and len(text) <= sentences.LONGEST
-        return (short and sentences.read(task, text, seed)) or super().read(task, text, seed)
+        return (short and self._reader(task, text, seed)) or super().read(task, text, seed)
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks
