@@ -162,7 +162,7 @@ class Timed:
                 jax.block_until_ready(state)
         canvas = np.asarray(state.canvas)
         ends("loop")
-        if how.kind == "image" and self.decoder is not None:
+        if how.modality == "image" and self.decoder is not None:
             known = np.minimum(canvas, settings.codebook_size - 1)  # for steps that were not timed
             grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
             vq.decode_codes(self.decoder, np.asarray(grid), batch=1)
@@ -216,7 +216,7 @@ class Timed:
         """Returns the operations of the image tokenizer in a request."""
         runs = {
             "vq_encode": self.case.image is not None,
-            "vq_decode": self.case.example.kind == "image",
+            "vq_decode": self.case.example.modality == "image",
         }
         if self.subject.codec is None or not any(runs.values()):
             return 0.0

@@ -845,7 +845,7 @@ class SparseLaViDa:
             ConfigError: more steps than there are tokens.
         """
         how = sampling or self.settings.sampling
-        scales = presets.scales(how, examples[0].kind)
+        scales = presets.scales(how, examples[0].modality)
         seeds = checks.row_seeds(seed, len(examples))
         rows = [RowRequest(seed=one, **scales) for one in seeds]
         padding: Padding = "full" if shared else "fit"

@@ -78,7 +78,7 @@ def step(
     else:
         logits, cache = step_logits(model, state, now, prompts, settings, tables)
         proposal = draw.draw_from(logits, state.rows, now, model.settings, settings, draws)
-    mask_id = mask_id_of(model.settings, settings.kind)
+    mask_id = mask_id_of(model.settings, settings.modality)
     known, masked, candidate = open_codes(state, now, mask_id)
     confidence = draw.confidences(state.rows.key, now, proposal, settings.commit, draws)
     commit = masked & settings.commit(confidence, candidate, now.count)
@@ -131,7 +131,7 @@ def run_phase(
     def goes_on(carry):
         i, state = carry
         now = phase[jnp.minimum(i, num_steps - 1)]
-        *_, candidate = open_codes(state, now, mask_id_of(model.settings, settings.kind))
+        *_, candidate = open_codes(state, now, mask_id_of(model.settings, settings.modality))
         return (i < asked) & candidate.any()
 
     return jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), state))[1]
@@ -154,7 +154,7 @@ def sample(
     content_cache: ContentCache | None = None,
     constants: ModelConstants | None = None,
 ) -> Int[np.ndarray, "b l g"]:
-    """Decodes a batch of examples of one kind and one response length.
+    """Decodes a batch of examples of one modality and one response length.
 
     Args:
         inputs: the examples, laid out for the same `settings` (`prompts.sample_input`).
@@ -167,7 +167,7 @@ def sample(
         last: called with the canvas and `decoded_at` after the last step, before what follows the
             end of a text is replaced.
         stage: what is made, a key of `state.NOISE`, which gives it noise of its own; also
-            passed to `callback`. By default the kind.
+            passed to `callback`. By default the modality.
         shared: the steps before this one (`presets.Turn`) are the same in all rows: they are passed
             for the first row alone, and its state is copied.
         draws: recorded random numbers for every step of the plan.
@@ -182,16 +182,19 @@ def sample(
         ValueError: the examples differ in response length, or the plan is for another batch.
     """
     constants = constants or ModelConstants.of(model)
-    report, mask_id = None, constants.mask_ids[settings.kind]
+    report, mask_id = None, constants.mask_ids[settings.modality]
     if callback is not None:
         report = ProgressReporter(callback, stage, phases, settings, mask_id)
         report.before(inputs)
     how = {"prompt_len": prompt_len, "stage": stage, "split_phases": split_phases}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
-    ends, end = settings.kind == "text" and not settings.released, constants.settings.end_of_text_id
+    ends, end = (
+        settings.modality == "text" and not settings.released,
+        constants.settings.end_of_text_id,
+    )
     stops_at = end if stop_early and ends else None
     loop = PhaseLoop(
-        functools.partial(advance, model), stage or settings.kind, stops_at, report, draws
+        functools.partial(advance, model), stage or settings.modality, stops_at, report, draws
     )
     first = FIRST_BLOCK + shared
     if shared and phases:

@@ -75,7 +75,7 @@ def step_logits(model, example, canvas, block, now, scale, scale_image=None):
 
 def row_logits(model, example, canvas, block, now, *, drop_prompt=False, drop_source=False):
     """Returns the logits [l g v] of one guidance row, NaN outside block `now`."""
-    is_image = example.kind == "image"
+    is_image = example.modality == "image"
     tokens, start, length = prompt_tokens(model, example, drop_prompt, drop_source)
     first = len(tokens)
     for i, codes in enumerate(canvas):

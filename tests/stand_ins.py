@@ -186,7 +186,7 @@ class Knowing(pipelines.SparseLaViDa):
 
     def _answer(self, example):
         """Given tokens and images are correct already; other answers come from memory."""
-        if example.given.any() or example.kind == "image":
+        if example.given.any() or example.modality == "image":
             return example.response
         words = [p.ids for p in example.parts if isinstance(p, sequence.Text) and not p.keep]
         said = self.tokenizer.decode(words[0].tolist())

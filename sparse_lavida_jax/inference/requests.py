@@ -485,8 +485,8 @@ def _scales(
     """
     numbers = {name: checks.row_numbers(name, columns[name], rows, copies) for name in columns}
     own = [{name: column[row] for name, column in numbers.items()} for row in range(rows)]
-    kind = "image" if draws else "text"
-    return [presets.scales(changed(sampling, draws=draws, **one), kind) for one in own]
+    modality = "image" if draws else "text"
+    return [presets.scales(changed(sampling, draws=draws, **one), modality) for one in own]
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:

@@ -215,12 +215,12 @@ class ExampleMaker:
             if isinstance(part, Text):
                 parts.append(LearnedText(part.ids) if answers else Text(part.ids))
                 answers = answers or self.tokenizer.assistant_id in part.ids
-            elif isinstance(part, Response) and example.kind == "text":
+            elif isinstance(part, Response) and example.modality == "text":
                 parts += [*_answer(example), Response(0)]
             else:
                 parts.append(part)
         no_codes = np.zeros((0, self.model.codes_per_token), np.int32)
-        codes = example.response if example.kind == "image" else no_codes
+        codes = example.response if example.modality == "image" else no_codes
         return released_objective.Sequence(tuple(parts), codes, views=example.shown)
 
     def scene_example(

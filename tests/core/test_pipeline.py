@@ -95,7 +95,7 @@ def pipe(monkeypatch):
 
         def decode(examples, *_, **__):
             made.asked.append(examples)
-            if examples[0].kind == "image":
+            if examples[0].modality == "image":
                 return stand_ins.decoded(example.response for example in examples)
             told = made.texts_told or [""] * len(examples)
             return stand_ins.decoded(

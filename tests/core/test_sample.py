@@ -75,7 +75,7 @@ def test_default_preset_follows_the_checkpoint(trained, name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_source", "guidance", "guidance_image", "rows"),
+    ("modality", "has_source", "guidance", "guidance_image", "rows"),
     [
         ("image", False, 0.0, 0.0, 1),
         ("image", False, 2.0, 0.0, 2),
@@ -86,15 +86,17 @@ def test_default_preset_follows_the_checkpoint(trained, name):
         ("text", True, 2.0, 1.0, 1),
     ],
 )
-def test_guidance_rows(kind, has_source, guidance, guidance_image, rows):
+def test_guidance_rows(modality, has_source, guidance, guidance_image, rows):
     asked = config.Sampling(guidance=guidance, guidance_image=guidance_image)
-    settings = presets.step_settings(asked, SETTINGS, kind, has_source=has_source)
+    settings = presets.step_settings(asked, SETTINGS, modality, has_source=has_source)
     assert settings.guidance_rows == rows
     # A batch is guided if any of its rows is, whatever is configured.
     for guided in (True, False):
         asked = config.Sampling(guidance=4.0 - 4.0 * guided)
-        most = presets.step_settings(asked, SETTINGS, kind, has_source=has_source, guided=guided)
-        assert most.guidance_rows == (2 + has_source if guided and kind == "image" else 1)
+        most = presets.step_settings(
+            asked, SETTINGS, modality, has_source=has_source, guided=guided
+        )
+        assert most.guidance_rows == (2 + has_source if guided and modality == "image" else 1)
 
 
 def test_edits_may_have_a_guidance_of_their_own():
@@ -125,7 +127,7 @@ def test_temperature_is_that_of_the_kind():
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "rule"),
+    ("asked", "modality", "rule"),
     [
         ({}, "image", CommitRule("all")),
         ({"order": "confidence"}, "image", CommitRule("count", noisy=True)),
@@ -149,8 +151,8 @@ def test_temperature_is_that_of_the_kind():
         ),
     ],
 )
-def test_what_is_committed_is_as_configured(asked, kind, rule):
-    found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).commit
+def test_what_is_committed_is_as_configured(asked, modality, rule):
+    found = presets.step_settings(config.Sampling(**asked), SETTINGS, modality).commit
     assert found == rule
     assert found.ends_early == (rule.name in ("threshold", "factor", "entropy"))
 
@@ -246,9 +248,9 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
         (image_settings(), image_plan(image_requests(2, 5), 4)),
         (text_settings(), traces.plan(text_requests((3, 0.0)), text_settings(), 3)),
     ):
-        requests = image_requests(2, 5) if settings.kind == "image" else text_requests((3, 0.0))
+        requests = image_requests(2, 5) if settings.modality == "image" else text_requests((3, 0.0))
         prompt = tiny.prepare(requests, SETTINGS)
-        own = prompt.understanding if settings.kind == "text" else prompt.generation
+        own = prompt.understanding if settings.modality == "text" else prompt.generation
         offset = furthest = 0 if own is None else own.index.shape[1]
         for phase in phases:
             for _ in range(phase.num_steps):
@@ -257,22 +259,22 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 offset += phase.clean.shape[-1]
         lengths = prompts.padded_lengths(prompt)
         slots, _ = state_of.capacity(lengths, phases, settings)
-        assert slots[("text", "image").index(settings.kind)] == furthest
+        assert slots[("text", "image").index(settings.modality)] == furthest
         # For a kernel, padded to whole tiles: otherwise it would copy the cache.
         whole, _ = state_of.capacity(lengths, phases, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_slots_that_a_phase_cannot_reach_are_not_read(modality, monkeypatch):
     """Early phases read only what they and their predecessors write; the results are the same."""
-    if kind == "image":
+    if modality == "image":
         settings, requests = image_settings(), image_requests(3, 6)
         phases = image_plan(requests, max_phases=2)
     else:
         settings, requests = text_settings(), text_requests((3, 0.0), (5, 0.0))
         phases = traces.plan(requests, settings, 2)
-    model, own = tiny.denoiser(SETTINGS), ("text", "image").index(kind)
+    model, own = tiny.denoiser(SETTINGS), ("text", "image").index(modality)
 
     def run():
         with traces._patched(**traces._quick()):
@@ -294,7 +296,7 @@ def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
         state_of.capacity(lengths, phases[: i + 1], settings)[0][own] for i in range(len(phases))
     ]
     read = [slots or rooms[-1] for slots in reach]
-    unit = 4 if kind == "text" else 1
+    unit = 4 if modality == "text" else 1
     assert read == [min(-(-n // unit) * unit, rooms[-1]) for n in rooms]
     assert read[0] < read[-1]
 
@@ -385,17 +387,17 @@ def alone(model, requests, settings, **options):
 ENDS_EARLY = {"preset": "sparse", "text_commit": "threshold", "text_threshold": 0.08}
 
 
-def row_run(kind, requests, **asked):
+def row_run(modality, requests, **asked):
     """Returns (plan, settings); text has two blocks of two steps."""
-    if kind == "text":
+    if modality == "text":
         hot = {"text_steps": 2, "text_temperature": 0.8}
         return text_run(requests, tiny.TEXT_LEN // 2, **hot | asked)
-    settings = traces.settings_of(asked.pop("preset"), kind, SETTINGS, **asked)
+    settings = traces.settings_of(asked.pop("preset"), modality, SETTINGS, **asked)
     return traces.plan(requests, settings), settings
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
+    ("modality", "asked"),
     [
         ("image", {"preset": "sparse"}),
         ("image", {"preset": "sparse", "guidance": 0.5}),
@@ -408,19 +410,19 @@ def row_run(kind, requests, **asked):
         ("text", ENDS_EARLY),
     ],
 )
-def test_rows_of_a_batch_do_not_know_of_each_other(kind, asked):
+def test_rows_of_a_batch_do_not_know_of_each_other(modality, asked):
     """Same tokens as alone, logits to 2e-5; bitwise the same if only other rows change."""
     model = tiny.denoiser(SETTINGS)
-    requests = [tiny.request(kind, SETTINGS, i, words=n) for i, n in enumerate((3, 12, 5))]
-    steps, batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
+    requests = [tiny.request(modality, SETTINGS, i, words=n) for i, n in enumerate((3, 12, 5))]
+    steps, batch = traces.moments(model, requests, *row_run(modality, requests, **asked))
     for row, request in enumerate(requests):
-        own, alone = traces.moments(model, [request], *row_run(kind, [request], **asked))
+        own, alone = traces.moments(model, [request], *row_run(modality, [request], **asked))
         np.testing.assert_array_equal(alone[0], batch[row])
         for moment, mine in zip(steps, own, strict=True):
             np.testing.assert_array_equal(moment.masked[row], mine.masked[0])
             np.testing.assert_allclose(moment.logits[row], mine.logits[0], rtol=0, atol=2e-5)
     requests[1] = tiny.asked_with(requests[0], seed=requests[1].request.seed)
-    after, other_batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
+    after, other_batch = traces.moments(model, requests, *row_run(modality, requests, **asked))
     np.testing.assert_array_equal(other_batch[[0, 2]], batch[[0, 2]])
     for moment, changed in zip(steps, after, strict=True):
         np.testing.assert_array_equal(changed.logits[[0, 2]], moment.logits[[0, 2]])
@@ -445,11 +447,11 @@ def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
     assert min(passes for _, passes in alone) < most < tiny.TEXT_LEN
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_row_does_not_know_what_others_have_given(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_row_does_not_know_what_others_have_given(modality):
     """An image has given cells; a text has a text block completely given, another not at all."""
     model = tiny.denoiser(SETTINGS)
-    if kind == "image":
+    if modality == "image":
         requests = [*image_requests(3), tiny.request("image", SETTINGS, 1, words=3, given=0.4)]
         settings, options = image_settings(), {"buckets": (4,)}
     else:
@@ -984,12 +986,12 @@ def ran(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_request_runs_a_prefill_and_a_program_a_phase_and_asks_the_host_nothing(kind, ran):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_request_runs_a_prefill_and_a_program_a_phase_and_asks_the_host_nothing(modality, ran):
     model = tiny.denoiser(SETTINGS)
-    requests = [tiny.request(kind, SETTINGS, 0, words=3)]
-    settings = traces.settings_of("sparse", kind, SETTINGS)
-    plan = traces.plan(requests, settings, max_phases=2) if kind == "image" else traces.plan(
+    requests = [tiny.request(modality, SETTINGS, 0, words=3)]
+    settings = traces.settings_of("sparse", modality, SETTINGS)
+    plan = traces.plan(requests, settings, max_phases=2) if modality == "image" else traces.plan(
         requests, settings, num_steps=2
     )  # fmt: skip
     inputs = tiny.sample_inputs(requests, model.settings, settings)

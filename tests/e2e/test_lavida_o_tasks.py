@@ -153,7 +153,7 @@ def test_reflection_shows_earlier_attempts(pipe, monkeypatch):
     kept, decode = [], pipe.engine.decode
 
     def watched(examples, *asked, **more):
-        kept.extend(example for example in examples if example.kind == "image")
+        kept.extend(example for example in examples if example.modality == "image")
         return decode(examples, *asked, **more)
 
     monkeypatch.setattr(pipe.engine, "decode", watched)

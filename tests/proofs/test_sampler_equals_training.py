@@ -79,19 +79,19 @@ def test_so_are_those_of_passes_over_codes_inside_a_step(passes, preset):
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampler_logits_are_training_logits_at_every_step(case):
-    kind, make_requests, rows, changes = CASES[case]
+    modality, make_requests, rows, changes = CASES[case]
     model = tiny.denoiser(tiny.model_settings(**changes))
     requests = make_requests(model.settings)
     settings = traces.settings_of(
         "sparse",
-        kind,
+        modality,
         model.settings,
         has_source=rows == 3,
         guidance=0.7 if rows > 1 else 0.0,
         guidance_image=0.4 if rows == 3 else 0.0,
     )
     assert settings.guidance_rows == rows
-    phases = traces.plan(requests, settings, num_steps=4 if kind == "image" else 3)
+    phases = traces.plan(requests, settings, num_steps=4 if modality == "image" else 3)
     steps, canvas = traces.moments(model, requests, phases, settings)
     trained = traces.training_logits(model, requests, steps, settings)
     predicted = np.zeros(canvas.shape[:2], int)

@@ -21,12 +21,12 @@ TASKS = {"draw": 1.0, "layout": 1.0, "answer": 1.0, "check": 1.0}
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Returns a pipeline, and the calls of its sampler: kind, width of a step, temperature."""
+    """Returns a pipeline, and the calls of its sampler: modality, width of a step, temperature."""
     seen = []
 
     def sample(model, inputs, phases, *, settings, **_):
         temperature = inputs[0].request.temperature
-        seen.append((settings.kind, phases[0].decode.shape[-1], temperature))
+        seen.append((settings.modality, phases[0].decode.shape[-1], temperature))
         return np.stack([one.example.response for one in inputs])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
@@ -53,7 +53,7 @@ def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
     for changes in ({}, {"layout_temperature": 0.7}):
         pipe.generate("a circle", sampling=config.Sampling(num_steps=2, **asked, **changes))
     pipe.ask(None, "why?", max_new_tokens=40, sampling=config.Sampling(**asked))
-    texts = [rest for kind, *rest in seen if kind == "text"]
+    texts = [rest for modality, *rest in seen if modality == "text"]
     assert texts == [[10, 0.2], [10, 0.7], [20, 0.2]]
 
 
@@ -114,7 +114,7 @@ def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evalu
     settings = stand_ins.settings()
     asked = {"draw": "image", "text": "text"}
     examples = {
-        task: tiny.request(kind, settings.model, 0, words=2) for task, kind in asked.items()
+        task: tiny.request(modality, settings.model, 0, words=2) for task, modality in asked.items()
     }
     rows = suites.by_preset(settings, examples, 8, batch=1, names=("fast_dllm", "dense"))
     assert [(row.task, row.method) for row in rows] == [
