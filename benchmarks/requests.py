@@ -160,10 +160,10 @@ class Timed:
             state = sample.advance(model, prefilled, state, phase)
             if turn == 0:  # nothing runs while the next program is compiled
                 jax.block_until_ready(state)
-        canvas = np.asarray(state.canvas)
+        responses = np.asarray(state.responses)
         ends("loop")
         if how.modality == "image" and self.decoder is not None:
-            known = np.minimum(canvas, settings.codebook_size - 1)  # for steps that were not timed
+            known = np.minimum(responses, settings.codebook_size - 1)  # steps may not be timed
             grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
             vq.decode_codes(self.decoder, np.asarray(grid), batch=1)
             ends("vq_decode")

@@ -9,7 +9,7 @@ every ablation row run this same `step`; which tokens are passed and which are c
 (`sampling/presets.py`).
 
 A plan decodes whole cells, or single codes of cells that are then partly known: the masked codes
-are those whose canvas entry is the mask id, and a token is decoded when all its codes are.
+are those that the response has the mask id for, and a token is decoded when all its codes are.
 """
 
 import dataclasses
@@ -86,12 +86,12 @@ def step(
     changed = commit.any(axis=-1)
     finished = changed & (codes != mask_id).all(axis=-1)
     # Positions outside the response are dropped by the scatter.
-    outside = state.canvas.shape[1]
+    outside = state.responses.shape[1]
     rows = jnp.arange(codes.shape[0])[:, None]
     at, done = (jnp.where(where, now.decode, outside) for where in (changed, finished))
     return dataclasses.replace(
         state,
-        canvas=state.canvas.at[rows, at].set(codes, mode="drop"),
+        responses=state.responses.at[rows, at].set(codes, mode="drop"),
         decoded_at=state.decoded_at.at[rows, done].set(now.block, mode="drop"),
         cache=cache,
         passes=state.passes + 1,
@@ -164,8 +164,8 @@ def sample(
             given, with all tokens before it decoded (never with `settings.released`).
         callback: called before the first step and after each phase, for which the host then
             waits; without one, it starts each phase while the previous one runs.
-        last: called with the canvas and `decoded_at` after the last step, before what follows the
-            end of a text is replaced.
+        last: called with the responses and `decoded_at` after the last step, before what follows
+            the end of a text is replaced.
         stage: what is made, a key of `state.NOISE`, which gives it noise of its own; also
             passed to `callback`. By default the modality.
         shared: the steps before this one (`presets.Turn`) are the same in all rows: they are passed
@@ -205,11 +205,11 @@ def sample(
     else:
         prefilled = prefill_batch(model, inputs, phases, **how)
     if prefilled.state is None:  # everything is given
-        return prefilled.canvas
+        return prefilled.responses
     state = loop.run(prefilled, inputs, range(first, NOT_DECODED))
     if last is not None:
-        last(np.array(state.canvas), np.asarray(state.decoded_at))
-    return cut_at_end(state, end) if ends else np.array(state.canvas)
+        last(np.array(state.responses), np.asarray(state.decoded_at))
+    return cut_at_end(state, end) if ends else np.array(state.responses)
 
 
 def prefill_batch(

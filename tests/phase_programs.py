@@ -145,11 +145,11 @@ def compiled(
     room, _ = capacity(
         prompts.padded_lengths(prompt), plan, chosen, slot_multiple(model.attention_implementation)
     )
-    canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
+    responses = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         state = jax.eval_shape(
             lambda *arrays: prefill(*arrays, settings=chosen, capacity=room),
-            stored, canvas, known.astype(np.int32), rows_of(inputs, chosen), prompt,
+            stored, responses, known.astype(np.int32), rows_of(inputs, chosen), prompt,
         )  # fmt: skip
         arrays = stored, given(state), given(steps), (given(jax.tree.map(jnp.asarray, prompt)),)
         lowered = sample.run_phase.trace(*arrays, settings=chosen).lower(

@@ -28,13 +28,13 @@ class Moment:
 
     Attributes:
         block: number of the step.
-        canvas, decoded_at: the state before the step.
+        responses, decoded_at: the state before the step.
         masked: the tokens it predicts [b l].
         logits: guided logits [b l g v], 0 where nothing is predicted.
     """
 
     block: int
-    canvas: np.ndarray
+    responses: np.ndarray
     decoded_at: np.ndarray
     masked: np.ndarray
     logits: np.ndarray
@@ -111,7 +111,7 @@ def moments(
     settings: presets.StepSettings,
     **options,
 ) -> tuple[list[Moment], np.ndarray]:
-    """Returns every step of `sample.sample`, and the finished canvas."""
+    """Returns every step of `sample.sample`, and the finished responses."""
     steps = []
 
     def step_by_step(model, state, phase, prompts, *, settings):
@@ -126,10 +126,10 @@ def moments(
 
     with _patched(**_quick(), run_phase=step_by_step):
         inputs = tiny.sample_inputs(requests, model.settings, settings)
-        canvas = sample.sample(
+        responses = sample.sample(
             model, inputs, phases, settings=settings, stop_early=False, **options
         )
-    return steps, canvas
+    return steps, responses
 
 
 def step_of(stacked, i):
@@ -181,7 +181,9 @@ def assert_room(before, after, now, prompts, settings):
 
 
 def _moment(state, now, logits) -> Moment:
-    canvas, decoded_at, logits = (np.asarray(x) for x in (state.canvas, state.decoded_at, logits))
+    responses, decoded_at, logits = (
+        np.asarray(x) for x in (state.responses, state.decoded_at, logits)
+    )
     masked = np.zeros(decoded_at.shape, bool)
     spread = np.zeros((*decoded_at.shape, *logits.shape[2:]), np.float32)
     for row, positions in enumerate(np.asarray(now.decode)):
@@ -189,7 +191,7 @@ def _moment(state, now, logits) -> Moment:
             if position >= 0 and decoded_at[row, position] == NOT_DECODED:
                 masked[row, position] = True
                 spread[row, position] = logits[row, slot]
-    return Moment(int(now.block), canvas, decoded_at, masked, spread)
+    return Moment(int(now.block), responses, decoded_at, masked, spread)
 
 
 def training_logits(
@@ -220,7 +222,7 @@ def training_logits(
                 rows.append(
                     diffusion.CorruptedRow(
                         prompt,
-                        moment.canvas[r],
+                        moment.responses[r],
                         settings.modality,
                         blocks_of(moment, r, with_rest, mask_id),
                         model.settings,
@@ -249,7 +251,7 @@ def blocks_of(moment: Moment, row: int, with_rest: bool, mask_id: int | None) ->
     masked = is_masked if with_rest else moment.masked[row]
     block = np.where(is_masked, diffusion.ABSENT, decoded_at)
     block = np.where(masked, moment.block, block).astype(np.int32)
-    known = None if mask_id is None else masked[:, None] & (moment.canvas[row] != mask_id)
+    known = None if mask_id is None else masked[:, None] & (moment.responses[row] != mask_id)
     return diffusion.Blocks(
         block, masked, moment.block - 1, (moment.block,), masked.astype(float), 1.0, known
     )

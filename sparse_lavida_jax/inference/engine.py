@@ -134,7 +134,7 @@ class Engine:
             turns = {one.seeds(stage)[-1][0] for one in requests} - {0}
             key = (*key, shared, *sorted(turns)) if turns else key
             prompted = [inputs[i].prompt_tokens for i in chunk.members]
-            seen: list[Any] = []  # the last canvas, and when it was decoded
+            seen: list[Any] = []  # the last responses, and when each token was decoded
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),

@@ -414,7 +414,7 @@ class RequestMaker:
             cells = given["known"][row]
         elif task == "inpaint":
             mask = regions.pixel_mask(image, mask, box)
-            cells = regions.cell_mask(self.prompts.on_canvas(mask), grid)
+            cells = regions.cell_mask(self.prompts.codec_mask(mask), grid)
         else:
             return {"box": regions.inner_box(image, box, self.side, self.side // grid)}
         _check_mask(task, cells)

@@ -100,20 +100,20 @@ class ChatPrompts(PromptFormat):
 
     # Images.
 
-    def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    def codec_image(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
         """Returns an image as input to the image tokenizer: padded with black to a square."""
         return images.source_view(image, side, self.factor)
 
-    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
-        """Returns a mask centred on a square of False, as in `canvas`."""
+    def codec_mask(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
+        """Returns a mask centred on a square of False, as in `codec_image`."""
         height, width = mask.shape
         longest = max(height, width)
         top, left = (longest - height) // 2, (longest - width) // 2
         return np.pad(mask, ((top, longest - height - top), (left, longest - width - left)))
 
-    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
-        """Returns the canvas unchanged: the other cells show what is to be drawn."""
-        return canvas
+    def erased(self, image: Pixels, mask: Grid) -> Pixels:
+        """Returns the image unchanged: the other cells show what is to be drawn."""
+        return image
 
     def draw(
         self,

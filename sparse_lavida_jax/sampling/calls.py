@@ -49,7 +49,7 @@ from sparse_lavida_jax.sampling.state import (
     SamplerState,
     apart,
     capacity,
-    first_canvas,
+    first_responses,
     forked,
     gather,
     pass_prompt,
@@ -108,7 +108,7 @@ class PrefilledBatch:
     """A batch after its prefill.
 
     Attributes:
-        canvas: the initial responses, on the host.
+        responses: the initial responses, on the host.
         prompts: what steps need of them, on the device.
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
@@ -116,7 +116,7 @@ class PrefilledBatch:
         split_phases: see `sample.sample`.
     """
 
-    canvas: Int[np.ndarray, "b l g"]
+    responses: Int[np.ndarray, "b l g"]
     prompts: Prompts
     program: StepSettings
     state: SamplerState | None
@@ -165,7 +165,7 @@ class Prepared:
     Attributes:
         prefilled: without a state.
         constants: of the model.
-        arrays: the model, the canvas, when it was decoded, and the values of its rows.
+        arrays: the model, the responses, when each token was decoded, and the values of the rows.
         parts: of the prompt, each of one shape.
         one_by_one: whether each part is passed by itself, before the first step.
         prompt_len: slots of the decoded stream's prompt in the longest part.
@@ -207,7 +207,7 @@ class Prepared:
     def forked(self, state: SamplerState) -> PrefilledBatch:
         """Returns the batch with rows that all go on from the state of one row."""
         with over_mesh(self.arrays[0]):
-            copies = forked(state, self.arrays[3], copies=len(self.prefilled.canvas))
+            copies = forked(state, self.arrays[3], copies=len(self.prefilled.responses))
         return dataclasses.replace(self.prefilled, state=copies)
 
     def all_calls(
@@ -329,7 +329,7 @@ def prepared(
         constants: of the model; None: they are found.
     """
     constants = constants or ModelConstants.of(model)
-    canvas, given = first_canvas(inputs, constants.mask_ids[settings.modality])
+    responses, given = first_responses(inputs, constants.mask_ids[settings.modality])
     if phases and phases[0].decode.shape[1] != len(inputs):
         raise ValueError(
             f"the plan is for {phases[0].decode.shape[1]} rows, got {len(inputs)} requests."
@@ -337,7 +337,7 @@ def prepared(
     rows = rows_of(inputs, settings, stage)
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not phases:
-        return Prepared(PrefilledBatch(canvas, (), program, None), constants)
+        return Prepared(PrefilledBatch(responses, (), program, None), constants)
     with over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
     keeping = alone and most_kept is not None
@@ -359,8 +359,8 @@ def prepared(
         and prompt_bytes(constants.settings, part.prompt, settings.modality) <= (most_kept or 0)
     )
     on_device, rows = jax.device_put((_for_steps(parts, settings), rows))
-    prefilled = PrefilledBatch(canvas, on_device, program, None, phases, split_phases)
-    arrays = model, canvas, decoded_at, rows
+    prefilled = PrefilledBatch(responses, on_device, program, None, phases, split_phases)
+    arrays = model, responses, decoded_at, rows
     pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
     how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
     return Prepared(prefilled, constants, arrays, parts, one_by_one, lengths[own], **how)

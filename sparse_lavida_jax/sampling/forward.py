@@ -118,7 +118,7 @@ def response_stream(
     is_text = settings.modality == "text"
     positions = jnp.concatenate([now.clean, now.decode, now.rest], axis=-1)
     at = jnp.maximum(positions, 0)
-    tokens = take(state.canvas, at)
+    tokens = take(state.responses, at)
     decoded_at = take(state.decoded_at, at)
     block = jnp.where(decoded_at == NOT_DECODED, now.block, decoded_at)
     block = jnp.where(positions < 0, PAD_BLOCK, block)

@@ -105,7 +105,7 @@ class SamplerState:
     """A batch of responses between all masked and fully decoded.
 
     Attributes:
-        canvas: ids or codes, the mask id where nothing is decoded yet.
+        responses: ids or codes, the mask id where nothing is decoded yet.
         decoded_at: the block of the step that decoded each token, `GIVEN_BLOCK` if it was given,
             `NOT_DECODED` if it is masked.
         rows: seeds and scales.
@@ -114,7 +114,7 @@ class SamplerState:
         passes: forward passes so far, not counting that of the prompt.
     """
 
-    canvas: Int[Array, "b l g"]
+    responses: Int[Array, "b l g"]
     decoded_at: Int[Array, "b l"]
     rows: Rows
     features: Float[Array, "b v e"] | None
@@ -122,7 +122,7 @@ class SamplerState:
     passes: Int[Array, ""]
 
 
-def first_canvas(
+def first_responses(
     inputs: Sequence[SampleInput], mask_id: int
 ) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
     """Returns the initial responses, and which of their tokens are known."""
@@ -140,7 +140,7 @@ def open_codes(
     state: SamplerState, now: Steps, mask_id: int
 ) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
     """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
-    known = take(state.canvas, jnp.maximum(now.decode, 0))
+    known = take(state.responses, jnp.maximum(now.decode, 0))
     masked = (known == mask_id) & (now.decode >= 0)[..., None]
     together = now.candidates.shape[-1] == 1
     any_masked = masked.any(axis=-1, keepdims=True) if together else masked
@@ -151,7 +151,7 @@ def ends_of(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
     """Returns where texts have an end-of-text that counts."""
     decoded = np.asarray(state.decoded_at) != NOT_DECODED
     may_end = np.arange(decoded.shape[1]) >= np.asarray(state.rows.ends_from)[:, None]
-    return (np.asarray(state.canvas)[..., 0] == end) & decoded & may_end
+    return (np.asarray(state.responses)[..., 0] == end) & decoded & may_end
 
 
 def has_ended(state: SamplerState, end: int) -> bool:
@@ -167,9 +167,9 @@ def cut_at_end(state: SamplerState, end: int) -> Int[np.ndarray, "b l 1"]:
 
     What follows it would depend on when the batch stopped.
     """
-    canvas = np.array(state.canvas)
-    canvas[np.cumsum(ends_of(state, end), axis=1) > 0] = end
-    return canvas
+    responses = np.array(state.responses)
+    responses[np.cumsum(ends_of(state, end), axis=1) > 0] = end
+    return responses
 
 
 Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
@@ -179,7 +179,7 @@ Prompts = tuple[Prompt, ...]  # of all rows, or only for steps without a cache i
 @persistent_jit(static=("settings", "capacity"), depends=attention)
 def prefill(
     model: Denoiser,
-    canvas: Int[Array, "b l g"],
+    responses: Int[Array, "b l g"],
     decoded_at: Int[Array, "b l"],
     rows: Rows,
     prompt: Prompt,
@@ -197,13 +197,13 @@ def prefill(
     """
     seen, passes = _seen(model, prompt, features), jnp.int32(0)
     if not settings.uses_cache:
-        return SamplerState(canvas, decoded_at, rows, seen, None, passes)
+        return SamplerState(responses, decoded_at, rows, seen, None, passes)
     region = RESPONSE_STREAM[settings.modality]
     cache = model.empty_cache(prompt.length.shape[0], *capacity, region)
     if settings.caches_prompt:
         cache, seen = _written(model, prompt, seen, cache), None
         cache = cache.commit(padded_lengths(prompt)[STREAMS.index(region)])
-    return SamplerState(canvas, decoded_at, rows, seen, cache, passes)
+    return SamplerState(responses, decoded_at, rows, seen, cache, passes)
 
 
 @persistent_jit(depends=attention)
@@ -242,7 +242,7 @@ def apart(passed: SamplerState | KVCache, *, lengths: tuple[int, int]) -> tuple[
 @persistent_jit(static=("first", "modality", "capacity", "prompt_len"))
 def gather(
     model: Denoiser,
-    canvas: Int[Array, "b l g"],
+    responses: Int[Array, "b l g"],
     decoded_at: Int[Array, "b l"],
     rows: Rows,
     parts: tuple[KVCache | tuple[KVCache, ...], ...],
@@ -267,7 +267,7 @@ def gather(
     for row, own in zip(first, caches, strict=True):
         cache = cache.with_rows(row, own)
     cache = cache.commit(prompt_len)
-    return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
+    return SamplerState(responses, decoded_at, rows, None, cache, jnp.int32(0))
 
 
 @persistent_jit(static=("copies",))
@@ -285,7 +285,7 @@ def forked(state: SamplerState, rows: Rows, *, copies: int) -> SamplerState:
 
     return dataclasses.replace(
         state,
-        canvas=copied(state.canvas),
+        responses=copied(state.responses),
         decoded_at=copied(state.decoded_at),
         rows=rows,
         features=copied(state.features),

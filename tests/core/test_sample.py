@@ -288,8 +288,8 @@ def test_slots_that_a_phase_cannot_reach_are_not_read(modality, monkeypatch):
     assert not any(reach)
     monkeypatch.setattr(calls, "READ_SLOTS", 1)
     monkeypatch.setattr(calls, "TEXT_LENGTHS", 1000)
-    reach, canvas = run()
-    np.testing.assert_array_equal(canvas, whole)
+    reach, responses = run()
+    np.testing.assert_array_equal(responses, whole)
     prompt = tiny.prepare(requests, SETTINGS)
     lengths = prompts.padded_lengths(prompt)
     rooms = [
@@ -323,7 +323,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     requests = image_requests(3, 6)
     phases = [steps[i : i + 2] for steps in image_plan(requests) for i in (0, 2)]
     shown = []
-    canvas = sample.sample(
+    responses = sample.sample(
         model,
         tiny.sample_inputs(requests, model.settings, image_settings()),
         phases,
@@ -331,21 +331,21 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
         callback=shown.append,
     )
     steps, expected = traces.moments(model, requests, phases, image_settings())
-    np.testing.assert_array_equal(canvas, expected)
+    np.testing.assert_array_equal(responses, expected)
     begin, *shown = shown
     assert (begin.steps, list(begin.blocks), begin.total) == (0, [], 4)
-    np.testing.assert_array_equal(begin.canvas, steps[0].canvas)
+    np.testing.assert_array_equal(begin.responses, steps[0].responses)
     assert [now.steps for now in shown] == [2, 4]
-    np.testing.assert_array_equal(shown[0].canvas, steps[2].canvas)
-    np.testing.assert_array_equal(shown[1].canvas, canvas)
-    # The canvases after each step of a phase are known when it ends.
+    np.testing.assert_array_equal(shown[0].responses, steps[2].responses)
+    np.testing.assert_array_equal(shown[1].responses, responses)
+    # The responses after each step of a phase are known when it ends.
     blocks = [(now, block) for now in shown for block in now.blocks]
     assert len(blocks) == 4
     for (now, block), after in zip(blocks, [*steps[1:4], steps[-1]], strict=True):
-        wanted = canvas if block == blocks[-1][1] else after.canvas
+        wanted = responses if block == blocks[-1][1] else after.responses
         np.testing.assert_array_equal(now.after(block), wanted)
-    np.testing.assert_array_equal(shown[0].after(blocks[0][1] - 1), steps[0].canvas)
-    assert (canvas < SETTINGS.codebook_size).all()
+    np.testing.assert_array_equal(shown[0].after(blocks[0][1] - 1), steps[0].responses)
+    assert (responses < SETTINGS.codebook_size).all()
 
 
 def test_noise_depends_on_neither_bucket_nor_slot():
@@ -435,15 +435,15 @@ def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
 
     def run(requests):
         passes = []
-        canvas = traces.finished(
+        responses = traces.finished(
             model, requests, *row_run("text", requests, **ENDS_EARLY), stop_early=False,
             callback=lambda now: passes.append(now.steps),
         )  # fmt: skip
-        return canvas, passes[-1]
+        return responses, passes[-1]
 
     batch, most = run(requests)
     alone = [run([request]) for request in requests]
-    np.testing.assert_array_equal(batch, np.concatenate([canvas for canvas, _ in alone]))
+    np.testing.assert_array_equal(batch, np.concatenate([responses for responses, _ in alone]))
     assert min(passes for _, passes in alone) < most < tiny.TEXT_LEN
 
 
@@ -479,18 +479,18 @@ def test_given_tokens_come_back_as_they_were():
         tiny.request("image", SETTINGS, i, words=3, given=share)
         for i, share in enumerate((0.5, 1.0, 0.0))
     ]
-    canvas = traces.finished(model, requests, image_plan(requests), image_settings())
-    for row, request in zip(canvas, requests, strict=True):
+    responses = traces.finished(model, requests, image_plan(requests), image_settings())
+    for row, request in zip(responses, requests, strict=True):
         np.testing.assert_array_equal(row[request.given], request.response[request.given])
         assert (row < SETTINGS.codebook_size).all()
 
 
 def test_everything_given_is_returned_without_a_step():
     requests = image_requests(3, given=1.0)
-    canvas = traces.finished(
+    responses = traces.finished(
         tiny.denoiser(SETTINGS), requests, image_plan(requests), image_settings()
     )
-    np.testing.assert_array_equal(canvas[0], requests[0].response)
+    np.testing.assert_array_equal(responses[0], requests[0].response)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -542,7 +542,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
 
 def has_ended(moment: traces.Moment, row: int) -> bool:
     """Returns whether a row is decoded without gaps up to an end-of-text."""
-    for token, at in zip(moment.canvas[row, :, 0], moment.decoded_at[row], strict=True):
+    for token, at in zip(moment.responses[row, :, 0], moment.decoded_at[row], strict=True):
         if at == state_of.NOT_DECODED:
             return False
         if token == SETTINGS.end_of_text_id:
@@ -581,21 +581,21 @@ def steps_apart(plan):
     return [part[i : i + 1] for part in plan for i in range(part.num_steps)]
 
 
-def canvases(model, requests, plan, settings, **options):
-    """Returns the canvas after every step [k b l g]."""
+def responses_by_step(model, requests, plan, settings, **options):
+    """Returns the responses after every step [k b l g]."""
     shown = []
     traces.finished(
         model, requests, steps_apart(plan), settings,
-        callback=lambda now: shown.append(now.canvas), **options,
+        callback=lambda now: shown.append(now.responses), **options,
     )  # fmt: skip
-    return np.stack(shown[1:])  # without the initial canvas
+    return np.stack(shown[1:])  # without the initial responses
 
 
 def test_recorded_codes_come_out_at_the_step_of_the_order():
     """Inpainting too: the order skips the given cells, wherever they are in it."""
     requests = code_requests(0.0, 0.5)
     plan, settings, draws = code_run(requests)
-    shown = canvases(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
+    shown = responses_by_step(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
     grid = CODES.grid_size * CODES.codes_side
     order = sequence.cells_from_codes(
         np.argsort(orders.order("stratified", grid, grid, 42)).reshape(1, grid, grid), 2
@@ -618,11 +618,11 @@ def test_recorded_codes_come_out_at_the_step_of_the_order():
 def test_a_cell_is_decoded_when_its_last_code_is():
     requests = code_requests(0.0)
     plan, settings, _ = code_run(requests)
-    steps, canvas = traces.moments(tiny.denoiser(CODES), requests, steps_apart(plan), settings)
+    steps, responses = traces.moments(tiny.denoiser(CODES), requests, steps_apart(plan), settings)
     for moment in steps:
-        whole = (moment.canvas != CODES.image_mask_id).all(axis=-1)
+        whole = (moment.responses != CODES.image_mask_id).all(axis=-1)
         np.testing.assert_array_equal(moment.decoded_at != state_of.NOT_DECODED, whole)
-    assert (canvas < CODES.codebook_size).all()
+    assert (responses < CODES.codebook_size).all()
 
 
 def test_what_is_predicted_does_not_depend_on_what_is_passed_next_to_it():
@@ -638,7 +638,7 @@ def test_what_is_predicted_does_not_depend_on_what_is_passed_next_to_it():
         all_cells.append(
             dataclasses.replace(part, decode=cells, candidates=candidates, rest=nothing)
         )
-    few, every = (canvases(model, requests, p, settings) for p in (plan, all_cells))
+    few, every = (responses_by_step(model, requests, p, settings) for p in (plan, all_cells))
     np.testing.assert_array_equal(few, every)
 
 
@@ -647,7 +647,7 @@ def test_the_surest_codes_are_committed_with_recorded_noise():
     plan, settings, draws = code_run(requests, order="confidence", confidence_noise=2.0)
     draws = dataclasses.replace(draws, tokens=None)
     settings = dataclasses.replace(settings, temperature=0.0)
-    shown = canvases(model, requests, plan, settings, draws=draws)
+    shown = responses_by_step(model, requests, plan, settings, draws=draws)
     before = np.where(
         np.stack([r.given for r in requests])[..., None],
         np.stack([r.response for r in requests]),
@@ -668,14 +668,14 @@ def test_the_surest_codes_are_committed_with_recorded_noise():
         before = after
 
 
-def logits_at(model, requests, canvas, settings):
-    """Returns the logits [b l g v] of all cells of a canvas, from one full pass."""
+def logits_at(model, requests, responses, settings):
+    """Returns the logits [b l g v] of all cells of responses, from one full pass."""
     prompt = jax.tree.map(jnp.asarray, tiny.prepare(
         requests, model.settings, with_given=False
     ))  # fmt: skip
-    batch, length = shape = canvas.shape[:2]
+    batch, length = shape = responses.shape[:2]
     state = state_of.SamplerState(
-        jnp.asarray(canvas, jnp.int32),
+        jnp.asarray(responses, jnp.int32),
         jnp.full(shape, state_of.NOT_DECODED),
         state_of.rows_of(tiny.sample_inputs(requests, model.settings, settings), settings),
         None,
@@ -700,7 +700,7 @@ def test_whole_cells_may_be_chosen_by_confidence():
     sampling = config.Sampling(preset="p", order="confidence", num_steps=4)
     settings = tiny.step_settings(sampling, model.settings, "image")
     plan = presets.plan(sampling, settings, model.settings, requests[0].given[None], 1)
-    shown = canvases(model, requests, plan, settings)[:, 0] < model.settings.codebook_size
+    shown = responses_by_step(model, requests, plan, settings)[:, 0] < model.settings.codebook_size
     np.testing.assert_array_equal(shown.all(axis=-1), shown.any(axis=-1))
     expected = np.cumsum(orders.counts("shift", 4, 9, 3.0))
     np.testing.assert_array_equal(shown.all(axis=-1).sum(axis=-1), expected)
@@ -824,11 +824,11 @@ def test_outside_its_interval_guidance_does_not_act(name):
     without = moments()
     np.testing.assert_allclose(part[0].logits, without[0].logits, rtol=0, atol=2e-5)
     for step in range(4):
-        np.testing.assert_array_equal(never[step].canvas, without[step].canvas)
+        np.testing.assert_array_equal(never[step].responses, without[step].responses)
         np.testing.assert_allclose(never[step].logits, without[step].logits, rtol=0, atol=2e-5)
     assert np.abs(part[0].logits - whole[0].logits).max() > 0.1
     # The second step is guided; the first drew the same, because its logits are equal.
-    np.testing.assert_array_equal(part[1].canvas, without[1].canvas)
+    np.testing.assert_array_equal(part[1].responses, without[1].responses)
     assert np.abs(part[1].logits - without[1].logits).max() > 0.1
 
 
@@ -1078,8 +1078,8 @@ def test_text_blocks_are_decoded_in_the_order_asked_for(asked, blocks):
     """Sampling also agrees with training, whatever the order."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
     plan, settings = text_run(requests, text_steps=2, text_temperature=0.8, text_block_order=asked)
-    steps, canvas = traces.moments(model, requests, plan, settings)
-    assert (canvas != SETTINGS.text_mask_id).all()
+    steps, responses = traces.moments(model, requests, plan, settings)
+    assert (responses != SETTINGS.text_mask_id).all()
     for moment, block in zip(steps[::2], blocks, strict=True):
         assert set(np.flatnonzero(moment.masked[0]) // tiny.TEXT_BLOCK_LEN) == {block}
     trained = traces.training_logits(model, requests, steps, settings)
@@ -1137,7 +1137,7 @@ def wanting_masks(plan):
 def test_text_never_becomes_a_mask_again():
     requests = text_requests((3, 0.0))
     plan, settings = text_run(requests, preset="dense", text_temperature=0.5, text_steps=2)
-    shown = canvases(
+    shown = responses_by_step(
         tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan),
         stop_early=False,
     )  # fmt: skip
@@ -1149,7 +1149,9 @@ def test_as_released_a_drawn_mask_waits_for_a_later_step():
     requests = text_requests((3, 0.0))
     asked = {"preset": "dense", "text_temperature": 0.5, "text_steps": 2}
     plan, settings = text_run(requests, **asked, released_behaviour=True)
-    shown = canvases(tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan))
+    shown = responses_by_step(
+        tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan)
+    )
     left = (shown[:, 0, :, 0] == SETTINGS.text_mask_id).sum(axis=-1)
     np.testing.assert_array_equal(left, [12, 10, 8, 6, 4, 2])
     assert (shown[3, 0, : 2 * tiny.TEXT_BLOCK_LEN] == SETTINGS.text_mask_id).sum() == 2
@@ -1202,7 +1204,7 @@ def full_pass(model, requests, moment):
     """Returns the predictions of a full pass for the masked tokens of a moment."""
     asked = [
         dataclasses.replace(
-            r, response=moment.canvas[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
+            r, response=moment.responses[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
         )
         for i, r in enumerate(requests)
     ]
@@ -1218,7 +1220,7 @@ def test_with_one_text_block_both_caches_hold_the_prompt_and_nothing_else():
         plan, settings = text_run(requests, tiny.TEXT_LEN, text_preset=name, text_steps=4)
         found.append(traces.moments(model, requests, plan, settings)[0])
     for prefix, dual in zip(*found, strict=True):
-        np.testing.assert_array_equal(prefix.canvas, dual.canvas)
+        np.testing.assert_array_equal(prefix.responses, dual.responses)
         np.testing.assert_allclose(prefix.logits, dual.logits, rtol=0, atol=2e-5)
 
 
@@ -1231,7 +1233,7 @@ def test_the_dual_cache_keeps_later_text_blocks_as_they_were():
         steps[name] = traces.moments(model, requests, plan, settings)[0]
     first, second = (list(pair) for pair in zip(*(s[:2] for s in steps.values()), strict=True))
     np.testing.assert_allclose(first[0].logits, first[1].logits, rtol=0, atol=2e-5)
-    np.testing.assert_array_equal(second[0].canvas, second[1].canvas)
+    np.testing.assert_array_equal(second[0].responses, second[1].responses)
     assert np.abs(second[0].logits - second[1].logits).max() > 1e-4
 
 
@@ -1256,12 +1258,12 @@ def test_sure_text_blocks_end_early():
     ):
         plan, settings = text_run(requests, preset="dense", **asked)
         done = []
-        canvas = traces.finished(
+        responses = traces.finished(
             model, requests, plan, settings, stop_early=False,
             callback=lambda now, seen=done: seen.append(now.steps),
         )  # fmt: skip
         assert done[-1] == passes
-        assert (canvas != SETTINGS.text_mask_id).all()
+        assert (responses != SETTINGS.text_mask_id).all()
 
 
 def test_random_confidence_is_the_recorded_one():
@@ -1271,7 +1273,7 @@ def test_random_confidence_is_the_recorded_one():
     )
     sure = np.random.default_rng(0).random((tiny.TEXT_LEN, 1, tiny.TEXT_LEN, 1))
     sure = np.broadcast_to(sure[:1], sure.shape).astype(np.float32)
-    shown = canvases(
+    shown = responses_by_step(
         model, requests, plan, settings, draws=tiny.Recorded(sure=sure), stop_early=False
     )
     masked = shown[:, 0, :, 0] == SETTINGS.text_mask_id

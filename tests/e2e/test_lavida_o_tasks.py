@@ -99,8 +99,8 @@ def test_an_edit_sees_the_image_and_its_codes(pipe, shown, monkeypatch):
 @pytest.mark.slow
 def test_known_cells_stay(pipe, shown):
     square = np.ascontiguousarray(shown[:, :20])
-    canvas = pipe.prompts.canvas(square, 24)
-    (before,) = pipe.codec.encode(canvas[None])
+    image = pipe.prompts.codec_image(square, 24)
+    (before,) = pipe.codec.encode(image[None])
     filled = pipe.inpaint(square, "a robot", box=(0, 0, 6, 6))
     np.testing.assert_array_equal(filled.tokens[0][1:], before[1:])
     around = pipe.outpaint(square, "a robot", box=(8, 8, 16, 16))

@@ -175,13 +175,13 @@ def one_by_one(phases: list[plans.Steps]) -> list[plans.Steps]:
 
 
 def history(model, request, phases, settings, draws=None):
-    """Returns the canvas after each step [k l g], the final one, and the number of passes."""
+    """Returns the responses after each step [k l g], the final ones, and the number of passes."""
     shown, passes = [], 0
 
     def show(now):
         nonlocal passes
         if now.steps > passes:  # a step with nothing left to decode makes no pass
-            shown.append(now.canvas[0])
+            shown.append(now.responses[0])
         passes = now.steps
 
     last = traces.finished(

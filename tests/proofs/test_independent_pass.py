@@ -160,7 +160,7 @@ _step_logits = sample.step_logits
 
 def _telling(model, state, now, *rest):
     logits, cache = _step_logits(model, state, now, *rest)
-    told = state.passes, state.canvas, now.decode, logits
+    told = state.passes, state.responses, now.decode, logits
     jax.debug.callback(lambda *values: TOLD.append([*map(np.asarray, values)]), *told)
     return logits, cache
 
@@ -199,7 +199,7 @@ def run(case: Case, phase=WATCHED_PHASE) -> tuple[list[Step], np.ndarray]:
         )
     jax.effects_barrier()
     told = sorted(TOLD, key=lambda values: int(values[0]))
-    states = [canvas for _, canvas, *_ in told] + [progress[-1].canvas]
+    states = [responses for _, responses, *_ in told] + [progress[-1].responses]
     steps = []
     for i, (_, before, decode, logits) in enumerate(told):
         spread = np.full((*before.shape, logits.shape[-1]), np.nan)

@@ -187,10 +187,10 @@ def ablation(modality: str, preset: str):
     ],
 )
 def test_caching_changes_neither_logits_nor_samples(modality, plain, cached):
-    *_, steps, canvas = ablation(modality, plain)
+    *_, steps, responses = ablation(modality, plain)
     for preset in cached:
-        *_, cached_steps, cached_canvas = ablation(modality, preset)
-        np.testing.assert_array_equal(cached_canvas, canvas)
+        *_, cached_steps, cached_responses = ablation(modality, preset)
+        np.testing.assert_array_equal(cached_responses, responses)
         for moment, expected in zip(cached_steps, steps, strict=True):
             np.testing.assert_array_equal(moment.masked, expected.masked)
             np.testing.assert_allclose(

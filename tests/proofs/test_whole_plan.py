@@ -137,14 +137,14 @@ def independent_logits(one: Case, row: int, step: whole_plan.Step) -> np.ndarray
     mask_id = model.settings.text_mask_id if is_text else model.settings.image_mask_id
     order = order_of(one, row)
     clean = order < step.block
-    canvas = np.where(clean[:, None], response, mask_id)
-    canvas[step.at] = np.where(step.known, response[step.at], mask_id)
+    masked = np.where(clean[:, None], response, mask_id)
+    masked[step.at] = np.where(step.known, response[step.at], mask_id)
     blocks = np.where(clean, order, step.block + 1)
     blocks[step.at] = step.block
     request = one.requests[row]
     image = request.guidance_image * step.guidance if one.sampling.guidance_image else None
     guidance = request.guidance * step.guidance
-    logits = dense_pass.step_logits(model, asked, canvas, blocks, step.block, guidance, image)
+    logits = dense_pass.step_logits(model, asked, masked, blocks, step.block, guidance, image)
     if is_text:
         logits[..., mask_id] = -np.inf
     filters = one.sampling.top_k, one.sampling.top_p

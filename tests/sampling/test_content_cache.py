@@ -131,11 +131,11 @@ def test_parts_and_kept_rows_change_no_logit_and_no_token(name, asked):
     )
     plan = traces.plan(requests, settings)
     with traces._patched(parted=lambda *inputs, **_: [PromptPart(0, prompts.batched(*inputs))]):
-        wanted, canvas = traces.moments(model, requests, plan, settings)
+        wanted, responses = traces.moments(model, requests, plan, settings)
     kept = ContentCache()
     for options in ({}, {"content_cache": kept}, {"content_cache": kept}):
         found, ours = traces.moments(model, requests, plan, settings, **options)
-        np.testing.assert_array_equal(ours, canvas)
+        np.testing.assert_array_equal(ours, responses)
         for moment, expected in zip(found, wanted, strict=True):
             np.testing.assert_allclose(moment.logits, expected.logits, rtol=0, atol=TOLERANCE)
     rows = 0 if name == "dense" else 2 * settings.guidance_rows
@@ -268,7 +268,7 @@ def state_of(requests, settings, kept):
         tiny.denoiser(SETTINGS), inputs, plan, settings=settings, content_cache=kept
     )
     found = prefilled.state
-    whole = found.canvas, found.decoded_at, found.features, found.cache, found.passes
+    whole = found.responses, found.decoded_at, found.features, found.cache, found.passes
     return [np.asarray(leaf) for leaf in jax.tree.leaves(whole)]
 
 

@@ -30,8 +30,8 @@ def moments(modality, device):
         requests = [tiny.request(modality, settings, i, words=n) for i, n in enumerate((3, 12, 5))]
         chosen = traces.settings_of("sparse", modality, settings)
         phases = traces.plan(requests, chosen, num_steps=4 if modality == "image" else 3)
-        steps, canvas = traces.moments(model, requests, phases, chosen)
-        return steps, canvas, list(traces.training_logits(model, requests, steps, chosen))
+        steps, responses = traces.moments(model, requests, phases, chosen)
+        return steps, responses, list(traces.training_logits(model, requests, steps, chosen))
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])
@@ -69,8 +69,8 @@ def test_a_phase_runs_without_the_host(gpu):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "run_phase", guarded)
         inputs = tiny.sample_inputs(requests, model.settings, chosen)
-        canvas = sample.sample(model, inputs, phases, settings=chosen)
-    assert (canvas != settings.image_mask_id).all()
+        responses = sample.sample(model, inputs, phases, settings=chosen)
+    assert (responses != settings.image_mask_id).all()
 
 
 def test_training_steps_give_the_same_bits_twice(gpu):
