@@ -165,7 +165,7 @@ class Timed:
         if how.modality == "image" and self.decoder is not None:
             known = np.minimum(responses, settings.codebook_size - 1)  # steps may not be timed
             grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
-            vq.decode_codes(self.decoder, np.asarray(grid), batch=1)
+            vq.to_pixels(self.decoder, np.asarray(grid), batch=1)
             ends("vq_decode")
         return split
 

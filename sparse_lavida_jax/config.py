@@ -544,7 +544,7 @@ class Evaluate(Section):
     data: Place = ""  # folder of the official files; docs/api/benchmarks.md: its structure
     split: str = ""  # of the benchmark, if it has several
     limit: Count = 0  # the number of items, from the first (scenes: per task); 0: all
-    batch_size: Positive = 8  # rows decoded together
+    batch_size: Positive = 8  # rows sampled together
     num_images: Positive = 1  # images drawn per prompt
     prefix: str = ""  # put before every prompt for an image
     sampler: str = ""  # a published one or a preset (`sampling/options.py`); "": the checkpoint's

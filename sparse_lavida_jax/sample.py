@@ -154,7 +154,7 @@ def sample(
     content_cache: ContentCache | None = None,
     constants: ModelConstants | None = None,
 ) -> Int[np.ndarray, "b l g"]:
-    """Decodes a batch of examples of one modality and one response length.
+    """Samples a batch of examples of one modality and one response length.
 
     Args:
         inputs: the examples, laid out for the same `settings` (`prompts.sample_input`).

@@ -34,7 +34,7 @@ MOST_LOGITS = 2**28  # of a pass over whole plans
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
+class SampleOutput:
     """What the sampler returned.
 
     Attributes:
@@ -60,7 +60,7 @@ class Engine:
 
     Args:
         model: the denoiser.
-        batch_size: the largest number of rows decoded together.
+        batch_size: the largest number of rows sampled together.
         text_block_len: tokens per text block if the settings do not say; a text that is
             not a whole number of blocks is one block.
         content_cache: for what batches share; by default nothing is kept.
@@ -80,11 +80,11 @@ class Engine:
         self.batch_size = batch_size
         self.text_block_len = text_block_len
         self._models: dict[str, Denoiser] = {}  # by method of `quantize`
-        self._making = threading.Lock()  # several threads may decode
+        self._making = threading.Lock()  # several threads may sample
         self.content_cache = ContentCache(0) if content_cache is None else content_cache
         self.constants = ModelConstants.of(model)
 
-    def decode(
+    def sample(
         self,
         examples: Sequence[Example],
         requests: Sequence[RowRequest],
@@ -95,8 +95,8 @@ class Engine:
         padding: Padding = "fit",
         callback: Callback | None = None,
         programs: Programs = contextlib.nullcontext,
-    ) -> Decoded:
-        """Decodes the responses of examples of one modality; those of the same shape together.
+    ) -> SampleOutput:
+        """Samples the responses of examples of one modality; those of the same shape together.
 
         A batch that is not full is filled up, so that all batches use the same compiled programs.
         If all examples are the same object, and the noise is too until a last turn, the steps
@@ -109,7 +109,7 @@ class Engine:
             bucket: the shapes to pad to; by default as `padding` says.
             padding: see `batch_shapes.Padding`.
             callback: called before the first step and after each phase.
-            programs: entered while a batch is decoded.
+            programs: entered while a batch is sampled.
 
         Raises:
             ConfigError: more steps than there are tokens.
@@ -124,7 +124,7 @@ class Engine:
             sample_input(example, request, model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
-        stage, decoded = stage or modality, {}
+        stage, sampled = stage or modality, {}
         shared = _shared_steps(examples, requests, stage)
         for chunk in batch_shapes.chunks(inputs, self.batch_size, padding, bucket):
             filled = [inputs[i] for i in chunk.filled]
@@ -162,9 +162,9 @@ class Engine:
                 drawn, order = own
                 if modality == "text":
                     order = _until_end(drawn, order, model.end_of_text_id, inputs[i].example)
-                decoded[i] = responses[row], chunk.bucket, first + rest, first, drawn, order
-        columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
-        return Decoded(*map(list, columns))
+                sampled[i] = responses[row], chunk.bucket, first + rest, first, drawn, order
+        columns = zip(*(sampled[i] for i in range(len(examples))), strict=True)
+        return SampleOutput(*map(list, columns))
 
     def scores(
         self,
@@ -182,9 +182,9 @@ class Engine:
         """Returns the steps that would decode responses, and how they score them, in one pass.
 
         Args:
-            requests, sampling, stage, programs: as for `decode`.
+            requests, sampling, stage, programs: as for `sample`.
             responses: whole ones, each with a token that is not given.
-            orders: the block of each token (`Decoded.orders`); None: as planned, for images.
+            orders: the block of each token (`SampleOutput.orders`); None: as planned, for images.
             tolerance: see `whole_plan.scores`.
             most_logits: of the steps of a batch.
 

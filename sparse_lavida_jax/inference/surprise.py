@@ -121,7 +121,7 @@ def surprise(
     image = run.prompts.codec_image(images[0].pixels, run.codec.image_size)
     with run.programs(("codec", image.shape)):
         (codes,) = run.codec.encode(image[None])
-        (back,) = run.codec.decode(codes[None])
+        (back,) = run.codec.to_pixels(codes[None])
     error = float(np.square(image.astype(float) - back).mean())
     examples = [run.image_example(request) for request in requests]
     rows = [(one, FIRST_SEED + i) for one in examples for i in range(count)]

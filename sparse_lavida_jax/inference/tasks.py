@@ -103,7 +103,7 @@ class TaskRun:
         callback, bucket, padding, programs: see `SparseLaViDa.run`.
         seconds: the time of each stage.
         rows: the request of each example, if not all requests are done together.
-        buckets: of the images decoded last.
+        buckets: of the images sampled last.
         tokens, layout_tokens: the number passed through the network for each request.
         shared: how many of both stand for later requests too, which do not count them.
         prompted: tokens in each request's first prompt (`Result.prompted`).
@@ -135,21 +135,21 @@ class TaskRun:
         by_kind = self.draw_images if TASK_SPECS[requests[0].task].draws else self.write_texts
         return does.get(requests[0].task, by_kind)(requests)
 
-    def decode(
+    def sample(
         self,
         stage: str,
         examples: Sequence[Example],
         requests: Sequence[RowRequest],
         sampling: config.Sampling | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
-        """Decodes examples, and records the buckets in which images were decoded."""
+        """Samples examples, and records the buckets in which images were sampled."""
         if stage == "image" and self.bucket is not None:
             for one in examples:
                 own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
                 batch_shapes.check(self.bucket, own + self.prompts.longest)
         rows = self.rows or range(len(examples))
         with self.timed(stage):
-            decoded = self.engine.decode(
+            sampled = self.engine.sample(
                 examples,
                 requests,
                 sampling or self.sampling,
@@ -160,17 +160,17 @@ class TaskRun:
                 programs=self.programs,
             )
         if stage == "image":
-            self.buckets = decoded.buckets
+            self.buckets = sampled.buckets
         if stage == "layout":
-            pairs = zip(decoded.drawn, decoded.orders, strict=True)
+            pairs = zip(sampled.drawn, sampled.orders, strict=True)
             drawn = [(tuple(ids[:, 0].tolist()), tuple(at.tolist())) for ids, at in pairs]
             self.layouts |= zip(rows, drawn, strict=False)  # nothing, if nothing was drawn
         tokens = self.layout_tokens if stage == "layout" else self.tokens
         for i, (row, one) in enumerate(zip(rows, examples, strict=True)):
-            tokens[row] += decoded.tokens[i]
-            self.shared[row] += decoded.shared[i]
+            tokens[row] += sampled.tokens[i]
+            self.shared[row] += sampled.shared[i]
             self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
-        return decoded.responses
+        return sampled.responses
 
     def tell(self, stage: str, passes: int, total: int) -> None:
         """Tells the callback how many passes over whole plans are done; they draw nothing."""
@@ -308,17 +308,17 @@ class TaskRun:
         """Draws an image for each request; `judges` says whether the model judges them."""
         prompts = self._image_prompts(requests)
         if side_by_side.are_made_ahead():
-            for cells in {prompt.cells for prompt in prompts}:
-                self.codec.decoding(cells, self.sampling.vq_dtype)  # while the others are made
+            for cells in {prompt.cells for prompt in prompts}:  # made while the others are
+                self.codec.pixel_programs(cells, self.sampling.vq_dtype)
         layouts = self._layouts(requests, prompts) or [None] * len(requests)
         pairs = zip(prompts, layouts, strict=True)
-        cells = self.decode("image", _made(self._image_example, pairs), requests)
+        cells = self.sample("image", _made(self._image_example, pairs), requests)
         pixels: list[Pixels] = []
         with self.timed("pixels"):
             pairs = zip(prompts, cells, strict=True)
             for (rows, _), group in itertools.groupby(pairs, lambda pair: pair[0].cells):
                 own = np.stack([one for _, one in group])
-                pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
+                pixels.extend(self.codec.to_pixels(own, rows, self.sampling.vq_dtype))
         buckets, verdicts = self.buckets, [""] * len(requests)
         if judges:
             verdicts = self.verdicts(requests, pixels)
@@ -430,7 +430,7 @@ class TaskRun:
         """
         how = self._text_sampling(as_layout=as_layout)
         rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
-        return self.decode(stage, examples, rows, how)
+        return self.sample(stage, examples, rows, how)
 
     def _text_sampling(self, *, as_layout: bool) -> config.Sampling:
         """Returns the settings of texts about images to be drawn; see `_about_images`."""
@@ -494,8 +494,8 @@ class TaskRun:
             layouts = self._layouts([now], [prompt])
             earlier = attempts if now.task == "generate" else ()
             example = self._image_example(prompt, layouts[0] if layouts else None, earlier)
-            (cells,) = self.decode("image", [example], [now])
-            (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
+            (cells,) = self.sample("image", [example], [now])
+            (image,) = self.codec.to_pixels(cells[None], dtype=self.sampling.vq_dtype)
             (verdict,) = self.verdicts([dataclasses.replace(now, words=request.words)], [image])
             attempts.append((image, verdict))
             if self.prompts.accepts(verdict) or len(attempts) == request.rounds:
@@ -519,7 +519,7 @@ class TaskRun:
             free = self.write_texts(plain)
             if all(f" {word.strip()} " in f" {free.text.strip()} " for word in required):
                 return dataclasses.replace(free, task=requests[0].task)
-        said = self.decode("text", [self._text_example(one) for one in requests], requests)
+        said = self.sample("text", [self._text_example(one) for one in requests], requests)
         texts = (
             self.prompts.answer(ids)
             if request.template is None
@@ -546,7 +546,7 @@ class TaskRun:
         examples, how = self.prompts.locate(named, image), self.sampling
         if self.prompts.locates_in_one_step:
             how = presets.one_pass(how, self.settings.model, len(examples[0].response))
-        found = self.decode("text", examples, requests[: len(examples)], how)
+        found = self.sample("text", examples, requests[: len(examples)], how)
         size = image.shape[1], image.shape[0]
         boxes = tuple(self.prompts.boxes(named, found, size))
         return self.result(requests, tokens=tuple(found), boxes=boxes)

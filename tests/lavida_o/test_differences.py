@@ -182,7 +182,7 @@ class Blank(stand_ins.Codec):
     def encode(self, pixels):
         return np.zeros((len(pixels), 4, 4), np.int32)
 
-    def decode(self, cells, rows=None, dtype="float32"):
+    def to_pixels(self, cells, rows=None, dtype="float32"):
         return np.zeros((len(cells), 32, 32, 3), np.uint8)
 
 

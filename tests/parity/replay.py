@@ -300,5 +300,5 @@ def assert_image(given, request, cells, expected):
     """Compares the decoded image of cells [l g], up to one grey level."""
     side = given.settings.model.codes_side
     codes = np.asarray(sequence.codes_from_cells(cells[None], request.grid[0], side))
-    image = vq.decode_codes(given.vq(), codes)[0].astype(int)
+    image = vq.to_pixels(given.vq(), codes)[0].astype(int)
     assert np.abs(image - expected).max() <= 1

@@ -32,7 +32,7 @@ class Case:
     """A batch that was decoded by the sampler.
 
     Attributes:
-        examples, requests, sampling: as for `Engine.decode`.
+        examples, requests, sampling: as for `Engine.sample`.
         decoded: what it returned.
     """
 
@@ -40,7 +40,7 @@ class Case:
     examples: list
     requests: list[RowRequest]
     sampling: config.Sampling
-    decoded: engine.Decoded
+    decoded: engine.SampleOutput
 
     def scored(self):
         """Returns the steps and scores of each row, of one pass."""

@@ -61,9 +61,9 @@ def test_a_text_that_is_no_whole_blocks_has_as_many_steps_as_tokens(ran):
     """It is one block: earlier, more steps were silently cut, or refused although they fit."""
     pipe, _ = ran
     example = pipe.encoder.text_example("a", length=10)  # blocks have 8 tokens
-    pipe.decode([example], sampling=config.Sampling(text_steps=10))
+    pipe.sample([example], sampling=config.Sampling(text_steps=10))
     with pytest.raises(config.ConfigError, match="1 to 10 are allowed"):
-        pipe.decode([example], sampling=config.Sampling(text_steps=11))
+        pipe.sample([example], sampling=config.Sampling(text_steps=11))
 
 
 @pytest.mark.parametrize("name", options.SAMPLERS)
