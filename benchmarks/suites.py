@@ -15,7 +15,7 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
-from sparse_lavida_jax.sampling.options import SAMPLERS
+from sparse_lavida_jax.sampling.options import PUBLISHED, SAMPLERS
 from sparse_lavida_jax.sequence import Modality, Response, Source, Text
 
 PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
@@ -157,7 +157,7 @@ def check_presets(names: Collection[str]) -> None:
     Raises:
         ConfigError: there is no such preset.
     """
-    known = (*config.PRESETS, *config.TEXT_PRESETS, *SAMPLERS)
+    known = SAMPLERS["text"]  # those of images too
     if unknown := [name for name in names if name not in known]:
         raise config.ConfigError(f"there is no preset {unknown[0]!r}: {', '.join(known)}.")
 
@@ -182,14 +182,14 @@ def by_preset(
         ConfigError: there is no such preset.
     """
     check_presets(names)
-    of_text = (*config.PRESETS, *config.TEXT_PRESETS, *(name for name in SAMPLERS if name in names))
+    of_text = [name for name in SAMPLERS["text"] if name not in PUBLISHED or name in names]
     found = []
     for task, example in examples.items():
         draws = task == "draw"
-        kind, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
+        preset, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
         count = steps or getattr(settings.sampling, field)
         for name in config.PRESETS if draws else of_text:
-            changes = SAMPLERS.get(name, {kind: name, field: count})
+            changes = PUBLISHED.get(name, {preset: name, field: count})
             sampling = dataclasses.replace(settings.sampling, **changes)
             rows = presets.step_settings(sampling, settings.model, example.modality).guidance_rows
             case = RequestCase(

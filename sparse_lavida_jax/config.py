@@ -547,7 +547,7 @@ class Evaluate(Section):
     batch_size: Positive = 8  # rows sampled together
     num_images: Positive = 1  # images drawn per prompt
     prefix: str = ""  # put before every prompt for an image
-    sampler: str = ""  # a published one or a preset (`sampling/options.py`); "": the checkpoint's
+    sampler: str = ""  # one of `sampling.options.SAMPLERS`; "": the checkpoint's
     max_new_tokens: Positive = 32  # room for an answer, rounded up to whole text blocks
 
 

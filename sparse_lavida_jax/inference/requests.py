@@ -134,7 +134,7 @@ class Options(TypedDict, total=False):
         sampling: the settings to start from; by default those of the checkpoint.
         steps: for the image, or for each text block; also as `num_inference_steps`.
         temperature: for all rows, or one per row; 0 takes the most probable token.
-        sampler: one of `options.SAMPLERS`, or a preset (`sampling/presets.py`).
+        sampler: one of `options.SAMPLERS`.
         registers: how many, or the first and the last number of them.
         quantize: matrices of the layers in 8 bits (`config.QUANTIZED`).
         as_written: gives the model the words as they are, even if it was taught no such sentence.

@@ -66,12 +66,12 @@ def test_a_text_that_is_no_whole_blocks_has_as_many_steps_as_tokens(ran):
         pipe.sample([example], sampling=config.Sampling(text_steps=11))
 
 
-@pytest.mark.parametrize("name", options.SAMPLERS)
+@pytest.mark.parametrize("name", options.PUBLISHED)
 def test_published_samplers_have_names(ran, name):
     pipe, _ = ran
     for task, words in (("generate", "a"), ("ask", "why?")):
         (made,) = pipe.requests(task, words, sampler=name)
-        for field, value in options.SAMPLERS[name].items():
+        for field, value in options.PUBLISHED[name].items():
             assert getattr(made.sampling, field) == value
 
 
