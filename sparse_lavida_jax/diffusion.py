@@ -197,7 +197,7 @@ def plan_blocks(
     return _image_plan(tuple(sizes.tolist()), merge_cells).blocks(order, given)
 
 
-def text_schedule_blocks(
+def semi_autoregressive_blocks(
     rng: np.random.Generator,
     length: int,
     block_len: int,

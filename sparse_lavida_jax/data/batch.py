@@ -214,7 +214,7 @@ def _blocks_of(
         return diffusion.uniform_blocks(rng, given, settings.diffusion)
     if example.modality == "text":
         steps = _pick(rng, settings.diffusion.plan_text_steps)
-        return diffusion.text_schedule_blocks(
+        return diffusion.semi_autoregressive_blocks(
             rng, example.reach, settings.data.text_block_len, steps, given, settings.diffusion
         )
     side, sampling = settings.model.grid_size, settings.sampling

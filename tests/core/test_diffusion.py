@@ -123,7 +123,7 @@ def test_mean_weighting_is_the_mean_over_the_kept_tokens():
 def test_text_blocks_are_clean_before_the_current_one_and_absent_after_it(given):
     currents = set()
     for seed in range(60):
-        blocks = diffusion.text_schedule_blocks(
+        blocks = diffusion.semi_autoregressive_blocks(
             np.random.default_rng(seed), 12, BLOCK_LEN, 3, given, config.Diffusion()
         )
         (number,) = blocks.masked_blocks

@@ -144,7 +144,7 @@ def whole_response(asked, modality, settings: config.Model) -> diffusion.Blocks:
     rng, one_block = np.random.default_rng(0), config.Diffusion(num_masked_blocks=1)
     if modality == "text":
         length = tiny.TEXT_LEN
-        return diffusion.text_schedule_blocks(rng, length, length, 1, asked.given, one_block)
+        return diffusion.semi_autoregressive_blocks(rng, length, length, 1, asked.given, one_block)
     order = orders.order("stratified", 3, 3, asked.request.seed)
     sizes = np.array([tiny.IMAGE_LEN])
     return diffusion.schedule_blocks(
@@ -216,7 +216,7 @@ def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(modal
 @pytest.mark.parametrize("given", [0.0, 0.3])
 def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
     asked = tiny.request("text", tiny.model_settings(), 5, words=4, given=given)
-    together = diffusion.text_schedule_blocks(
+    together = diffusion.semi_autoregressive_blocks(
         np.random.default_rng(0),
         tiny.TEXT_LEN,
         tiny.TEXT_BLOCK_LEN,
