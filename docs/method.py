@@ -27,9 +27,8 @@ NAMES = ("P", "P", "P", "1", "1", "2", "2", "3", "3", "R", "4", "4", "R")
 LAST_CLEAN = 2
 PROMPT_TOKENS = 26  # of `CAPTION` with its layout
 CAPTION = "a red circle above a blue square"
-EXACT_PRESETS = tuple(
-    name for name in config.PRESETS if name != "dense"
-)  # which give the same image
+# Those that give the same image.
+EXACT_PRESETS = tuple(name for name in config.PRESETS if name != "dense")
 BEGIN, END = "<!-- written by docs/method.py -->", "<!-- up to here -->"
 BAR, SIDE = 24, 192  # pixels: the height of a bar with its gap; the side of the image
 
