@@ -344,11 +344,11 @@ def sampling(
     as_loaded = functools.partial(fuse.for_inference, by_layer=False, mesh=mesh)
     fused = jax.eval_shape(as_loaded, denoiser_shapes(model))
     own = parameters.mapped(parameter, fused)
-    canvas, known = (
+    responses, known = (
         np.stack([x] * images).astype(np.int32) for x in (example.response, example.given)
     )
     requests = rows_of(case.sample_inputs(model, range(images)), chosen)
-    rest = _whole((canvas, known, requests, prompt), mesh)
+    rest = _whole((responses, known, requests, prompt), mesh)
 
     def compiled(traced, *given) -> AotProgram:
         begin = time.perf_counter()

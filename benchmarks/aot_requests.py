@@ -320,7 +320,7 @@ def row_of(
     case, depth = case_of(name, settings), settings.model.num_layers
     if layers and (layers % 2 or not 4 <= layers <= depth):
         raise config.ConfigError(f"--layers={layers}: 0, or an even number of 4 to {depth}.")
-    task: fuse.Task = "image" if case.example.kind == "image" else "both"
+    task: fuse.Task = "image" if case.example.modality == "image" else "both"
 
     def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
         return programs(
@@ -406,7 +406,7 @@ def memory_of(
         return {"request": name, "bytes": _tokenizer_bytes(settings.vq, place), "note": note}
     settings = with_kernels(settings)
     case = case_of(name, settings)
-    task: fuse.Task = "image" if case.example.kind == "image" else "both"
+    task: fuse.Task = "image" if case.example.modality == "image" else "both"
 
     def lowered(settings: config.Config) -> list[tuple[LoweredProgram, tuple]]:
         return programs(

@@ -106,7 +106,7 @@ def counted(case: suites.RequestCase, model: config.Model) -> dict[str, Any]:
     passed = laid.prompt_tokens
     total = costs.total(costs.costs(case.plan(model), settings, passed))
     parts = prompts.parted(case.sample_inputs(model, range(case.batch)), model, keeping=True)
-    kept = (state.prompt_bytes(model, part.prompt, settings.kind) for part in parts)
+    kept = (state.prompt_bytes(model, part.prompt, settings.modality) for part in parts)
     return {
         "task": case.task,
         "method": "counted",

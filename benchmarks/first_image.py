@@ -103,7 +103,7 @@ def _drawn(settings: config.Config) -> dict[str, float]:
     side = settings.model.grid_size * settings.model.codes_side
     codes = np.zeros((1, side, side), np.int32)
     if subject.decoder is not None:
-        threading.Thread(target=vq.decode_codes, args=(subject.decoder, codes, 1)).start()
+        threading.Thread(target=vq.to_pixels, args=(subject.decoder, codes, 1)).start()
     requests.Timed(subject, case)
     return {"weights": weights, "image": time.time() - begin}
 

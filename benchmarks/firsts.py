@@ -336,9 +336,9 @@ def counted(engine: Engine, run: Callable[[], Any]) -> dict[str, int]:
     """
     found = {"passes": 0, "tokens": 0}
 
-    def decode(*given: Any, callback: Any = None, **how: Any) -> Any:
+    def sample(*given: Any, callback: Any = None, **how: Any) -> Any:
         reports: list[int] = []
-        made = type(engine).decode(
+        made = type(engine).sample(
             engine, *given, callback=lambda state: reports.append(state.steps), **how
         )
         ends = [a for a, b in zip(reports, [*reports[1:], 0], strict=True) if not b]
@@ -352,7 +352,7 @@ def counted(engine: Engine, run: Callable[[], Any]) -> dict[str, int]:
         found["tokens"] += sum(one.tokens for _, one in made)
         return made
 
-    with mock.patch.multiple(engine, decode=decode, scores=scores):
+    with mock.patch.multiple(engine, sample=sample, scores=scores):
         run()
     return found
 

@@ -160,12 +160,12 @@ class Timed:
             state = sample.advance(model, prefilled, state, phase)
             if turn == 0:  # nothing runs while the next program is compiled
                 jax.block_until_ready(state)
-        canvas = np.asarray(state.canvas)
+        responses = np.asarray(state.responses)
         ends("loop")
-        if how.kind == "image" and self.decoder is not None:
-            known = np.minimum(canvas, settings.codebook_size - 1)  # for steps that were not timed
+        if how.modality == "image" and self.decoder is not None:
+            known = np.minimum(responses, settings.codebook_size - 1)  # steps may not be timed
             grid = sequence.codes_from_cells(known, settings.grid_size, settings.codes_side)
-            vq.decode_codes(self.decoder, np.asarray(grid), batch=1)
+            vq.to_pixels(self.decoder, np.asarray(grid), batch=1)
             ends("vq_decode")
         return split
 
@@ -216,7 +216,7 @@ class Timed:
         """Returns the operations of the image tokenizer in a request."""
         runs = {
             "vq_encode": self.case.image is not None,
-            "vq_decode": self.case.example.kind == "image",
+            "vq_decode": self.case.example.modality == "image",
         }
         if self.subject.codec is None or not any(runs.values()):
             return 0.0

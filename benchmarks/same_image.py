@@ -83,7 +83,7 @@ def pipe_of(part: str) -> SparseLaViDa:
     def blank(cells, *_):
         return np.zeros((len(cells), side, side, 3), np.uint8)
 
-    vars(pipe.codec)["decode"] = blank  # codes are compared: nothing is decoded
+    vars(pipe.codec)["to_pixels"] = blank  # codes are compared: nothing is decoded
     changes = {
         "interpreted": {"attention_implementation": "pallas_tpu"},
         "bfloat16": {"compute_dtype": "bfloat16"},

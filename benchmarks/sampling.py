@@ -115,9 +115,9 @@ def _trained_subject() -> tuple[requests.Subject, list[RequestCase]]:
         examples = {"draw": prompts.draw(words, blank), **examples}
     found = _cases(settings, examples, prompts.text_block_len)
     if SUITE.value == "quant":  # what it predicts from arbitrary words says little
-        asked = {example.kind: example for example in examples.values()}
+        asked = {example.modality: example for example in examples.values()}
         found = [
-            dataclasses.replace(case, example=asked[case.example.kind], varies=False)
+            dataclasses.replace(case, example=asked[case.example.modality], varies=False)
             for case in found
         ]
     return subject, found

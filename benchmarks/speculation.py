@@ -267,7 +267,7 @@ def compared(subject: Subject, batch: int, turns: int) -> Iterator[tuple[Draft, 
         return draw(*given)._replace(seconds=time.perf_counter() - begin)
 
     def sampler(examples: list[Example], rows: list[RowRequest]) -> Drawn:
-        made = subject.engine.decode(examples, rows, subject.sampling, stage="image")
+        made = subject.engine.sample(examples, rows, subject.sampling, stage="image")
         return Drawn(np.stack(made.responses), np.zeros(0), sum(made.tokens))
 
     def guessed(draft: Draft, examples: list[Example], rows: list[RowRequest]) -> Drawn:

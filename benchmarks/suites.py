@@ -15,8 +15,8 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models import fuse, text_head
 from sparse_lavida_jax.sampling import plans, presets, prompts
-from sparse_lavida_jax.sampling.options import SAMPLERS
-from sparse_lavida_jax.sequence import Kind, Response, Source, Text
+from sparse_lavida_jax.sampling.options import PUBLISHED, SAMPLERS
+from sparse_lavida_jax.sequence import Modality, Response, Source, Text
 
 PRESETS_SUITE = "sampling"  # every preset of one model: `by_preset`
 # Suites that need only the parameters for one task; the others write text, or compute its logits.
@@ -68,7 +68,9 @@ class RequestCase:
     def settings(self, model: config.Model) -> presets.StepSettings:
         """Returns the compiled-in settings of its steps."""
         has_source = self.image is not None
-        made = presets.step_settings(self.sampling, model, self.example.kind, has_source=has_source)
+        made = presets.step_settings(
+            self.sampling, model, self.example.modality, has_source=has_source
+        )
         return dataclasses.replace(made, **TAKEN_BACK.get(self.without, {}))
 
     def sample_inputs(
@@ -86,7 +88,7 @@ class RequestCase:
             for part in self.example.parts
         )
         example = dataclasses.replace(self.example, parts=parts)
-        settings, scales = self.settings(model), presets.scales(self.sampling, example.kind)
+        settings, scales = self.settings(model), presets.scales(self.sampling, example.modality)
         rows = [presets.RowRequest(seed=seed, **scales) for seed in seeds]
         return [prompts.sample_input(example, row, model, settings) for row in rows]
 
@@ -155,7 +157,7 @@ def check_presets(names: Collection[str]) -> None:
     Raises:
         ConfigError: there is no such preset.
     """
-    known = (*config.PRESETS, *config.TEXT_PRESETS, *SAMPLERS)
+    known = SAMPLERS["text"]  # those of images too
     if unknown := [name for name in names if name not in known]:
         raise config.ConfigError(f"there is no preset {unknown[0]!r}: {', '.join(known)}.")
 
@@ -180,16 +182,16 @@ def by_preset(
         ConfigError: there is no such preset.
     """
     check_presets(names)
-    of_text = (*config.PRESETS, *config.TEXT_PRESETS, *(name for name in SAMPLERS if name in names))
+    of_text = [name for name in SAMPLERS["text"] if name not in PUBLISHED or name in names]
     found = []
     for task, example in examples.items():
         draws = task == "draw"
-        kind, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
+        preset, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
         count = steps or getattr(settings.sampling, field)
         for name in config.PRESETS if draws else of_text:
-            changes = SAMPLERS.get(name, {kind: name, field: count})
+            changes = PUBLISHED.get(name, {preset: name, field: count})
             sampling = dataclasses.replace(settings.sampling, **changes)
-            rows = presets.step_settings(sampling, settings.model, example.kind).guidance_rows
+            rows = presets.step_settings(sampling, settings.model, example.modality).guidance_rows
             case = RequestCase(
                 id=f"{task}/{name}/b{batch}/k{count}/g{rows}",
                 task=task,
@@ -214,10 +216,12 @@ def random_examples(settings: config.Config) -> dict[str, Example]:
     }
 
 
-def _example(parts: tuple, kind: Kind, length: int, width: int, views: tuple = ()) -> Example:
+def _example(
+    parts: tuple, modality: Modality, length: int, width: int, views: tuple = ()
+) -> Example:
     """Returns a request for a response that is still empty."""
     tokens, given = np.zeros((length, width), np.int32), np.zeros(length, bool)
-    return Example((*parts, Response(length)), tokens, given, kind, None, length, views)
+    return Example((*parts, Response(length)), tokens, given, modality, None, length, views)
 
 
 def _ids(model: config.Model, number: int) -> np.ndarray:
@@ -339,11 +343,11 @@ def _fast_path(settings: config.Config) -> list[RequestCase]:
             varies=False,
         )
         for case in _both(settings)
-        for name in ("", *_changes(settings.model, case.example.kind))
+        for name in ("", *_changes(settings.model, case.example.modality))
     ]
 
 
-def _changes(model: config.Model, kind: str) -> list[str]:
+def _changes(model: config.Model, modality: str) -> list[str]:
     """Returns the changes that make a request fast on this device, each to be undone in a row.
 
     fused: one matrix for queries, keys and values; by_layer: separate arrays for every layer;
@@ -351,7 +355,7 @@ def _changes(model: config.Model, kind: str) -> list[str]:
     before the loop; prefix: kept between requests; vq_dtype: used by the decoder, otherwise
     float32; tiled_head: no logits over the vocabulary.
     """
-    if kind == "text":
+    if modality == "text":
         return ["fused"] + ["tiled_head"] * bool(text_head.tile_of(model.vocab_size))
     backend, implementation = jax.default_backend(), model.attention_implementation or None
     absent = {

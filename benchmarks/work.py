@@ -164,7 +164,7 @@ def _pass(
     rows, streams = len(prompt.length), (prompt.understanding, prompt.generation)
     held = np.array([0 if s is None else (s.tags.horizon >= 0).sum() / rows for s in streams])
     padded = np.array([0 if s is None else s.index.shape[1] for s in streams])
-    is_text, whole = case.example.kind == "text", case.discards
+    is_text, whole = case.example.modality == "text", case.discards
     responds = np.array([is_text, not is_text])
     tokens = held * passes_prompt + own[0] * responds
     slots = padded * passes_prompt + own[1] * responds

@@ -27,7 +27,8 @@ NAMES = ("P", "P", "P", "1", "1", "2", "2", "3", "3", "R", "4", "4", "R")
 LAST_CLEAN = 2
 PROMPT_TOKENS = 26  # of `CAPTION` with its layout
 CAPTION = "a red circle above a blue square"
-SAMPLERS = tuple(name for name in config.PRESETS if name != "dense")  # which give the same image
+# Those that give the same image.
+EXACT_PRESETS = tuple(name for name in config.PRESETS if name != "dense")
 BEGIN, END = "<!-- written by docs/method.py -->", "<!-- up to here -->"
 BAR, SIDE = 24, 192  # pixels: the height of a bar with its gap; the side of the image
 
@@ -83,13 +84,14 @@ def unmasking() -> Image.Image:
 
 
 def samplers(pipe: SparseLaViDa) -> dict[str, Result]:
-    """Draws `CAPTION` with each of `SAMPLERS`.
+    """Draws `CAPTION` with each of `EXACT_PRESETS`.
 
     Raises:
         ValueError: two of the images differ.
     """
     drawn = {
-        name: pipe.generate(CAPTION, sampling=with_preset(pipe.settings, name)) for name in SAMPLERS
+        name: pipe.generate(CAPTION, sampling=with_preset(pipe.settings, name))
+        for name in EXACT_PRESETS
     }
     first = drawn["none"]
     for name, result in drawn.items():

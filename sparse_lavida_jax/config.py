@@ -544,10 +544,10 @@ class Evaluate(Section):
     data: Place = ""  # folder of the official files; docs/api/benchmarks.md: its structure
     split: str = ""  # of the benchmark, if it has several
     limit: Count = 0  # the number of items, from the first (scenes: per task); 0: all
-    batch_size: Positive = 8  # rows decoded together
+    batch_size: Positive = 8  # rows sampled together
     num_images: Positive = 1  # images drawn per prompt
     prefix: str = ""  # put before every prompt for an image
-    sampler: str = ""  # a published one or a preset (`sampling/options.py`); "": the checkpoint's
+    sampler: str = ""  # one of `sampling.options.SAMPLERS`; "": the checkpoint's
     max_new_tokens: Positive = 32  # room for an answer, rounded up to whole text blocks
 
 

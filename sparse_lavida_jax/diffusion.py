@@ -43,7 +43,7 @@ from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.orders import time_from_uniform
-from sparse_lavida_jax.sequence import Kind, PromptRow, SeenBatch
+from sparse_lavida_jax.sequence import RESPONSE_STREAM, Modality, PromptRow, SeenBatch
 from sparse_lavida_jax.tags import (
     FIRST_BLOCK,
     GIVEN_BLOCK,
@@ -197,7 +197,7 @@ def plan_blocks(
     return _image_plan(tuple(sizes.tolist()), merge_cells).blocks(order, given)
 
 
-def text_schedule_blocks(
+def semi_autoregressive_blocks(
     rng: np.random.Generator,
     length: int,
     block_len: int,
@@ -353,7 +353,7 @@ def even_split(count: int, steps: int) -> tuple[int, ...]:
 def partly_known(
     rng: np.random.Generator,
     blocks: Blocks,
-    kind: Kind,
+    modality: Modality,
     codes_per_token: int,
     settings: config.Diffusion,
 ) -> Blocks:
@@ -364,7 +364,7 @@ def partly_known(
     """
     known = np.zeros((len(blocks.block), codes_per_token), bool)
     total = blocks.total
-    if kind == "image" and codes_per_token > 1:
+    if modality == "image" and codes_per_token > 1:
         for number in blocks.masked_blocks:
             if rng.random() < settings.partial_cells:
                 cells = np.flatnonzero(blocks.masked & (blocks.block == number))
@@ -446,13 +446,13 @@ class CorruptedRow(NamedTuple):
 
     Attributes:
         response: clean ids of a text response (g = 1) or codes of an image response.
-        kind: the stream that contains the response and its registers.
+        modality: of the response; its registers are in the same stream.
         full_attention: every token in block 0 and no registers (LaViDa-O).
     """
 
     prompt: PromptRow
     response: Int[np.ndarray, "l g"]
-    kind: Kind
+    modality: Modality
     blocks: Blocks
     model: config.Model
     full_attention: bool = False
@@ -460,7 +460,7 @@ class CorruptedRow(NamedTuple):
     @property
     def predicts(self) -> StreamNames:
         """The stream that contains the response."""
-        return "understanding" if self.kind == "text" else "generation"
+        return RESPONSE_STREAM[self.modality]
 
     @property
     def understanding(self) -> Tokens:
@@ -473,7 +473,7 @@ class CorruptedRow(NamedTuple):
     @property
     def lengths(self) -> tuple[int, int]:
         """The number of tokens of both streams."""
-        answer, is_text = len((self.blocks.block != ABSENT).nonzero()[0]), self.kind == "text"
+        answer, is_text = len((self.blocks.block != ABSENT).nonzero()[0]), self.modality == "text"
         if not self.full_attention:
             answer += self.model.num_registers * len(self.blocks.masked_blocks)
         text, image = len(self.prompt.ids), len(self.prompt.codes)
@@ -510,16 +510,16 @@ class Streams(NamedTuple):
 def corrupt_together(rows: Sequence[CorruptedRow]) -> Streams:
     """Lays out both streams of rows."""
     by_code, prompts = rows[0].blocks.is_by_code, [row.prompt for row in rows]
-    streams, kinds, both = [], [row.kind for row in rows], get_args(Kind)
     text = [(one.ids, one.feature, one.position) for one in prompts]
     image = [(one.codes, one.cell, one.source_position) for one in prompts]
-    for kind, in_prompt, weight_by_code in zip(both, (text, image), (False, by_code), strict=True):
-        numbers = [i for i, own in enumerate(kinds) if own == kind]
+    streams, both = [], zip(get_args(Modality), (text, image), (False, by_code), strict=True)
+    for modality, in_prompt, weight_by_code in both:
+        numbers = [i for i, row in enumerate(rows) if row.modality == modality]
         example = np.arange(len(rows)).repeat([len(tokens) for tokens, *_ in in_prompt])
         columns = map(np.concatenate, zip(*in_prompt, strict=True))
         laid, totals = Tokens.of_prompt(*columns, weight_by_code=weight_by_code), [0.0] * len(rows)
         if numbers:
-            answers, of_answers = _answers([rows[i] for i in numbers], kind)
+            answers, of_answers = _answers([rows[i] for i in numbers])
             laid = Tokens.joined([laid, answers])
             example = np.concatenate([example, np.array(numbers)[of_answers]])
             for i in numbers:
@@ -528,12 +528,12 @@ def corrupt_together(rows: Sequence[CorruptedRow]) -> Streams:
     return Streams(*streams)
 
 
-def _answers(rows: Sequence[CorruptedRow], kind: Kind) -> tuple[Tokens, Int[np.ndarray, " s"]]:
+def _answers(rows: Sequence[CorruptedRow]) -> tuple[Tokens, Int[np.ndarray, " s"]]:
     """Returns the tokens of responses that are not left out, their registers, and whose they are.
 
     A text has tokens [s], an image [s g].
     """
-    is_text, model = kind == "text", rows[0].model
+    is_text, model = rows[0].modality == "text", rows[0].model
     count = 0 if rows[0].full_attention else model.num_registers
     mask_id, register_id = model.image_mask_id, model.image_register_id
     if is_text:

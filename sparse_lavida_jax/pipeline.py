@@ -316,7 +316,7 @@ class SparseLaViDa:
         for words in [prompt] if isinstance(prompt, str) else prompt:
             if not self.prompts.refusal("generate"):
                 self.generate(words, as_written=True)
-            self.decode([self.prompts.ask(words, (), self.prompts.answer_tokens)])
+            self.sample([self.prompts.ask(words, (), self.prompts.answer_tokens)])
 
     # -- tasks ----------------------------------------------------------------------------
 
@@ -823,7 +823,7 @@ class SparseLaViDa:
 
     @runtime.interrupts_held()
     @jax_settings.defaults()
-    def decode(
+    def sample(
         self,
         examples: Sequence[Example],
         *,
@@ -832,9 +832,9 @@ class SparseLaViDa:
         shared: bool = False,
         callback: Callback | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
-        """Decodes the responses of examples of one kind, for training and benchmarks.
+        """Samples the responses of examples of one modality, for training and benchmarks.
 
-        Examples may differ in response length; those of equal length are decoded together.
+        Examples may differ in response length; those of equal length are sampled together.
 
         Args:
             seed: of the first row, from which the others count up; or one for each.
@@ -845,11 +845,11 @@ class SparseLaViDa:
             ConfigError: more steps than there are tokens.
         """
         how = sampling or self.settings.sampling
-        scales = presets.scales(how, examples[0].kind)
+        scales = presets.scales(how, examples[0].modality)
         seeds = checks.row_seeds(seed, len(examples))
         rows = [RowRequest(seed=one, **scales) for one in seeds]
         padding: Padding = "full" if shared else "fit"
-        done = self.engine.decode(examples, rows, how, padding=padding, callback=callback)
+        done = self.engine.sample(examples, rows, how, padding=padding, callback=callback)
         return done.responses
 
     def texts(self, responses: Sequence[Int[np.ndarray, "_l 1"]]) -> list[str]:
@@ -865,7 +865,7 @@ class SparseLaViDa:
         masked = (cells == self.settings.model.image_mask_id).any(axis=-1)
         rows = rows or math.isqrt(len(cells))
         assert self.codec is not None  # tasks that need one were refused (`prompts.refusal`)
-        (image,) = self.codec.decode(np.where(masked[:, None], 0, cells)[None], rows)
+        (image,) = self.codec.to_pixels(np.where(masked[:, None], 0, cells)[None], rows)
         step = image.shape[0] // rows
         hidden = masked.reshape(rows, -1).repeat(step, axis=0).repeat(step, axis=1)
         return np.where(hidden[..., None], np.uint8(MASKED_GREY), image)

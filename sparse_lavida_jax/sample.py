@@ -9,7 +9,7 @@ every ablation row run this same `step`; which tokens are passed and which are c
 (`sampling/presets.py`).
 
 A plan decodes whole cells, or single codes of cells that are then partly known: the masked codes
-are those whose canvas entry is the mask id, and a token is decoded when all its codes are.
+are those that the response has the mask id for, and a token is decoded when all its codes are.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def step(
     else:
         logits, cache = step_logits(model, state, now, prompts, settings, tables)
         proposal = draw.draw_from(logits, state.rows, now, model.settings, settings, draws)
-    mask_id = mask_id_of(model.settings, settings.kind)
+    mask_id = mask_id_of(model.settings, settings.modality)
     known, masked, candidate = open_codes(state, now, mask_id)
     confidence = draw.confidences(state.rows.key, now, proposal, settings.commit, draws)
     commit = masked & settings.commit(confidence, candidate, now.count)
@@ -86,12 +86,12 @@ def step(
     changed = commit.any(axis=-1)
     finished = changed & (codes != mask_id).all(axis=-1)
     # Positions outside the response are dropped by the scatter.
-    outside = state.canvas.shape[1]
+    outside = state.responses.shape[1]
     rows = jnp.arange(codes.shape[0])[:, None]
     at, done = (jnp.where(where, now.decode, outside) for where in (changed, finished))
     return dataclasses.replace(
         state,
-        canvas=state.canvas.at[rows, at].set(codes, mode="drop"),
+        responses=state.responses.at[rows, at].set(codes, mode="drop"),
         decoded_at=state.decoded_at.at[rows, done].set(now.block, mode="drop"),
         cache=cache,
         passes=state.passes + 1,
@@ -131,7 +131,7 @@ def run_phase(
     def goes_on(carry):
         i, state = carry
         now = phase[jnp.minimum(i, num_steps - 1)]
-        *_, candidate = open_codes(state, now, mask_id_of(model.settings, settings.kind))
+        *_, candidate = open_codes(state, now, mask_id_of(model.settings, settings.modality))
         return (i < asked) & candidate.any()
 
     return jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), state))[1]
@@ -154,7 +154,7 @@ def sample(
     content_cache: ContentCache | None = None,
     constants: ModelConstants | None = None,
 ) -> Int[np.ndarray, "b l g"]:
-    """Decodes a batch of examples of one kind and one response length.
+    """Samples a batch of examples of one modality and one response length.
 
     Args:
         inputs: the examples, laid out for the same `settings` (`prompts.sample_input`).
@@ -164,10 +164,10 @@ def sample(
             given, with all tokens before it decoded (never with `settings.released`).
         callback: called before the first step and after each phase, for which the host then
             waits; without one, it starts each phase while the previous one runs.
-        last: called with the canvas and `decoded_at` after the last step, before what follows the
-            end of a text is replaced.
+        last: called with the responses and `decoded_at` after the last step, before what follows
+            the end of a text is replaced.
         stage: what is made, a key of `state.NOISE`, which gives it noise of its own; also
-            passed to `callback`. By default the kind.
+            passed to `callback`. By default the modality.
         shared: the steps before this one (`presets.Turn`) are the same in all rows: they are passed
             for the first row alone, and its state is copied.
         draws: recorded random numbers for every step of the plan.
@@ -182,16 +182,19 @@ def sample(
         ValueError: the examples differ in response length, or the plan is for another batch.
     """
     constants = constants or ModelConstants.of(model)
-    report, mask_id = None, constants.mask_ids[settings.kind]
+    report, mask_id = None, constants.mask_ids[settings.modality]
     if callback is not None:
         report = ProgressReporter(callback, stage, phases, settings, mask_id)
         report.before(inputs)
     how = {"prompt_len": prompt_len, "stage": stage, "split_phases": split_phases}
     how |= {"settings": settings, "constants": constants, "content_cache": content_cache}
-    ends, end = settings.kind == "text" and not settings.released, constants.settings.end_of_text_id
+    ends, end = (
+        settings.modality == "text" and not settings.released,
+        constants.settings.end_of_text_id,
+    )
     stops_at = end if stop_early and ends else None
     loop = PhaseLoop(
-        functools.partial(advance, model), stage or settings.kind, stops_at, report, draws
+        functools.partial(advance, model), stage or settings.modality, stops_at, report, draws
     )
     first = FIRST_BLOCK + shared
     if shared and phases:
@@ -202,11 +205,11 @@ def sample(
     else:
         prefilled = prefill_batch(model, inputs, phases, **how)
     if prefilled.state is None:  # everything is given
-        return prefilled.canvas
+        return prefilled.responses
     state = loop.run(prefilled, inputs, range(first, NOT_DECODED))
     if last is not None:
-        last(np.array(state.canvas), np.asarray(state.decoded_at))
-    return cut_at_end(state, end) if ends else np.array(state.canvas)
+        last(np.array(state.responses), np.asarray(state.decoded_at))
+    return cut_at_end(state, end) if ends else np.array(state.responses)
 
 
 def prefill_batch(

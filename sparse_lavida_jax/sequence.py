@@ -14,10 +14,12 @@ import einops
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from sparse_lavida_jax.tags import NO_EMBEDDING, NO_FEATURE
+from sparse_lavida_jax.tags import NO_EMBEDDING, NO_FEATURE, StreamName
 from sparse_lavida_jax.visibility import AnyArray
 
-Kind = Literal["text", "image"]
+Modality = Literal["text", "image"]  # of a response
+# Where responses are; images of a prompt may be in either stream.
+RESPONSE_STREAM: dict[Modality, StreamName] = {"text": "understanding", "image": "generation"}
 # Input of the vision tower: bytes, or numbers in [-1, 1], which it takes as they are.
 # For a batch, one image per row or the views of its images.
 Views = UInt8[np.ndarray, "_n h w 3"] | Float[np.ndarray, "_n h w 3"]

@@ -49,13 +49,13 @@ def in_float64(model):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), model)
 
 
-def step_logits(model, example, canvas, block, now, scale, scale_image=None):
+def step_logits(model, example, response, block, now, scale, scale_image=None):
     """Returns the guided logits [l g v] of tokens that step `now` may decode, NaN elsewhere.
 
     Args:
         model: in float64.
         example: the request, with the parts of its prompt.
-        canvas: the response before the step [l g], the mask id where it is masked.
+        response: the response before the step [l g], the mask id where it is masked.
         block: A[i] of the response [l]: `GIVEN`, the step that decoded a clean token, `now` for
             what this step may decode, later numbers for other masks.
         scale: of guidance; 0: none.
@@ -63,7 +63,7 @@ def step_logits(model, example, canvas, block, now, scale, scale_image=None):
     """
 
     def row(**dropped):
-        return row_logits(model, example, canvas, block, now, **dropped)
+        return row_logits(model, example, response, block, now, **dropped)
 
     guided = row()  # spec Sec. 7.2, 5
     if scale_image is not None:
@@ -73,20 +73,20 @@ def step_logits(model, example, canvas, block, now, scale, scale_image=None):
     return guided
 
 
-def row_logits(model, example, canvas, block, now, *, drop_prompt=False, drop_source=False):
+def row_logits(model, example, response, block, now, *, drop_prompt=False, drop_source=False):
     """Returns the logits [l g v] of one guidance row, NaN outside block `now`."""
-    is_image = example.kind == "image"
+    is_image = example.modality == "image"
     tokens, start, length = prompt_tokens(model, example, drop_prompt, drop_source)
     first = len(tokens)
-    for i, codes in enumerate(canvas):
+    for i, codes in enumerate(response):
         own = {"codes": codes, "cell": i} if is_image else {"text": codes[0]}
         tokens.append(Token(start + i, block[i], **own))
     # Registers for every masked block, all at positions L .. L+m-1, after the whole sequence.
     for masked in range(now, max(block) + 1):
         for i in range(model.settings.num_registers):
-            own = {"codes": np.full_like(canvas[0], REGISTER)} if is_image else {"text": REGISTER}
+            own = {"codes": np.full_like(response[0], REGISTER)} if is_image else {"text": REGISTER}
             tokens.append(Token(length + i, masked, **own))
-    final = hidden(model, tokens, num_clean=now - 1)[first : first + len(canvas)]
+    final = hidden(model, tokens, num_clean=now - 1)[first : first + len(response)]
     if is_image:
         logits = np.stack([oracles.cell_logits(model, x) for x in final])
     else:

@@ -93,7 +93,7 @@ def unchecked() -> Iterator[None]:
 
 @unchecked()
 def compiled(
-    kind: sequence.Kind,
+    modality: sequence.Modality,
     model: config.Model,
     sharding: jax.sharding.NamedSharding,
     platform: str,
@@ -129,12 +129,12 @@ def compiled(
         stored = Denoiser(model, rngs=nnx.Rngs(0))
         if by_layer is None:
             return stored
-        return fuse.for_inference(stored, task=kind, by_layer=by_layer)
+        return fuse.for_inference(stored, task=modality, by_layer=by_layer)
 
     model_shapes = jax.eval_shape(parameters_of)
     asked = config.Sampling(preset="sparse", guidance=4.0, num_steps=64, shift=5.0)
-    chosen = tiny.step_settings(asked, model, kind)
-    requests = _requests(kind, model, 1 if kind == "image" else 2)
+    chosen = tiny.step_settings(asked, model, modality)
+    requests = _requests(modality, model, 1 if modality == "image" else 2)
     known = np.stack([request.given for request in requests])
     plan = presets.plan(asked, chosen, model, known, TEXT_BLOCK_LEN, [0] * len(requests))
     inputs = tiny.sample_inputs(requests, model, chosen)
@@ -145,11 +145,11 @@ def compiled(
     room, _ = capacity(
         prompts.padded_lengths(prompt), plan, chosen, slot_multiple(model.attention_implementation)
     )
-    canvas = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
+    responses = np.zeros((len(requests), known.shape[1], model.codes_per_token), np.int32)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         state = jax.eval_shape(
             lambda *arrays: prefill(*arrays, settings=chosen, capacity=room),
-            stored, canvas, known.astype(np.int32), rows_of(inputs, chosen), prompt,
+            stored, responses, known.astype(np.int32), rows_of(inputs, chosen), prompt,
         )  # fmt: skip
         arrays = stored, given(state), given(steps), (given(jax.tree.map(jnp.asarray, prompt)),)
         lowered = sample.run_phase.trace(*arrays, settings=chosen).lower(
@@ -177,11 +177,11 @@ def shapes_of(cache) -> frozenset[tuple[int, ...]]:
     return frozenset(whole | layers | {(1, *shape) for shape in layers})
 
 
-def _requests(kind: sequence.Kind, model: config.Model, number: int) -> list[Example]:
-    length, codes = (CELLS, model.codes_per_token) if kind == "image" else (TEXT_LEN, 1)
+def _requests(modality: sequence.Modality, model: config.Model, number: int) -> list[Example]:
+    length, codes = (CELLS, model.codes_per_token) if modality == "image" else (TEXT_LEN, 1)
     parts = (sequence.Text(np.arange(WORDS)), sequence.Response(length))
     nothing = np.zeros((length, codes), np.int32)
-    one = tiny.example(parts, nothing, np.zeros(length, bool), kind)
+    one = tiny.example(parts, nothing, np.zeros(length, bool), modality)
     return [one] * number
 
 

@@ -98,15 +98,17 @@ class Staged(SparseLaViDa):
 def after(stage, steps, rows=1, total=3):
     """Images of four cells; each step decodes one. Prompts have two tokens."""
     cells, blocks = np.arange(CELLS), FIRST_BLOCK + np.arange(CELLS, dtype=np.int32)
-    canvas = np.repeat(cells[None] < steps, rows, axis=0).astype(np.int32)[..., None]
-    decoded_at = np.where(canvas[..., 0] > 0, blocks, NOT_DECODED)
+    responses = np.repeat(cells[None] < steps, rows, axis=0).astype(np.int32)[..., None]
+    decoded_at = np.where(responses[..., 0] > 0, blocks, NOT_DECODED)
     step = np.arange(total, dtype=np.int32)
     decode = np.where(step < CELLS, step, plans.PAD_POSITION)[:, None, None].repeat(rows, axis=1)
     plan = plans.SamplingPlan(decode, blocks[None].repeat(rows, axis=0))
     phases = plans.phases(plan, passes_clean="newest", passes_rest=False)
     phases = plans.with_steps(phases, registers=np.array([SETTINGS.num_registers]))
     more = {"plan": phases, "settings": SETTINGS, "prompted": ((2,),) * rows}
-    return Progress(stage, steps, total, canvas, decoded_at, range(1), 0, (*range(rows),), **more)
+    return Progress(
+        stage, steps, total, responses, decoded_at, range(1), 0, (*range(rows),), **more
+    )
 
 
 def until(condition):

@@ -14,7 +14,7 @@ from sparse_lavida_jax import config, sequence
 from sparse_lavida_jax import pipeline as pipelines
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.batch_shapes import Bucket
-from sparse_lavida_jax.inference.engine import Decoded, Engine
+from sparse_lavida_jax.inference.engine import Engine, SampleOutput
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.models import vq_files
 from sparse_lavida_jax.models.image_codec import ImageCodec
@@ -50,7 +50,7 @@ class Codec(ImageCodec):
     def encode(self, pixels):
         return np.array([world.read(image).cells for image in pixels])[..., None]
 
-    def decode(self, cells, rows=None, dtype="float32"):
+    def to_pixels(self, cells, rows=None, dtype="float32"):
         appearances = np.minimum(cells[..., 0], world.NUM_APPEARANCES)
         return np.stack([world.render(grid.reshape(6, 6)) for grid in appearances])
 
@@ -178,15 +178,15 @@ class Knowing(pipelines.SparseLaViDa):
         self.calls.append(("extend", seed))
         return self._drawn(prompt, shown)
 
-    def decode(self, examples, *, seed=0, **_):
-        self.calls.append(("decode", seed))
+    def sample(self, examples, *, seed=0, **_):
+        self.calls.append(("sample", seed))
         if self.ignorant:
             return [e.response * 0 + self.settings.model.text_mask_id for e in examples]
         return [self._answer(example) for example in examples]
 
     def _answer(self, example):
         """Given tokens and images are correct already; other answers come from memory."""
-        if example.given.any() or example.kind == "image":
+        if example.given.any() or example.modality == "image":
             return example.response
         words = [p.ids for p in example.parts if isinstance(p, sequence.Text) and not p.keep]
         said = self.tokenizer.decode(words[0].tolist())
@@ -210,10 +210,10 @@ class Knowing(pipelines.SparseLaViDa):
         return Result("", (), (), self.settings.sampling, Origin(), {}, pixels=pixels)
 
 
-def decoded(responses) -> Decoded:
-    """Returns responses as `Engine.decode` does."""
+def sample_output(responses) -> SampleOutput:
+    """Returns responses as `Engine.sample` does."""
     made = list(responses)
-    return Decoded(made, [Bucket(1, (16, 0))] * len(made), [0] * len(made), [0] * len(made))
+    return SampleOutput(made, [Bucket(1, (16, 0))] * len(made), [0] * len(made), [0] * len(made))
 
 
 def _key(prompt, image):

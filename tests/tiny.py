@@ -110,12 +110,16 @@ class StepSettings(presets.StepSettings):
 
 
 def step_settings(
-    sampling: config.Sampling, model: config.Model, kind: sequence.Kind, *, has_source: bool = False
+    sampling: config.Sampling,
+    model: config.Model,
+    modality: sequence.Modality,
+    *,
+    has_source: bool = False,
 ) -> StepSettings:
     """Returns what `presets.step_settings` does, with the scales of the configuration."""
-    made = presets.step_settings(sampling, model, kind, has_source=has_source)
+    made = presets.step_settings(sampling, model, modality, has_source=has_source)
     guidance = presets.guidance_of(sampling, has_source=has_source)
-    scales = presets.scales(sampling, kind) | {"guidance": guidance}
+    scales = presets.scales(sampling, modality) | {"guidance": guidance}
     del scales["guidance_edit"]
     return StepSettings(**vars(made), **scales)
 
@@ -138,7 +142,7 @@ def sample_inputs(
 
 
 def request(
-    kind: sequence.Kind,
+    modality: sequence.Modality,
     settings: config.Model,
     seed: int,
     *,
@@ -149,7 +153,7 @@ def request(
 ) -> Asked:
     """Returns a request whose prompt has `words` words, with a share `given` of known tokens."""
     rng = np.random.default_rng(seed)
-    length = TEXT_LEN if kind == "text" else IMAGE_LEN
+    length = TEXT_LEN if modality == "text" else IMAGE_LEN
     parts: list[sequence.Part] = [sequence.Text(np.array([2]), keep=True)]
     if vision:
         parts.append(sequence.VisionTokens(VISION.num_tokens))
@@ -166,16 +170,21 @@ def request(
     known[rng.permutation(length)[: round(given * length)]] = True
     pixels = rng.integers(0, 256, (VISION.image_size, VISION.image_size, 3), dtype=np.uint8)
     return example(
-        tuple(parts), response(kind, settings, rng), known, kind, pixels if vision else None, seed
+        tuple(parts),
+        response(modality, settings, rng),
+        known,
+        modality,
+        pixels if vision else None,
+        seed,
     )
 
 
-def example(parts, tokens, given, kind, pixels=None, seed=0) -> Asked:
+def example(parts, tokens, given, modality, pixels=None, seed=0) -> Asked:
     """Returns an example with a seeded request; `pixels` may be views of several images."""
     views = pixels if isinstance(pixels, tuple) else ()
     image = None if views else pixels
     request = RowRequest(seed=seed)
-    return Asked(parts, tokens, given, kind, image, len(tokens), views, request=request)
+    return Asked(parts, tokens, given, modality, image, len(tokens), views, request=request)
 
 
 def asked_with(one: Asked, **changes) -> Asked:
@@ -206,7 +215,7 @@ def rows_laid(
     with_given: bool = True,
 ) -> list[prompts.SampleInput]:
     """Returns examples laid out with so many guidance rows."""
-    settings = presets.step_settings(config.Sampling(), model, examples[0].kind)
+    settings = presets.step_settings(config.Sampling(), model, examples[0].modality)
     preset = presets.preset("sparse" if with_given else "prefix")
     settings = dataclasses.replace(
         settings, preset=preset, guidance_rows=guidance_rows, edit_guidance=edit_guidance
@@ -273,9 +282,11 @@ def step_at(decode: jax.Array) -> Steps:
     )  # fmt: skip
 
 
-def response(kind: sequence.Kind, settings: config.Model, rng: np.random.Generator) -> np.ndarray:
+def response(
+    modality: sequence.Modality, settings: config.Model, rng: np.random.Generator
+) -> np.ndarray:
     """Returns an arbitrary clean response [l g]."""
-    if kind == "text":
+    if modality == "text":
         return rng.integers(FIRST_WORD, settings.vocab_size, (TEXT_LEN, 1)).astype(np.int32)
     shape = (IMAGE_LEN, settings.codes_per_token)
     return rng.integers(0, settings.codebook_size, shape).astype(np.int32)
@@ -294,15 +305,15 @@ def sample_input(
     )
 
 
-def batch(kinds: list[sequence.Kind], settings: config.Model) -> diffusion.Corrupted:
-    """Returns a training batch of arbitrary responses of these kinds, with uniform blocks."""
-    asked = [request(kind, settings, i, words=3) for i, kind in enumerate(kinds)]
+def batch(modalities: list[sequence.Modality], settings: config.Model) -> diffusion.Corrupted:
+    """Returns a training batch of arbitrary responses of these modalities, with uniform blocks."""
+    asked = [request(modality, settings, i, words=3) for i, modality in enumerate(modalities)]
     mean = config.Diffusion(blocks="uniform", weighting="mean")
     rng = np.random.default_rng(0)
     blocks = [diffusion.uniform_blocks(rng, one.given, mean) for one in asked]
     rows = [
-        diffusion.CorruptedRow(sample_input(one, settings), one.response, kind, cut, settings)
-        for one, kind, cut in zip(asked, kinds, blocks, strict=True)
+        diffusion.CorruptedRow(sample_input(one, settings), one.response, modality, cut, settings)
+        for one, modality, cut in zip(asked, modalities, blocks, strict=True)
     ]
     return stacked(rows, settings)
 

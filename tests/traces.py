@@ -28,24 +28,24 @@ class Moment:
 
     Attributes:
         block: number of the step.
-        canvas, decoded_at: the state before the step.
+        responses, decoded_at: the state before the step.
         masked: the tokens it predicts [b l].
         logits: guided logits [b l g v], 0 where nothing is predicted.
     """
 
     block: int
-    canvas: np.ndarray
+    responses: np.ndarray
     decoded_at: np.ndarray
     masked: np.ndarray
     logits: np.ndarray
 
 
 def settings_of(
-    preset: str, kind: sequence.Kind, model: config.Model, *, has_source=False, **changes
+    preset: str, modality: sequence.Modality, model: config.Model, *, has_source=False, **changes
 ) -> tiny.StepSettings:
     """Returns step settings at temperature 0.8, so that draws differ from the modes."""
     asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
-    return tiny.step_settings(asked, model, kind, has_source=has_source)
+    return tiny.step_settings(asked, model, modality, has_source=has_source)
 
 
 def plan(
@@ -66,7 +66,7 @@ def plan(
         "passes_clean": "newest" if settings.preset.cache_response else "all",
         "passes_rest": not settings.preset.truncate,
     }
-    if settings.kind == "text":
+    if settings.modality == "text":
         parts = plans.text_plan(tiny.TEXT_LEN, block_len, num_steps, given, **passes)
         return [dataclasses.replace(part, registers=settings.num_registers) for part in parts]
     cells = np.stack([orders.order("stratified", 3, 3, one.request.seed) for one in requests])
@@ -80,10 +80,10 @@ def plan(
 _prefill = tiny.quick_jit(
     functools.partial(calls.prefill), static_argnames=("settings", "capacity")
 )
-_pass_prompt = tiny.quick_jit(functools.partial(calls.pass_prompt), static_argnames=("kind",))
+_pass_prompt = tiny.quick_jit(functools.partial(calls.pass_prompt), static_argnames=("modality",))
 _gather = tiny.quick_jit(
     functools.partial(calls.gather),
-    static_argnames=("first", "kind", "capacity", "prompt_len"),
+    static_argnames=("first", "modality", "capacity", "prompt_len"),
 )
 _see = tiny.quick_jit(functools.partial(calls.see))
 _apart = tiny.quick_jit(functools.partial(calls.apart), static_argnames=("lengths",))
@@ -111,7 +111,7 @@ def moments(
     settings: presets.StepSettings,
     **options,
 ) -> tuple[list[Moment], np.ndarray]:
-    """Returns every step of `sample.sample`, and the finished canvas."""
+    """Returns every step of `sample.sample`, and the finished responses."""
     steps = []
 
     def step_by_step(model, state, phase, prompts, *, settings):
@@ -126,10 +126,10 @@ def moments(
 
     with _patched(**_quick(), run_phase=step_by_step):
         inputs = tiny.sample_inputs(requests, model.settings, settings)
-        canvas = sample.sample(
+        responses = sample.sample(
             model, inputs, phases, settings=settings, stop_early=False, **options
         )
-    return steps, canvas
+    return steps, responses
 
 
 def step_of(stacked, i):
@@ -170,7 +170,7 @@ def _step(model, state, now, prompts, settings):
 def assert_room(before, after, now, prompts, settings):
     """Fails if the step wrote past the end of the region it decodes into."""
     (prompt,) = prompts
-    own = prompt.understanding if settings.kind == "text" else prompt.generation
+    own = prompt.understanding if settings.modality == "text" else prompt.generation
     start, written = 0 if now.refreshes else int(before.offset), now.width
     kept = now.clean.shape[-1] if settings.preset.cache_response else 0
     if settings.passes_prompt(now) and own is not None:
@@ -181,7 +181,9 @@ def assert_room(before, after, now, prompts, settings):
 
 
 def _moment(state, now, logits) -> Moment:
-    canvas, decoded_at, logits = (np.asarray(x) for x in (state.canvas, state.decoded_at, logits))
+    responses, decoded_at, logits = (
+        np.asarray(x) for x in (state.responses, state.decoded_at, logits)
+    )
     masked = np.zeros(decoded_at.shape, bool)
     spread = np.zeros((*decoded_at.shape, *logits.shape[2:]), np.float32)
     for row, positions in enumerate(np.asarray(now.decode)):
@@ -189,7 +191,7 @@ def _moment(state, now, logits) -> Moment:
             if position >= 0 and decoded_at[row, position] == NOT_DECODED:
                 masked[row, position] = True
                 spread[row, position] = logits[row, slot]
-    return Moment(int(now.block), canvas, decoded_at, masked, spread)
+    return Moment(int(now.block), responses, decoded_at, masked, spread)
 
 
 def training_logits(
@@ -216,12 +218,12 @@ def training_logits(
                 prompt = tiny.sample_input(
                     request, model.settings, drop_prompt=drop_prompt, drop_source=drop_source
                 )
-                mask_id = model.settings.image_mask_id if settings.kind == "image" else None
+                mask_id = model.settings.image_mask_id if settings.modality == "image" else None
                 rows.append(
                     diffusion.CorruptedRow(
                         prompt,
-                        moment.canvas[r],
-                        settings.kind,
+                        moment.responses[r],
+                        settings.modality,
                         blocks_of(moment, r, with_rest, mask_id),
                         model.settings,
                         full_attention=full,
@@ -232,7 +234,7 @@ def training_logits(
     batch = tiny.stacked(
         rows, model.settings, full_attention=full, pixels=sequence.stack_images(pixels)
     )
-    logits = spread_logits(model, batch, settings.kind, starts, len(requests[0].given))
+    logits = spread_logits(model, batch, settings.modality, starts, len(requests[0].given))
     logits = logits.reshape(len(steps), len(drops), len(requests), *logits.shape[1:])
     masked = np.stack([moment.masked for moment in steps])[..., None, None]
     return [guide(rows, settings) * seen for rows, seen in zip(logits, masked, strict=True)]
@@ -249,7 +251,7 @@ def blocks_of(moment: Moment, row: int, with_rest: bool, mask_id: int | None) ->
     masked = is_masked if with_rest else moment.masked[row]
     block = np.where(is_masked, diffusion.ABSENT, decoded_at)
     block = np.where(masked, moment.block, block).astype(np.int32)
-    known = None if mask_id is None else masked[:, None] & (moment.canvas[row] != mask_id)
+    known = None if mask_id is None else masked[:, None] & (moment.responses[row] != mask_id)
     return diffusion.Blocks(
         block, masked, moment.block - 1, (moment.block,), masked.astype(float), 1.0, known
     )
@@ -271,7 +273,7 @@ forward = tiny.quick_jit(training_pass)
 
 
 def spread_logits(
-    model, batch: diffusion.Corrupted, kind: sequence.Kind, starts: list[int], length: int
+    model, batch: diffusion.Corrupted, modality: sequence.Modality, starts: list[int], length: int
 ) -> np.ndarray:
     """Returns logits [rows l g v] at the response tokens whose weight is not 0, 0 elsewhere.
 
@@ -279,9 +281,9 @@ def spread_logits(
         starts: position of the first response token of each row.
     """
     text, image = forward(model, jax.tree.map(jnp.asarray, batch))
-    logits = np.asarray(text if kind == "text" else image)
-    stream = batch.understanding if kind == "text" else batch.generation
-    weight = batch.text_weight if kind == "text" else batch.image_weight
+    logits = np.asarray(text if modality == "text" else image)
+    stream = batch.understanding if modality == "text" else batch.generation
+    weight = batch.text_weight if modality == "text" else batch.image_weight
     spread = np.zeros((len(starts), length, *logits.shape[2:]), np.float32)
     for row, start in enumerate(starts):
         held = weight[row] > 0

@@ -212,8 +212,8 @@ def test_passes_are_counted_batch_by_batch():
         ("layout", 0), ("layout", 1), ("layout", 3), ("image", 0), ("image", 6),
         ("layout", 0), ("layout", 4), ("image", 0), ("image", 6),
     ):  # fmt: skip
-        canvas = np.zeros((1, 1, 1), np.int32)
-        passes(Progress(stage, done, 8, canvas, canvas[..., 0], range(0), 0))
+        responses = np.zeros((1, 1, 1), np.int32)
+        passes(Progress(stage, done, 8, responses, responses[..., 0], range(0), 0))
     assert passes.of_a_batch == {"layout": 3.5, "image": 6.0}
 
 

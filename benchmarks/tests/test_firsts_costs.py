@@ -12,7 +12,7 @@ PAGES = pathlib.Path(__file__).parents[2] / "docs/log"
 class Engine:
     """Decodes in two batches of three and five steps; scores in one pass."""
 
-    def decode(self, *_, callback):
+    def sample(self, *_, callback):
         for steps in (0, 2, 3, 0, 5):
             callback(types.SimpleNamespace(steps=steps))
         return types.SimpleNamespace(tokens=[7, 11])
@@ -23,7 +23,7 @@ class Engine:
 
 def test_a_prompt_is_a_pass_and_so_is_a_whole_plan():
     engine = Engine()
-    assert firsts.counted(engine, lambda: engine.decode([])) == {"passes": 10, "tokens": 18}
+    assert firsts.counted(engine, lambda: engine.sample([])) == {"passes": 10, "tokens": 18}
     assert firsts.counted(engine, lambda: engine.scores([])) == {"passes": 1, "tokens": 26}
     assert firsts.counted(engine, lambda: None) == {"passes": 0, "tokens": 0}
 

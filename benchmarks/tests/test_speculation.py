@@ -54,7 +54,7 @@ def test_a_step_too_many_is_counted_with_its_margin(subject, early):
 def test_a_pass_has_as_many_tokens_as_the_samplers_steps(subject):
     given = subject.rows(BATCH, 0)
     made = speculation.speculate(subject.engine, *given, subject.sampling, "empty", subject.empty)
-    sampled = subject.engine.decode(*given, subject.sampling, stage="image")
+    sampled = subject.engine.sample(*given, subject.sampling, stage="image")
     assert made.tokens == made.passes.max() * sum(sampled.tokens)
 
 

@@ -139,9 +139,9 @@ class ArtPrompts(ScenePrompts):
             return f"draw {plain} in {wanted.style} style"
         return f"mirror {plain}"
 
-    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
-        """Returns a canvas whose masked cells have the colour of its background."""
-        sides = canvas.shape[0] // mask.shape[0], canvas.shape[1] // mask.shape[1]
+    def erased(self, image: Pixels, mask: Grid) -> Pixels:
+        """Returns an image whose masked cells have the colour of its background."""
+        sides = image.shape[0] // mask.shape[0], image.shape[1] // mask.shape[1]
         pixels = mask.repeat(sides[0], axis=0).repeat(sides[1], axis=1)
-        colour = np.array(BACKGROUNDS[judge.background_of(canvas)], np.uint8)
-        return np.where(pixels[..., None], colour, canvas)
+        colour = np.array(BACKGROUNDS[judge.background_of(image)], np.uint8)
+        return np.where(pixels[..., None], colour, image)

@@ -77,7 +77,7 @@ def _any(words: object) -> str:
 
 
 @dataclasses.dataclass
-class _Things:
+class _Said:
     """What a text says of things; 0 of a kind: any number of several."""
 
     items: list[tuple[int, Art]]
@@ -86,7 +86,7 @@ class _Things:
     background: str | None = None
 
     @classmethod
-    def read(cls, text: str, faults: list[str], sheet: Sheet) -> "_Things":
+    def read(cls, text: str, faults: list[str], sheet: Sheet) -> "_Said":
         """Reads a text in any order of words; adds to the faults what it does not understand."""
         read, count, art = cls([]), None, Art()
         for kind, word in _said(text, faults, sheet):
@@ -135,14 +135,14 @@ def _drawn(text: str, dice: ArtDice) -> Read:
     faults: list[str] = []
     try:
         asked = ArtRequest.parse(text, dice.sheet)
-        read = _Things([*asked.items], asked.relation, asked.style, asked.background)
+        read = _Said([*asked.items], asked.relation, asked.style, asked.background)
     except GrammarError:
-        asked, read = None, _Things.read(text, faults, dice.sheet)
+        asked, read = None, _Said.read(text, faults, dice.sheet)
     fitted = _fitted(read, faults, dice)
     return text if asked == fitted else str(fitted), faults
 
 
-def _fitted(read: _Things, faults: list[str], dice: ArtDice) -> ArtRequest:
+def _fitted(read: _Said, faults: list[str], dice: ArtDice) -> ArtRequest:
     """Returns the nearest request of a kind that is taught."""
     sheet, items = dice.sheet, [(count or dice.between(2, 3), one) for count, one in read.items]
     if not items:
@@ -175,7 +175,7 @@ def _one(text: str, dice: ArtDice, faults: list[str], more: tuple[str, ...] = ("
         more: what a taught sentence may say of it beside its name.
     """
     before = len(faults)
-    read = _Things.read(text, faults, dice.sheet)
+    read = _Said.read(text, faults, dice.sheet)
     if not read.items:
         if len(faults) == before:
             faults.append(f"'{text[:LONGEST_NAMED]}'")
@@ -212,13 +212,15 @@ def _changed(text: str, dice: ArtDice) -> Read:
     for kind, pattern in _CHANGES:
         if match := re.fullmatch(pattern, said) or re.fullmatch(pattern, with_taught_verb(said)):
             found = {name: value for name, value in match.groupdict().items() if value}
-            found |= {"anchor": found.pop("turned")} if "turned" in found else {}
-            things = {
-                name: _one(found.pop(name), dice, faults, more)
-                for name, more in (("anchor", ("size",)), ("thing", ()))
-                if name in found
+            things = {"anchor": found.pop("turned", None) or found.pop("anchor", None)}
+            things["thing"] = found.pop("thing", None)
+            said_of = {"anchor": ("size",), "thing": ()}
+            arts = {
+                name: _one(words, dice, faults, said_of[name]) if words else None
+                for name, words in things.items()
             }
-            return str(ArtEdit(kind, **things, **found)), faults
+            change = ArtEdit(kind, arts["anchor"], arts["thing"])
+            return str(change._replace(**found)), faults
     anchor = _one(said, dice, faults)
     return str(ArtEdit("mirror", anchor)), faults or [f"'{text[:LONGEST_NAMED]}'"]
 

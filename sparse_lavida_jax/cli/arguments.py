@@ -194,7 +194,7 @@ class Argument:
 
 def _sampler(*presets: str) -> str:
     """Returns the help of `--sampler` with the presets of a task."""
-    published = ", ".join(options.SAMPLERS)
+    published = ", ".join(options.PUBLISHED)
     return f"how steps are made: {', '.join(presets)}; or as published: {published}; {_OWN}"
 
 

@@ -51,9 +51,9 @@ class Film:
         if state.stage != "image" or 0 not in state.rows:
             return
         first = state.rows.index(0)
-        for canvas in map(state.after, state.blocks) if state.steps else [state.canvas]:
-            rows = cell_rows(len(canvas[first]), self.size)
-            self.frames.append(self.pipe.preview(canvas[first], rows))
+        for responses in map(state.after, state.blocks) if state.steps else [state.responses]:
+            rows = cell_rows(len(responses[first]), self.size)
+            self.frames.append(self.pipe.preview(responses[first], rows))
 
 
 def save_images(

@@ -119,7 +119,7 @@ def checks(pipe: SparseLaViDa) -> Iterator[Check]:
     found, most = perplexity(pipe), model.vocab_size**0.5
     yield Check("infill: perplexity", f"{most:.0f} or less", f"{found:.2f}", found <= most)
     if pipe.codec is not None:
-        again = pipe.codec.decode(pipe.codec.encode(drawn.pixels[0][None]))[0]
+        again = pipe.codec.to_pixels(pipe.codec.encode(drawn.pixels[0][None]))[0]
         off = float(np.abs(again.astype(int) - drawn.pixels[0]).mean())
         expected = f"{MOST_CHANGE:g} of 255 or less"
         yield Check("image tokenizer: change", expected, f"{off:.2f}", off <= MOST_CHANGE)

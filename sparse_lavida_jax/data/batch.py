@@ -149,7 +149,7 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
     model = settings.model
     codes = model.codes_per_token
     if settings.diffusion.partial_cells:
-        blocks = diffusion.partly_known(rng, blocks, example.kind, codes, settings.diffusion)
+        blocks = diffusion.partly_known(rng, blocks, example.modality, codes, settings.diffusion)
     if settings.data.edit_area_weight > 1:  # then all rows of a batch have weights by code
         weight = example.code_weight
         weight = np.ones((len(example.response), codes)) if weight is None else weight
@@ -163,7 +163,7 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
         room_after=_room_after(example, settings.data, rng),
     )
     is_full = settings.diffusion.attention == "full"
-    tokens = CorruptedRow(prompt, example.response, example.kind, blocks, model, is_full)
+    tokens = CorruptedRow(prompt, example.response, example.modality, blocks, model, is_full)
     length = RowShape(*tokens.lengths)
     return TrainingRow(length, example.views, tokens.predicts, example, blocks, tokens)
 
@@ -176,7 +176,7 @@ def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -
     followed by something (boxes), have a fixed length; then nothing is drawn.
     """
     length, block, longest = len(example.response), data.text_block_len, data.sampled_answer_len
-    is_open = example.kind == "text" and isinstance(example.parts[-1], Response)
+    is_open = example.modality == "text" and isinstance(example.parts[-1], Response)
     if not is_open or longest < length + block:
         return 0
     drawn = length * ((longest + block) / length) ** rng.random()
@@ -190,7 +190,7 @@ def given_of(
     given = example.given
     if given.nonzero()[0].size or rng.random() >= settings.data.given:
         return given
-    if example.kind == "image":
+    if example.modality == "image":
         side = settings.model.grid_size
         (y0, y1), (x0, x1) = (np.sort(rng.integers(0, side + 1, 2)) for _ in range(2))
         shown = np.zeros((side, side), bool)
@@ -212,9 +212,9 @@ def _blocks_of(
 ) -> Blocks:
     if settings.diffusion.blocks == "uniform" or settings.diffusion.attention == "full":
         return diffusion.uniform_blocks(rng, given, settings.diffusion)
-    if example.kind == "text":
+    if example.modality == "text":
         steps = _pick(rng, settings.diffusion.plan_text_steps)
-        return diffusion.text_schedule_blocks(
+        return diffusion.semi_autoregressive_blocks(
             rng, example.reach, settings.data.text_block_len, steps, given, settings.diffusion
         )
     side, sampling = settings.model.grid_size, settings.sampling

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from sparse_lavida_jax.sequence import Kind, Part, Views
+from sparse_lavida_jax.sequence import Modality, Part, Views
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Example:
         parts: the sequence; `sequence.prompt_row` lays it out.
         response: clean ids (g = 1) or codes; in a request, placeholders except where given.
         given: response tokens that are known beforehand.
-        kind: of the response.
+        modality: of the response.
         pixels: the image that the `VisionTokens` part stands for.
         reach: how many tokens of a text response a sampler may decode: whole text blocks up to the
             first end-of-text.
@@ -30,7 +30,7 @@ class Example:
     parts: tuple[Part, ...]
     response: Int[np.ndarray, "l g"]
     given: Bool[np.ndarray, " l"]
-    kind: Kind
+    modality: Modality
     pixels: UInt8[np.ndarray, "h w 3"] | None
     reach: int
     views: tuple[Views, ...] = ()

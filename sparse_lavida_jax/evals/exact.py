@@ -75,7 +75,7 @@ def answer(
     how = {"sampling": sampling, "seed": seed, "callback": callback}
     if any(sample.given for sample in samples):
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
-        return list(pipe.texts(pipe.decode(examples, **how)))
+        return list(pipe.texts(pipe.sample(examples, **how)))
     size = pipe.settings.vq.image_size
     shown = [world.render(s.image, size) for s in samples if s.image is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
@@ -91,7 +91,7 @@ def answer(
     examples = [
         pipe.prompts.ask(prompt, shown[i : i + 1], room) for i, prompt in enumerate(prompts)
     ]
-    return list(pipe.texts(pipe.decode(examples, **how)))
+    return list(pipe.texts(pipe.sample(examples, **how)))
 
 
 def evaluate(

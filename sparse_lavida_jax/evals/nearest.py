@@ -45,7 +45,7 @@ def compare(
     known = np.stack([record.target[0] for record in records])
     table = np.asarray(codec.vq.codebook[...], np.float32)
     found = nearest(table[codes], table[known])
-    shown = vq.decode_codes(codec.vq, known[found[:count]])
+    shown = vq.to_pixels(codec.vq, known[found[:count]])
     tiles: list[tuple[np.ndarray, str]] = []
     for i, image in enumerate(shown):
         tiles += [(drawn[i], asked[i]), (image, f"nearest: {records[found[i]].asked[0]}")]

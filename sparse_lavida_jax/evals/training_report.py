@@ -272,7 +272,7 @@ def _speed(pipe: SparseLaViDa) -> str:
     for _ in range(SPEED_RUNS + 1):
         for taken, sampling in zip(times, samplings, strict=True):
             begin = time.perf_counter()
-            pipe.decode(examples, sampling=sampling)
+            pipe.sample(examples, sampling=sampling)
             taken.append(time.perf_counter() - begin)
     # The first run includes compilation.
     sparse, dense = (1000 * statistics.median(taken[1:]) / len(examples) for taken in times)

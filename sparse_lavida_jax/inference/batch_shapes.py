@@ -116,7 +116,7 @@ def _shape(one: SampleInput, bucket: Bucket | None) -> Hashable:
     """Returns the shapes that rows have in common, with all that their batch is padded to."""
     example = one.example
     lengths = bucket.prompt_len if bucket else lengths_of([one])
-    given = int(example.given.sum()) if example.kind == "image" else example.given.tobytes()
+    given = int(example.given.sum()) if example.modality == "image" else example.given.tobytes()
     views = tuple(view.shape for view in example.shown)
     return len(example.response), example.grid, _few(lengths), given, views
 

@@ -2,7 +2,7 @@
 """Branches of a recorded image: its noise up to a step, and noise of their own from there on.
 
 A cache of steps 1 to k depends on nothing after k, so what all branches have in common is passed
-once (`Engine.decode`). The record of a branch names its turns, so branches have branches too.
+once (`Engine.sample`). The record of a branch names its turns, so branches have branches too.
 """
 
 import dataclasses

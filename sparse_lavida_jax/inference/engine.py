@@ -27,14 +27,14 @@ from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sampling.progress import Callback
 from sparse_lavida_jax.sampling.prompts import SampleInput, sample_input
 from sparse_lavida_jax.sampling.state import NOT_DECODED, ends_from
-from sparse_lavida_jax.sequence import Kind
+from sparse_lavida_jax.sequence import Modality
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
 MOST_LOGITS = 2**28  # of a pass over whole plans
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
+class SampleOutput:
     """What the sampler returned.
 
     Attributes:
@@ -60,7 +60,7 @@ class Engine:
 
     Args:
         model: the denoiser.
-        batch_size: the largest number of rows decoded together.
+        batch_size: the largest number of rows sampled together.
         text_block_len: tokens per text block if the settings do not say; a text that is
             not a whole number of blocks is one block.
         content_cache: for what batches share; by default nothing is kept.
@@ -80,11 +80,11 @@ class Engine:
         self.batch_size = batch_size
         self.text_block_len = text_block_len
         self._models: dict[str, Denoiser] = {}  # by method of `quantize`
-        self._making = threading.Lock()  # several threads may decode
+        self._making = threading.Lock()  # several threads may sample
         self.content_cache = ContentCache(0) if content_cache is None else content_cache
         self.constants = ModelConstants.of(model)
 
-    def decode(
+    def sample(
         self,
         examples: Sequence[Example],
         requests: Sequence[RowRequest],
@@ -95,8 +95,8 @@ class Engine:
         padding: Padding = "fit",
         callback: Callback | None = None,
         programs: Programs = contextlib.nullcontext,
-    ) -> Decoded:
-        """Decodes the responses of examples of one kind; those of the same shape together.
+    ) -> SampleOutput:
+        """Samples the responses of examples of one modality; those of the same shape together.
 
         A batch that is not full is filled up, so that all batches use the same compiled programs.
         If all examples are the same object, and the noise is too until a last turn, the steps
@@ -105,11 +105,11 @@ class Engine:
         Args:
             requests: of the examples: seeds and scales.
             stage: what is made, a key of `state.NOISE`: it has its own noise, and `callback` is
-                told of it; by default the kind.
+                told of it; by default the modality.
             bucket: the shapes to pad to; by default as `padding` says.
             padding: see `batch_shapes.Padding`.
             callback: called before the first step and after each phase.
-            programs: entered while a batch is decoded.
+            programs: entered while a batch is sampled.
 
         Raises:
             ConfigError: more steps than there are tokens.
@@ -117,14 +117,14 @@ class Engine:
         model, block = self.model.settings, sampling.text_block_len or self.text_block_len
         for example in examples:
             check_steps(example, sampling, model, block)
-        kind, edits = examples[0].kind, _has_source(examples[0])
+        modality, edits = examples[0].modality, _has_source(examples[0])
         guided = any(presets.is_guided(one, has_source=edits) for one in requests)
-        settings = _settings(sampling, model, kind, edits, guided)
+        settings = _settings(sampling, model, modality, edits, guided)
         inputs = [
             sample_input(example, request, model, settings)
             for example, request in zip(examples, requests, strict=True)
         ]
-        stage, decoded = stage or kind, {}
+        stage, sampled = stage or modality, {}
         shared = _shared_steps(examples, requests, stage)
         for chunk in batch_shapes.chunks(inputs, self.batch_size, padding, bucket):
             filled = [inputs[i] for i in chunk.filled]
@@ -134,7 +134,7 @@ class Engine:
             turns = {one.seeds(stage)[-1][0] for one in requests} - {0}
             key = (*key, shared, *sorted(turns)) if turns else key
             prompted = [inputs[i].prompt_tokens for i in chunk.members]
-            seen: list[Any] = []  # the last canvas, and when it was decoded
+            seen: list[Any] = []  # the last responses, and when each token was decoded
             with programs(key):
                 responses = sample.sample(
                     self._model(sampling.quantize),
@@ -151,7 +151,7 @@ class Engine:
                 )
             for row, i in enumerate(chunk.members):
                 end = None
-                if kind == "text" and not settings.released:  # nothing but end-of-text follows
+                if modality == "text" and not settings.released:  # nothing but end-of-text follows
                     words = np.flatnonzero(responses[row] != model.end_of_text_id)
                     end = int(words.max(initial=-1)) + 1
                 steps = costs.costs(phases, settings, prompted[row], row, end)
@@ -160,11 +160,11 @@ class Engine:
                 first = 0 if row else first
                 own = [x[row] for x in seen] or [responses[row], inputs[i].example.given * 1]
                 drawn, order = own
-                if kind == "text":
+                if modality == "text":
                     order = _until_end(drawn, order, model.end_of_text_id, inputs[i].example)
-                decoded[i] = responses[row], chunk.bucket, first + rest, first, drawn, order
-        columns = zip(*(decoded[i] for i in range(len(examples))), strict=True)
-        return Decoded(*map(list, columns))
+                sampled[i] = responses[row], chunk.bucket, first + rest, first, drawn, order
+        columns = zip(*(sampled[i] for i in range(len(examples))), strict=True)
+        return SampleOutput(*map(list, columns))
 
     def scores(
         self,
@@ -182,9 +182,9 @@ class Engine:
         """Returns the steps that would decode responses, and how they score them, in one pass.
 
         Args:
-            requests, sampling, stage, programs: as for `decode`.
+            requests, sampling, stage, programs: as for `sample`.
             responses: whole ones, each with a token that is not given.
-            orders: the block of each token (`Decoded.orders`); None: as planned, for images.
+            orders: the block of each token (`SampleOutput.orders`); None: as planned, for images.
             tolerance: see `whole_plan.scores`.
             most_logits: of the steps of a batch.
 
@@ -197,9 +197,9 @@ class Engine:
         model, block = self.model.settings, sampling.text_block_len or self.text_block_len
         for one in examples:
             check_steps(one, sampling, model, block)
-        kind, edits = examples[0].kind, _has_source(examples[0])
+        modality, edits = examples[0].modality, _has_source(examples[0])
         guided = any(presets.is_guided(one, has_source=edits) for one in requests)
-        settings = _settings(sampling, model, kind, edits, guided)
+        settings = _settings(sampling, model, modality, edits, guided)
         inputs = [
             sample_input(*pair, model, settings) for pair in zip(examples, requests, strict=True)
         ]
@@ -212,7 +212,7 @@ class Engine:
             for phases, order, one in zip(plan, orders, responses, strict=True)
         ]
         number = sum(len(step.at) for own in steps for step in own)
-        classes = model.vocab_size if kind == "text" else model.codebook_size
+        classes = model.vocab_size if modality == "text" else model.codebook_size
         most = min(plans.BUCKETS[-1], most_logits // (classes * responses[0].shape[1]))
         if number > most or not all(steps):
             raise RequestError(f"its steps predict {number} tokens: 1 to {most} fit one pass.")
@@ -273,7 +273,7 @@ def check_steps(
     Raises:
         ConfigError: more steps than there are tokens.
     """
-    if example.kind == "image":
+    if example.modality == "image":
         preset = _settings(sampling, model, "image", False).preset
         by_code = preset.full_attention and sampling.grid == "code"
         most = example.response.size if by_code else len(example.response)
@@ -313,7 +313,7 @@ def planned_counts(
     check_steps(example, sampling, model, text_block_len)
     edits = _has_source(example)
     guided = presets.is_guided(request, has_source=edits)
-    settings = _settings(sampling, model, example.kind, edits, guided)
+    settings = _settings(sampling, model, example.modality, edits, guided)
     rows = sample_input(example, request, model, settings)
     phases = _plan_of([rows], sampling, settings, model, text_block_len)
     steps = np.concatenate([phase.block for phase in phases] or [[]]).astype(int) - FIRST_BLOCK
@@ -325,7 +325,7 @@ def planned_costs(
     model: config.Model, sampling: config.Sampling, example: Example, text_block_len: int
 ) -> list[costs.StepCost]:
     """Returns the cost of each step of one example, as planned (`costs.costs`)."""
-    settings = _settings(sampling, model, example.kind, _has_source(example))
+    settings = _settings(sampling, model, example.modality, _has_source(example))
     rows = sample_input(example, RowRequest(), model, settings)
     phases = _plan_of([rows], sampling, settings, model, text_block_len)
     return costs.costs(phases, settings, rows.prompt_tokens)
@@ -342,7 +342,7 @@ def _plan_of(
     given = np.stack([one.example.given for one in inputs])
     length, grid = given.shape[1], inputs[0].example.grid
     block = block_len(length, text_block_len)
-    by_seed = settings.kind == "image" and sampling.order_seed < 0
+    by_seed = settings.modality == "image" and sampling.order_seed < 0
     seeds = tuple(one.request.seed if by_seed else 0 for one in inputs)
     return _plan(sampling, settings, model, given.tobytes(), given.shape, block, seeds, grid)
 
@@ -357,11 +357,11 @@ def _plan(sampling, settings, model, given: bytes, shape, block_len, seeds, grid
 def _settings(
     sampling: config.Sampling,
     model: config.Model,
-    kind: Kind,
+    modality: Modality,
     has_source: bool,
     guided: bool | None = None,
 ) -> StepSettings:
-    return presets.step_settings(sampling, model, kind, has_source=has_source, guided=guided)
+    return presets.step_settings(sampling, model, modality, has_source=has_source, guided=guided)
 
 
 def _has_source(example: Example) -> bool:

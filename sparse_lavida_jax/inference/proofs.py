@@ -357,7 +357,7 @@ def _other_pixels(
     rows, columns = grid_of(request.size, run.codec.image_size, run.settings.model)
     dtype = run.sampling.vq_dtype
     with run.programs(("pixels", rows, columns, dtype)):
-        (drawn,) = run.codec.decode(codes[None], rows, dtype)
+        (drawn,) = run.codec.to_pixels(codes[None], rows, dtype)
     if pixels.shape != drawn.shape:
         return tuple(range(rows * columns))
     apart = np.abs(drawn.astype(int) - pixels).max(axis=-1) > ROUNDING

@@ -35,7 +35,7 @@ NO_WORDS = "a"  # for checks of a request to draw after a layout alone
 ROUNDS = 3  # the default limit on attempts of "reflect"
 BRANCHES = 4  # of an image, by default
 
-# Ids of the tokens of a layout, and the block in which each was decoded (`Decoded.orders`).
+# Ids of the tokens of a layout, and the block in which each was decoded (`SampleOutput.orders`).
 DrawnLayout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -134,7 +134,7 @@ class Options(TypedDict, total=False):
         sampling: the settings to start from; by default those of the checkpoint.
         steps: for the image, or for each text block; also as `num_inference_steps`.
         temperature: for all rows, or one per row; 0 takes the most probable token.
-        sampler: one of `options.SAMPLERS`, or a preset (`sampling/presets.py`).
+        sampler: one of `options.SAMPLERS`.
         registers: how many, or the first and the last number of them.
         quantize: matrices of the layers in 8 bits (`config.QUANTIZED`).
         as_written: gives the model the words as they are, even if it was taught no such sentence.
@@ -414,7 +414,7 @@ class RequestMaker:
             cells = given["known"][row]
         elif task == "inpaint":
             mask = regions.pixel_mask(image, mask, box)
-            cells = regions.cell_mask(self.prompts.on_canvas(mask), grid)
+            cells = regions.cell_mask(self.prompts.codec_mask(mask), grid)
         else:
             return {"box": regions.inner_box(image, box, self.side, self.side // grid)}
         _check_mask(task, cells)
@@ -485,8 +485,8 @@ def _scales(
     """
     numbers = {name: checks.row_numbers(name, columns[name], rows, copies) for name in columns}
     own = [{name: column[row] for name, column in numbers.items()} for row in range(rows)]
-    kind = "image" if draws else "text"
-    return [presets.scales(changed(sampling, draws=draws, **one), kind) for one in own]
+    modality = "image" if draws else "text"
+    return [presets.scales(changed(sampling, draws=draws, **one), modality) for one in own]
 
 
 def shown_images(shown: Shown | Sequence[Shown] | None) -> list[ShownImage]:

@@ -196,7 +196,7 @@ def _hole(run: TaskRun, image: ShownImage, mask: Any, box: Any) -> tuple[str, Gr
 
     A rectangle of held cells is extended, if the mask is not a rectangle itself.
     """
-    pixels = run.prompts.on_canvas(regions.pixel_mask(image.pixels, mask, box))
+    pixels = run.prompts.codec_mask(regions.pixel_mask(image.pixels, mask, box))
     cells = regions.cell_mask(pixels, run.settings.model.grid_size)
     extends = _is_rectangle(~cells) and not _is_rectangle(cells)
     return "outpaint" if extends else "inpaint", ~cells
@@ -231,8 +231,8 @@ def _check(
 
 def _warned(run: TaskRun, requests: Sequence[Request]) -> list[Request]:
     """Returns requests with a warning about things of a layout that held cells rule out."""
-    canvas = run.prompts.canvas(requests[0].pixels, run.codec.image_size)
-    codes, warned = run.codec.encode(canvas[None])[0], []
+    image = run.prompts.codec_image(requests[0].pixels, run.codec.image_size)
+    codes, warned = run.codec.encode(image[None])[0], []
     for one in requests:
         assert isinstance(one.layout, str) and one.mask is not None
         if found := ruled_out(one.layout, codes, ~one.mask, run.prompts):

@@ -118,11 +118,11 @@ def surprise(
     images = shown_images(shown)
     if len(images) != 1:
         raise RequestError(f"one image is scored, and {len(images)} were given.")
-    canvas = run.prompts.canvas(images[0].pixels, run.codec.image_size)
-    with run.programs(("codec", canvas.shape)):
-        (codes,) = run.codec.encode(canvas[None])
-        (back,) = run.codec.decode(codes[None])
-    error = float(np.square(canvas.astype(float) - back).mean())
+    image = run.prompts.codec_image(images[0].pixels, run.codec.image_size)
+    with run.programs(("codec", image.shape)):
+        (codes,) = run.codec.encode(image[None])
+        (back,) = run.codec.to_pixels(codes[None])
+    error = float(np.square(image.astype(float) - back).mean())
     examples = [run.image_example(request) for request in requests]
     rows = [(one, FIRST_SEED + i) for one in examples for i in range(count)]
     found: list[Float[np.ndarray, " l"]] = []

@@ -44,8 +44,8 @@ _Attempt = tuple[Pixels, str]  # an image, and what is wrong with it
 
 
 @dataclasses.dataclass(frozen=True)
-class _Canvas:
-    """An image to be drawn, as the model gets it.
+class _ImagePrompt:
+    """What an image is drawn from.
 
     Attributes:
         words: with the box of the mask, for example.
@@ -103,7 +103,7 @@ class TaskRun:
         callback, bucket, padding, programs: see `SparseLaViDa.run`.
         seconds: the time of each stage.
         rows: the request of each example, if not all requests are done together.
-        buckets: of the images decoded last.
+        buckets: of the images sampled last.
         tokens, layout_tokens: the number passed through the network for each request.
         shared: how many of both stand for later requests too, which do not count them.
         prompted: tokens in each request's first prompt (`Result.prompted`).
@@ -135,21 +135,21 @@ class TaskRun:
         by_kind = self.draw_images if TASK_SPECS[requests[0].task].draws else self.write_texts
         return does.get(requests[0].task, by_kind)(requests)
 
-    def decode(
+    def sample(
         self,
         stage: str,
         examples: Sequence[Example],
         requests: Sequence[RowRequest],
         sampling: config.Sampling | None = None,
     ) -> list[Int[np.ndarray, "_l g"]]:
-        """Decodes examples, and records the buckets in which images were decoded."""
+        """Samples examples, and records the buckets in which images were sampled."""
         if stage == "image" and self.bucket is not None:
             for one in examples:
                 own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
                 batch_shapes.check(self.bucket, own + self.prompts.longest)
         rows = self.rows or range(len(examples))
         with self.timed(stage):
-            decoded = self.engine.decode(
+            sampled = self.engine.sample(
                 examples,
                 requests,
                 sampling or self.sampling,
@@ -160,23 +160,23 @@ class TaskRun:
                 programs=self.programs,
             )
         if stage == "image":
-            self.buckets = decoded.buckets
+            self.buckets = sampled.buckets
         if stage == "layout":
-            pairs = zip(decoded.drawn, decoded.orders, strict=True)
+            pairs = zip(sampled.drawn, sampled.orders, strict=True)
             drawn = [(tuple(ids[:, 0].tolist()), tuple(at.tolist())) for ids, at in pairs]
             self.layouts |= zip(rows, drawn, strict=False)  # nothing, if nothing was drawn
         tokens = self.layout_tokens if stage == "layout" else self.tokens
         for i, (row, one) in enumerate(zip(rows, examples, strict=True)):
-            tokens[row] += decoded.tokens[i]
-            self.shared[row] += decoded.shared[i]
+            tokens[row] += sampled.tokens[i]
+            self.shared[row] += sampled.shared[i]
             self.prompted.setdefault(row, sequence.prompt_tokens(one.parts))
-        return decoded.responses
+        return sampled.responses
 
     def tell(self, stage: str, passes: int, total: int) -> None:
         """Tells the callback how many passes over whole plans are done; they draw nothing."""
         if self.callback is not None:
-            canvas, decoded_at = np.zeros((0, 0, 1), np.int32), np.zeros((0, 0), np.int32)
-            self.callback(Progress(stage, passes, total, canvas, decoded_at, range(0), -1))
+            responses, decoded_at = np.zeros((0, 0, 1), np.int32), np.zeros((0, 0), np.int32)
+            self.callback(Progress(stage, passes, total, responses, decoded_at, range(0), -1))
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -306,19 +306,19 @@ class TaskRun:
 
     def try_images(self, requests: Sequence[Request], *, judges: bool) -> list[DrawnImage]:
         """Draws an image for each request; `judges` says whether the model judges them."""
-        canvases = self._canvases(requests)
+        prompts = self._image_prompts(requests)
         if side_by_side.are_made_ahead():
-            for cells in {canvas.cells for canvas in canvases}:
-                self.codec.decoding(cells, self.sampling.vq_dtype)  # while the others are made
-        layouts = self._layouts(requests, canvases) or [None] * len(requests)
-        pairs = zip(canvases, layouts, strict=True)
-        cells = self.decode("image", _made(self._image_example, pairs), requests)
+            for cells in {prompt.cells for prompt in prompts}:  # made while the others are
+                self.codec.pixel_programs(cells, self.sampling.vq_dtype)
+        layouts = self._layouts(requests, prompts) or [None] * len(requests)
+        pairs = zip(prompts, layouts, strict=True)
+        cells = self.sample("image", _made(self._image_example, pairs), requests)
         pixels: list[Pixels] = []
         with self.timed("pixels"):
-            pairs = zip(canvases, cells, strict=True)
+            pairs = zip(prompts, cells, strict=True)
             for (rows, _), group in itertools.groupby(pairs, lambda pair: pair[0].cells):
                 own = np.stack([one for _, one in group])
-                pixels.extend(self.codec.decode(own, rows, self.sampling.vq_dtype))
+                pixels.extend(self.codec.to_pixels(own, rows, self.sampling.vq_dtype))
         buckets, verdicts = self.buckets, [""] * len(requests)
         if judges:
             verdicts = self.verdicts(requests, pixels)
@@ -332,11 +332,11 @@ class TaskRun:
         said = self._about_images("text", judged, requests, as_layout=False)
         return [self.prompts.text(ids).strip() for ids in said]
 
-    def _canvases(self, requests: Sequence[Request]) -> list[_Canvas]:
-        """Returns the canvas of each image; branches of one image share theirs."""
+    def _image_prompts(self, requests: Sequence[Request]) -> list[_ImagePrompt]:
+        """Returns the prompt of each image; branches of one image share theirs."""
         if requests[0].turns and are_branches(requests):
-            return [self._canvas(requests[0])] * len(requests)
-        return [self._canvas(request) for request in requests]
+            return [self._image_prompt(requests[0])] * len(requests)
+        return [self._image_prompt(request) for request in requests]
 
     def step_counts(self, request: Request, stage: str) -> list[int]:
         """Returns how many tokens each step of a stage of an image decodes, as planned.
@@ -354,13 +354,14 @@ class TaskRun:
     def image_example(self, request: Request, *, blank: bool = False) -> Example:
         """Returns what draws the image of a request, after its layout if that is in words."""
         layout = request.layout if isinstance(request.layout, str) else None
-        return self._image_example(self._canvas(request), layout, blank=blank)
+        return self._image_example(self._image_prompt(request), layout, blank=blank)
 
     def layout_example(self, request: Request) -> tuple[Example, RowRequest, config.Sampling]:
         """Returns what writes the layout of a request, and how it is sampled."""
-        canvas, how = self._canvas(request), self._text_sampling(as_layout=request.task != "edit")
+        prompt = self._image_prompt(request)
+        how = self._text_sampling(as_layout=request.task != "edit")
         row = dataclasses.replace(request, **presets.scales(how, "text"))
-        example = self.prompts.layout(canvas.words, canvas.image, request.template)
+        example = self.prompts.layout(prompt.words, prompt.image, request.template)
         return example, row, how
 
     def layout_text(self, request: Request, ids: Int[np.ndarray, "_l 1"]) -> str:
@@ -369,26 +370,26 @@ class TaskRun:
             ids = ids[: len(self.prompts.template_ids(request.template)[0])]
         return self.prompts.text(ids)
 
-    def _canvas(self, request: Request) -> _Canvas:
+    def _image_prompt(self, request: Request) -> _ImagePrompt:
         side, grid = self.codec.image_size, self.settings.model.grid_size
         if request.task == "generate":
             cells = grid_of(request.size, side, self.settings.model)
-            return _Canvas(request.words, cells)
+            return _ImagePrompt(request.words, cells)
         image, mask = request.pixels, request.mask
-        canvas = self.prompts.canvas(image, side)
+        source = self.prompts.codec_image(image, side)
         if request.task == "edit":
-            return _Canvas(request.words, (grid, grid), image, canvas)
+            return _ImagePrompt(request.words, (grid, grid), image, source)
         if request.box is not None:
             from sparse_lavida_jax.inference import regions  # other tasks do without
 
-            canvas, mask = regions.placed(image, request.box, side, side // grid)
+            source, mask = regions.placed(image, request.box, side, side // grid)
         assert mask is not None
-        canvas = self.prompts.erased(canvas, mask)
+        source = self.prompts.erased(source, mask)
         words = self.prompts.fill_words(request.task, request.words, mask)
-        return _Canvas(words, (grid, grid), canvas, canvas, mask)
+        return _ImagePrompt(words, (grid, grid), source, source, mask)
 
     def _layouts(
-        self, requests: Sequence[Request], canvases: Sequence[_Canvas]
+        self, requests: Sequence[Request], prompts: Sequence[_ImagePrompt]
     ) -> list[str] | None:
         """Returns the layout of each image, given or by the model; None: without layouts."""
         task, asked = requests[0].task, [request.layout for request in requests]
@@ -406,8 +407,8 @@ class TaskRun:
         if not wanted or not learned:
             return None
         shown = (
-            (canvas.words, canvas.image, request.template)
-            for canvas, request in zip(canvases, requests, strict=True)
+            (prompt.words, prompt.image, request.template)
+            for prompt, request in zip(prompts, requests, strict=True)
         )
         examples = _made(self.prompts.layout, shown)
         as_layout = task != "edit"  # edits use the temperature of other texts
@@ -429,7 +430,7 @@ class TaskRun:
         """
         how = self._text_sampling(as_layout=as_layout)
         rows = [dataclasses.replace(one, **presets.scales(how, "text")) for one in requests]
-        return self.decode(stage, examples, rows, how)
+        return self.sample(stage, examples, rows, how)
 
     def _text_sampling(self, *, as_layout: bool) -> config.Sampling:
         """Returns the settings of texts about images to be drawn; see `_about_images`."""
@@ -442,22 +443,22 @@ class TaskRun:
 
     def _image_example(
         self,
-        canvas: _Canvas,
+        prompt: _ImagePrompt,
         layout: str | None,
         attempts: Sequence[_Attempt] = (),
         *,
         blank: bool = False,
     ) -> Example:
         """Returns the example that draws an image; `blank` leaves out the codes of its source."""
-        codes = np.zeros((math.prod(canvas.cells), self.settings.model.codes_per_token), np.int32)
-        if canvas.pixels is None:
-            more = {"layout": layout, "attempts": attempts, "grid": canvas.cells}
-            example = self.prompts.draw(canvas.words, codes, **more)
+        codes = np.zeros((math.prod(prompt.cells), self.settings.model.codes_per_token), np.int32)
+        if prompt.pixels is None:
+            more = {"layout": layout, "attempts": attempts, "grid": prompt.cells}
+            example = self.prompts.draw(prompt.words, codes, **more)
         else:
-            codes = codes if blank else self._codes(canvas.pixels)
-            assert canvas.image is not None
-            example = self.prompts.change(canvas.words, codes, canvas.image, canvas.mask, layout)
-        return dataclasses.replace(example, grid=canvas.cells)
+            codes = codes if blank else self._codes(prompt.pixels)
+            assert prompt.image is not None
+            example = self.prompts.change(prompt.words, codes, prompt.image, prompt.mask, layout)
+        return dataclasses.replace(example, grid=prompt.cells)
 
     def _codes(self, pixels: Pixels) -> Int[np.ndarray, "l g"]:
         """Returns the codes of the cells of an image, read-only."""
@@ -489,12 +490,12 @@ class TaskRun:
         attempts: list[_Attempt] = []
         now = dataclasses.replace(request, task="generate")
         while True:
-            canvas = self._canvas(now)
-            layouts = self._layouts([now], [canvas])
+            prompt = self._image_prompt(now)
+            layouts = self._layouts([now], [prompt])
             earlier = attempts if now.task == "generate" else ()
-            example = self._image_example(canvas, layouts[0] if layouts else None, earlier)
-            (cells,) = self.decode("image", [example], [now])
-            (image,) = self.codec.decode(cells[None], dtype=self.sampling.vq_dtype)
+            example = self._image_example(prompt, layouts[0] if layouts else None, earlier)
+            (cells,) = self.sample("image", [example], [now])
+            (image,) = self.codec.to_pixels(cells[None], dtype=self.sampling.vq_dtype)
             (verdict,) = self.verdicts([dataclasses.replace(now, words=request.words)], [image])
             attempts.append((image, verdict))
             if self.prompts.accepts(verdict) or len(attempts) == request.rounds:
@@ -518,7 +519,7 @@ class TaskRun:
             free = self.write_texts(plain)
             if all(f" {word.strip()} " in f" {free.text.strip()} " for word in required):
                 return dataclasses.replace(free, task=requests[0].task)
-        said = self.decode("text", [self._text_example(one) for one in requests], requests)
+        said = self.sample("text", [self._text_example(one) for one in requests], requests)
         texts = (
             self.prompts.answer(ids)
             if request.template is None
@@ -545,7 +546,7 @@ class TaskRun:
         examples, how = self.prompts.locate(named, image), self.sampling
         if self.prompts.locates_in_one_step:
             how = presets.one_pass(how, self.settings.model, len(examples[0].response))
-        found = self.decode("text", examples, requests[: len(examples)], how)
+        found = self.sample("text", examples, requests[: len(examples)], how)
         size = image.shape[1], image.shape[0]
         boxes = tuple(self.prompts.boxes(named, found, size))
         return self.result(requests, tokens=tuple(found), boxes=boxes)

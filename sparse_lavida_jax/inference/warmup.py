@@ -232,7 +232,10 @@ class _Prompts:
         """Returns the tokens of both streams of a prompt, in its longest row."""
         model, has_source = self.pipe.model.settings, self.task == "edit"
         settings = presets.step_settings(
-            self.sampling, model, example.kind, has_source=has_source and example.kind == "image"
+            self.sampling,
+            model,
+            example.modality,
+            has_source=has_source and example.modality == "image",
         )
         one = sample_input(example, RowRequest(), model, settings)
         text, image = (max(len(row.index) for row in rows) for rows in (one.text, one.image))

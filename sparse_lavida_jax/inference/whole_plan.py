@@ -31,7 +31,7 @@ from sparse_lavida_jax.sampling.calls import over_mesh
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import SampleInput, drops
-from sparse_lavida_jax.sequence import SeenBatch, prompt_row, stack_images
+from sparse_lavida_jax.sequence import RESPONSE_STREAM, SeenBatch, prompt_row, stack_images
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, Stream
 
 UNTOLD = 0  # in `decoded_at`: no step of the plan decodes the token
@@ -261,13 +261,13 @@ def _laid_out(
 
     Then the blocks of the stream with the responses, which are sorted, and the tokens of each row.
     """
-    how, is_text = model.settings, settings.kind == "text"
+    how, is_text = model.settings, settings.modality == "text"
     ids = {"text_mask_id": how.text_mask_id, "codes_per_token": how.codes_per_token}
     rows, counts = [], []
     for dropped in drops(settings.guidance_rows, settings.edit_guidance):
         for one, own, response, cut in zip(inputs, steps, responses, blocks, strict=True):
             prompt = prompt_row(one.example.parts, **ids, **dropped)
-            rows.append(CorruptedRow(prompt, response, settings.kind, cut, how))
+            rows.append(CorruptedRow(prompt, response, settings.modality, cut, how))
             counts.append(dict(zip(cut.masked_blocks, (s.registers for s in own), strict=True)))
     streams = diffusion.corrupt_together(rows)
     name = "understanding" if is_text else "generation"
@@ -326,11 +326,11 @@ def scored(
     """
     row, slot, at, target, block, temperature, guidance, turn = map(jnp.asarray, columns)
     features = None if pixels is None else model.see(pixels)
-    wanted = state.decodes(settings.kind)
+    wanted = RESPONSE_STREAM[settings.modality]
     hidden, _ = model(understanding, generation, features, wanted=wanted)
     guides = jnp.arange(settings.guidance_rows) * rows.temperature.shape[0]
     own = hidden[wanted][guides[None] + row[:, None], slot]  # [n r e]
-    is_text = settings.kind == "text"
+    is_text = settings.modality == "text"
     logits = model.text_logits(own)[:, :, None] if is_text else model.image_logits(own)
     judge = functools.partial(_judged, model, settings, tolerance)
     own_rows = [x[row] for x in map(jnp.asarray, list(vars(rows).values())[1:])]

@@ -21,7 +21,7 @@ from sparse_lavida_jax.prompting.gaps import Template, template_ids
 from sparse_lavida_jax.prompting.protocol import Grid, Pixels, PromptFormat
 from sparse_lavida_jax.prompting.request_errors import RequestError, too_long
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary
-from sparse_lavida_jax.sequence import Kind, Part, Response, num_tokens
+from sparse_lavida_jax.sequence import Modality, Part, Response, num_tokens
 
 ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 256
@@ -100,20 +100,20 @@ class ChatPrompts(PromptFormat):
 
     # Images.
 
-    def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    def codec_image(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
         """Returns an image as input to the image tokenizer: padded with black to a square."""
         return images.source_view(image, side, self.factor)
 
-    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
-        """Returns a mask centred on a square of False, as in `canvas`."""
+    def codec_mask(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "s s"]:
+        """Returns a mask centred on a square of False, as in `codec_image`."""
         height, width = mask.shape
         longest = max(height, width)
         top, left = (longest - height) // 2, (longest - width) // 2
         return np.pad(mask, ((top, longest - height - top), (left, longest - width - left)))
 
-    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
-        """Returns the canvas unchanged: the other cells show what is to be drawn."""
-        return canvas
+    def erased(self, image: Pixels, mask: Grid) -> Pixels:
+        """Returns the image unchanged: the other cells show what is to be drawn."""
+        return image
 
     def draw(
         self,
@@ -130,7 +130,7 @@ class ChatPrompts(PromptFormat):
             chat.draw, prompt, len(codes), condition=self._condition(len(codes), grid),
             layout=chat.clean_layout(layout or ""), attempts=said,
         )  # fmt: skip
-        return self._example(prompt, parts, seen, codes, kind="image")
+        return self._example(prompt, parts, seen, codes, modality="image")
 
     def change(
         self,
@@ -147,7 +147,7 @@ class ChatPrompts(PromptFormat):
         seen = images.see(image, self.model.vision)
         layout = chat.clean_layout(layout or "")
         parts = self._words(chat.edit, instruction, [seen.part], [codes], len(codes), layout=layout)
-        return self._example(instruction, parts, [seen], codes, kind="image")
+        return self._example(instruction, parts, [seen], codes, modality="image")
 
     def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
         """Returns the caption of the whole image: the release has no words for this task."""
@@ -270,7 +270,7 @@ class ChatPrompts(PromptFormat):
         seen: Sequence[images.Seen],
         response: Int[np.ndarray, "l g"] | None = None,
         given: Bool[np.ndarray, " l"] | None = None,
-        kind: Kind = "text",
+        modality: Modality = "text",
     ) -> Example:
         """Returns an example; `words` are the user's, for the message if it is too long."""
         if (used := sum(map(num_tokens, parts))) > MOST_TOKENS:
@@ -280,4 +280,4 @@ class ChatPrompts(PromptFormat):
             response = np.full((length, 1), self.model.end_of_text_id)
         given = np.zeros(length, bool) if given is None else given
         views = tuple(one.pixels for one in seen)
-        return Example(parts, response.astype(np.int32), given, kind, None, length, views)
+        return Example(parts, response.astype(np.int32), given, modality, None, length, views)

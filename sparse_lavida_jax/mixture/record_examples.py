@@ -23,8 +23,8 @@ from sparse_lavida_jax.lavida_o.chat import CELL, IMAGE, SOURCE_CELL, ChatTokeni
 from sparse_lavida_jax.mixture.recipe import WITH_LAYOUT
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.sequence import (
-    Kind,
     LearnedText,
+    Modality,
     Part,
     Response,
     Source,
@@ -408,7 +408,7 @@ def _unknown(record: Record) -> RecordError:
     return RecordError(f"it is of the kind {record.kind}, which is unknown")
 
 
-def _example(parts: tuple[Part, ...], response, kind: Kind, views, **more: Any) -> Example:
+def _example(parts: tuple[Part, ...], response, modality: Modality, views, **more: Any) -> Example:
     given = np.zeros(len(response), bool)
-    made = Example(parts, response.astype(np.int32), given, kind, None, len(response), views)
+    made = Example(parts, response.astype(np.int32), given, modality, None, len(response), views)
     return dataclasses.replace(made, **more)

@@ -49,7 +49,7 @@ class ImageCodec:
         codes = vq.encode_images(self.vq, pixels, batch=1)
         return np.asarray(sequence.cells_from_codes(codes, self.side))
 
-    def decode(
+    def to_pixels(
         self, cells: Int[np.ndarray, "b l g"], rows: int | None = None, dtype: str = "float32"
     ) -> UInt8[np.ndarray, "b h w 3"]:
         """Returns the images of cells, decoding each separately: no image affects another.
@@ -59,9 +59,9 @@ class ImageCodec:
             dtype: of the decoder (`vq.for_decoding`).
         """
         codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
-        return vq.decode_codes(self._decoder(dtype), np.asarray(codes), batch=1)
+        return vq.to_pixels(self._decoder(dtype), np.asarray(codes), batch=1)
 
-    def decoding(self, cells: tuple[int, int], dtype: str = "float32") -> list[Program]:
+    def pixel_programs(self, cells: tuple[int, int], dtype: str = "float32") -> list[Program]:
         """Starts to make the program that decodes an image of rows and columns of cells."""
         shape = 1, cells[0] * self.side, cells[1] * self.side
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))

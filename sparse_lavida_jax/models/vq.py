@@ -429,7 +429,7 @@ def for_decoding(model: AnyVQ, dtype: str) -> AnyVQ:
     return narrow
 
 
-def decode_codes(
+def to_pixels(
     model: AnyVQ, codes: Int[np.ndarray, "n y x"], batch: int = 64
 ) -> UInt8[np.ndarray, "n h w 3"]:
     """Returns the images of any number of code grids, `batch` at a time, from host to host.

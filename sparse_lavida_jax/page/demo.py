@@ -448,9 +448,9 @@ async def _surprised(
             async for _ in waiting:
                 yield gr.skip(), standing.standing(ticket, pace), gr.skip()
         found = ticket.future.result()
-    canvas = service.pipe.prompts.canvas(image, service.pipe.codec.image_size)
-    lit = surprises.lit(canvas, found, found.ranked[0])
-    yield lit, standing.scored(ticket, found), surprises.ranking(canvas, found)
+    pixels = service.pipe.prompts.codec_image(image, service.pipe.codec.image_size)
+    lit = surprises.lit(pixels, found, found.ranked[0])
+    yield lit, standing.scored(ticket, found), surprises.ranking(pixels, found)
 
 
 async def _waiting(ticket: Ticket) -> AsyncGenerator[None]:
@@ -491,7 +491,7 @@ def _layout(service: Service, ticket: Ticket) -> list[tuple[str, passes.Box]]:
     if stage is None:
         return []
     prompts = service.pipe.prompts
-    text = prompts.text(stage.canvas[stage.rows.index(ticket.start)])
+    text = prompts.text(stage.responses[stage.rows.index(ticket.start)])
     return passes.layout_boxes(text, prompts.frame)
 
 

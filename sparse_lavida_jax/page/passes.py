@@ -210,13 +210,13 @@ def frame(
 
     faded = (image * (1 - FADED) + 255 * FADED).astype(np.uint8)
     image = np.where(spread(cached), faded, image)
-    canvas = Image.fromarray(np.where(spread(masked), np.uint8(FAINT[0]), image))
-    pen = ImageDraw.Draw(canvas)
+    marked = Image.fromarray(np.where(spread(masked), np.uint8(FAINT[0]), image))
+    pen = ImageDraw.Draw(marked)
     for cell, rgb in outlines.items():
         x, y = cell % columns * side, cell // columns * side
         box = (x, y, x + side - 1, y + side - 1)
         pen.rectangle(box, outline=rgb, width=max(1, side // 8))
-    return np.array(canvas)
+    return np.array(marked)
 
 
 def _at(phases: Sequence[plans.Steps], step: int) -> tuple[plans.Steps, int]:

@@ -15,17 +15,17 @@ DARKEST = 0.2  # share of the light that is left of a cell without bits
 LEAST_SIDE = 384  # pixels of the longer side of an image with its cells lit
 
 
-def lit(canvas: image_files.Pixels, found: Surprise, caption: int) -> image_files.Pixels:
+def lit(pixels: image_files.Pixels, found: Surprise, caption: int) -> image_files.Pixels:
     """Draws each cell the brighter the more bits it has, and a frame around the worst one.
 
     Small images are enlarged, every pixel a square.
 
     Args:
-        canvas: the image at the size that was scored.
+        pixels: the image at the size that was scored.
         caption: its number.
     """
     rows, columns = found.grid
-    large = image_files.enlarged(canvas, max(1, LEAST_SIDE // max(canvas.shape[:2])))
+    large = image_files.enlarged(pixels, max(1, LEAST_SIDE // max(pixels.shape[:2])))
     height, width = large.shape[0] // rows, large.shape[1] // columns
     level = np.clip(found.bits[caption] / BRIGHTEST, 0, 1).reshape(rows, columns)
     light = (DARKEST + (1 - DARKEST) * level).repeat(height, axis=0).repeat(width, axis=1)
@@ -37,11 +37,11 @@ def lit(canvas: image_files.Pixels, found: Surprise, caption: int) -> image_file
     return np.array(image)
 
 
-def ranking(canvas: image_files.Pixels, found: Surprise) -> str:
+def ranking(pixels: image_files.Pixels, found: Surprise) -> str:
     """Returns the captions with their bits as HTML, the one that fits best first."""
     shown = []
     for place, i in enumerate(found.ranked, 1):
-        small = Image.fromarray(lit(canvas, found, i))
+        small = Image.fromarray(lit(pixels, found, i))
         small.thumbnail((passes.SIDE, passes.SIDE), Image.Resampling.NEAREST)
         png = base64.b64encode(image_files.encoded(np.array(small))).decode()
         row, column = found.cell(i)

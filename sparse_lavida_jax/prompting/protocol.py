@@ -107,16 +107,16 @@ class PromptFormat(Protocol):
 
     # Images.
 
-    def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
-        """Returns an image at the size that the model draws."""
+    def codec_image(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+        """Returns an image as input to the image tokenizer: at the size that it draws."""
         ...
 
-    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
-        """Converts a mask over an image to one over its canvas."""
+    def codec_mask(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
+        """Converts a mask over an image to one over its `codec_image`."""
         ...
 
-    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
-        """Returns a canvas without the part to be drawn, as it is shown to the model."""
+    def erased(self, image: Pixels, mask: Grid) -> Pixels:
+        """Returns an image without the part to be drawn, as it is shown to the model."""
         ...
 
     def fill_words(self, task: str, prompt: str, mask: Grid) -> str:

@@ -49,8 +49,7 @@ from sparse_lavida_jax.sampling.state import (
     SamplerState,
     apart,
     capacity,
-    decodes,
-    first_canvas,
+    first_responses,
     forked,
     gather,
     pass_prompt,
@@ -59,7 +58,7 @@ from sparse_lavida_jax.sampling.state import (
     rows_of,
     see,
 )
-from sparse_lavida_jax.sequence import Kind, SeenBatch
+from sparse_lavida_jax.sequence import RESPONSE_STREAM, Modality, SeenBatch
 from sparse_lavida_jax.tags import GIVEN_BLOCK, STREAMS
 
 # The most steps of one call of a program, which takes their number as an argument. So requests with
@@ -81,7 +80,7 @@ class ModelConstants:
         attention, step: the implementations of attention and of steps (`models.stack`).
         slot_multiple, query_multiple: what cache slots, and tokens of a step, are padded to.
         takes_tables: whether attention runs over listed tiles.
-        mask_ids: by the kind of the response.
+        mask_ids: by the modality of the response.
     """
 
     settings: config.Model
@@ -90,14 +89,17 @@ class ModelConstants:
     slot_multiple: int
     query_multiple: int
     takes_tables: bool
-    mask_ids: dict[Kind, int]
+    mask_ids: dict[Modality, int]
 
     @classmethod
     def of(cls, model: Denoiser) -> "ModelConstants":
         """Finds them for a model, or for one of types."""
         settings, attention = model.settings, implementation_of(model.settings)
         kernel = slot_multiple(attention), query_multiple(attention), takes_tables(attention)
-        masks: dict[Kind, int] = {"text": settings.text_mask_id, "image": settings.image_mask_id}
+        masks: dict[Modality, int] = {
+            "text": settings.text_mask_id,
+            "image": settings.image_mask_id,
+        }
         return cls(settings, attention, step_implementation_of(model), *kernel, masks)
 
 
@@ -106,7 +108,7 @@ class PrefilledBatch:
     """A batch after its prefill.
 
     Attributes:
-        canvas: the initial responses, on the host.
+        responses: the initial responses, on the host.
         prompts: what steps need of them, on the device.
         program: the key of the compiled programs.
         state: None if nothing is left to decode.
@@ -114,7 +116,7 @@ class PrefilledBatch:
         split_phases: see `sample.sample`.
     """
 
-    canvas: Int[np.ndarray, "b l g"]
+    responses: Int[np.ndarray, "b l g"]
     prompts: Prompts
     program: StepSettings
     state: SamplerState | None
@@ -163,7 +165,7 @@ class Prepared:
     Attributes:
         prefilled: without a state.
         constants: of the model.
-        arrays: the model, the canvas, when it was decoded, and the values of its rows.
+        arrays: the model, the responses, when each token was decoded, and the values of the rows.
         parts: of the prompt, each of one shape.
         one_by_one: whether each part is passed by itself, before the first step.
         prompt_len: slots of the decoded stream's prompt in the longest part.
@@ -205,7 +207,7 @@ class Prepared:
     def forked(self, state: SamplerState) -> PrefilledBatch:
         """Returns the batch with rows that all go on from the state of one row."""
         with over_mesh(self.arrays[0]):
-            copies = forked(state, self.arrays[3], copies=len(self.prefilled.canvas))
+            copies = forked(state, self.arrays[3], copies=len(self.prefilled.responses))
         return dataclasses.replace(self.prefilled, state=copies)
 
     def all_calls(
@@ -240,7 +242,7 @@ class Prepared:
             first += [part.first + i for i in range(keeps * len(part.prompt.length) or 1)]
         joining = {
             "first": tuple(first),
-            "kind": self.prefilled.program.kind,
+            "modality": self.prefilled.program.modality,
             "capacity": self.room,
             "prompt_len": self.prompt_len,
         }
@@ -291,7 +293,7 @@ class Prepared:
     def _pass_options(self) -> dict[str, Any]:
         """The options of the call that passes a part."""
         if self.one_by_one:
-            return {"kind": self.prefilled.program.kind}
+            return {"modality": self.prefilled.program.modality}
         return {"settings": self.prefilled.program, "capacity": self.room}
 
     @functools.cached_property
@@ -327,7 +329,7 @@ def prepared(
         constants: of the model; None: they are found.
     """
     constants = constants or ModelConstants.of(model)
-    canvas, given = first_canvas(inputs, constants.mask_ids[settings.kind])
+    responses, given = first_responses(inputs, constants.mask_ids[settings.modality])
     if phases and phases[0].decode.shape[1] != len(inputs):
         raise ValueError(
             f"the plan is for {phases[0].decode.shape[1]} rows, got {len(inputs)} requests."
@@ -335,7 +337,7 @@ def prepared(
     rows = rows_of(inputs, settings, stage)
     program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
     if not phases:
-        return Prepared(PrefilledBatch(canvas, (), program, None), constants)
+        return Prepared(PrefilledBatch(responses, (), program, None), constants)
     with over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
     keeping = alone and most_kept is not None
@@ -345,20 +347,20 @@ def prepared(
     decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     if settings.uses_cache and constants.query_multiple > 1:
         phases = [plans.in_groups(phase, constants.query_multiple) for phase in phases]
-    lengths, own = lengths_of(inputs, prompt_len), STREAMS.index(decodes(settings.kind))
+    lengths, own = lengths_of(inputs, prompt_len), STREAMS.index(RESPONSE_STREAM[settings.modality])
     room, used = capacity(lengths, phases, settings, constants.slot_multiple)
     if settings.uses_cache and not split_phases and not constants.takes_tables:
-        phases = _reading_less(phases, used, settings.kind, room[own])
+        phases = _reading_less(phases, used, settings.modality, room[own])
     kept_parts = frozenset(
         number
         for number, part in enumerate(parts)
         if keeping
         and settings.caches_prompt
-        and prompt_bytes(constants.settings, part.prompt, settings.kind) <= (most_kept or 0)
+        and prompt_bytes(constants.settings, part.prompt, settings.modality) <= (most_kept or 0)
     )
     on_device, rows = jax.device_put((_for_steps(parts, settings), rows))
-    prefilled = PrefilledBatch(canvas, on_device, program, None, phases, split_phases)
-    arrays = model, canvas, decoded_at, rows
+    prefilled = PrefilledBatch(responses, on_device, program, None, phases, split_phases)
+    arrays = model, responses, decoded_at, rows
     pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
     how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
     return Prepared(prefilled, constants, arrays, parts, one_by_one, lengths[own], **how)
@@ -401,10 +403,12 @@ def keeps_rows_apart() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def _reading_less(phases: list[Steps], used: list[int], kind: Kind, room: int) -> list[Steps]:
+def _reading_less(
+    phases: list[Steps], used: list[int], modality: Modality, room: int
+) -> list[Steps]:
     """Returns phases that read only the slots in use (`Steps.reach`) of a region of `room`."""
     unit = READ_SLOTS
-    if kind == "text":
+    if modality == "text":
         unit = max(4 * unit, -(-room // TEXT_LENGTHS))
     slots = [-(-number // unit) * unit for number in used]
     return [
@@ -419,5 +423,5 @@ def over_mesh(model: Denoiser) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if alone else mesh_in_use(model)
 
 
-def mask_id_of(model: config.Model, kind: Kind) -> int:
-    return model.text_mask_id if kind == "text" else model.image_mask_id
+def mask_id_of(model: config.Model, modality: Modality) -> int:
+    return model.text_mask_id if modality == "text" else model.image_mask_id

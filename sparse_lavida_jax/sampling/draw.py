@@ -87,7 +87,7 @@ def allowed(
     settings: StepSettings,
 ) -> Float[Array, "b w g v"]:
     """Returns logits with -inf for every token that may not be drawn; see `_barred`."""
-    if settings.kind == "text" and not settings.released:
+    if settings.modality == "text" and not settings.released:
         barred = _barred(jnp.arange(logits.shape[-1]), rows, now, model)
         logits = jnp.where(barred[:, :, None], -jnp.inf, logits)
     return filtered(logits, settings.top_k, settings.top_p)

@@ -58,7 +58,7 @@ def step_logits(
     """Returns guided logits of the tokens to decode, in float32, and the cache after this step."""
     hidden, cache = step_hidden(model, state, now, prompts, settings, tables)
     candidates = hidden.reshape(-1, *hidden.shape[2:])
-    if settings.kind == "text":
+    if settings.modality == "text":
         logits = model.text_logits(candidates)[:, :, None]
     else:
         logits = model.image_logits(candidates)
@@ -75,7 +75,7 @@ def _pass(
     tables: StepTables | None,
 ) -> tuple[Float[Array, "r b w e"], KVCache | None]:
     """Passes guidance rows whose prompts have one shape; returns the same as `step_hidden`."""
-    is_text, preset_ = settings.kind == "text", settings.preset
+    is_text, preset_ = settings.modality == "text", settings.preset
     cache, features, rows = state.cache, None, len(prompt.length) // len(now.decode)
     if state.features is not None and settings.passes_prompt(now):
         features = repeat(state.features, rows)
@@ -115,10 +115,10 @@ def response_stream(
     settings: StepSettings,
 ) -> Stream:
     """[clean | decode | rest | registers] for every guidance row."""
-    is_text = settings.kind == "text"
+    is_text = settings.modality == "text"
     positions = jnp.concatenate([now.clean, now.decode, now.rest], axis=-1)
     at = jnp.maximum(positions, 0)
-    tokens = take(state.canvas, at)
+    tokens = take(state.responses, at)
     decoded_at = take(state.decoded_at, at)
     block = jnp.where(decoded_at == NOT_DECODED, now.block, decoded_at)
     block = jnp.where(positions < 0, PAD_BLOCK, block)
@@ -178,7 +178,7 @@ def tables_ahead(
     passed again, or if devices share the work. The reference implementation needs no tables.
     """
     cache, whole = state.cache, phase.candidates.shape[-1] == 1
-    known = settings.kind == "image" and settings.commit.name == "all" and whole
+    known = settings.modality == "image" and settings.commit.name == "all" and whole
     alone = not settings.passes_prompt(phase)
     possible = settings.tables_ahead and known and alone
     if cache is None or not possible or jax.sharding.get_abstract_mesh().size > 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.prompting.request_errors import RequestError
+from sparse_lavida_jax.sequence import Modality
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ def _steps(value: int, draws: bool) -> dict[str, Any]:
     return {"num_steps": value} if draws else {"text_steps": value, "text_step_ratio": 0.0}
 
 
-# Published samplers by name: each sets several options.
-SAMPLERS: dict[str, dict[str, Any]] = {
+# Samplers as published.
+PUBLISHED: dict[str, dict[str, Any]] = {
     # LaViDa-O as released (spec Sec. 6 and 7.7): one token per step, questions in blocks of up to
     # 128 tokens, layouts and verdicts in blocks of 16.
     "released": {
@@ -55,24 +56,27 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "text_factor": 1.0,
     },
 }
+# What `sampler` may be, by the modality of the response, with the settings that each sets: presets
+# (`sampling/presets.py`), which say what a step passes and caches, and published samplers.
+SAMPLERS: dict[Modality, dict[str, dict[str, Any]]] = {
+    "image": {name: {"preset": name} for name in config.PRESETS} | PUBLISHED,
+    "text": {name: {"preset": name, "text_preset": ""} for name in config.PRESETS}
+    | {name: {"text_preset": name} for name in config.TEXT_PRESETS}
+    | PUBLISHED,
+}
 
 
 def _sampler(value: str, draws: bool) -> dict[str, Any]:
-    if value in SAMPLERS:
-        return SAMPLERS[value]
-    presets = config.PRESETS if draws else (*config.PRESETS, *config.TEXT_PRESETS)
-    if value not in presets:
+    samplers = SAMPLERS["image" if draws else "text"]
+    if value not in samplers:
         raise RequestError(
             f"{{setting}}={{value}} is not a sampler of {'images' if draws else 'text'}:"
             " {allowed}.",
             setting="sampler",
             value=repr(value),
-            allowed=f"choose one of {', '.join((*presets, *SAMPLERS))}",
+            allowed=f"choose one of {', '.join(samplers)}",
         )
-    if draws:
-        return {"preset": value}
-    known = value in config.PRESETS
-    return {"preset": value, "text_preset": ""} if known else {"text_preset": value}
+    return samplers[value]
 
 
 def _registers(value: int | tuple[int, int], draws: bool) -> dict[str, Any]:
@@ -88,7 +92,6 @@ def _registers(value: int | tuple[int, int], draws: bool) -> dict[str, Any]:
 
 # Later entries override earlier ones: a single option overrides what `sampler` sets.
 OPTIONS: dict[str, Option] = {
-    # One of `SAMPLERS`, or a preset (`sampling/presets.py`).
     "sampler": Option(_sampler),
     # Steps of an image, or of a text block.
     "steps": Option(_steps, ("num_inference_steps",)),

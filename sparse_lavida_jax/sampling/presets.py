@@ -27,7 +27,7 @@ from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.models import text_head
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.commit import CommitRule
-from sparse_lavida_jax.sequence import Kind, codes_from_cells
+from sparse_lavida_jax.sequence import Modality, codes_from_cells
 
 # Widths if a step passes most of the response: there padding costs more than another program.
 WIDE_BUCKETS = tuple(width for width in plans.BUCKETS if width <= 96) + tuple(
@@ -148,10 +148,10 @@ class RowRequest:
         return found
 
 
-def scales(sampling: config.Sampling, kind: Kind) -> dict[str, Any]:
-    """Returns the scales of rows with a response of this kind, by their names in `RowRequest`."""
+def scales(sampling: config.Sampling, modality: Modality) -> dict[str, Any]:
+    """Returns the scales of rows with responses of a modality, by their names in `RowRequest`."""
     return {
-        "temperature": sampling.text_temperature if kind == "text" else sampling.temperature,
+        "temperature": sampling.text_temperature if modality == "text" else sampling.temperature,
         "guidance": sampling.guidance,
         "guidance_edit": sampling.guidance_edit,
         "guidance_image": sampling.guidance_image,
@@ -185,7 +185,7 @@ class StepSettings:
         tables_ahead: whether attention tables are made before the loop if possible.
     """
 
-    kind: Kind
+    modality: Modality
     preset: Preset
     num_registers: int
     guidance_rows: int
@@ -219,7 +219,7 @@ class StepSettings:
 def step_settings(
     sampling: config.Sampling,
     model: config.Model,
-    kind: Kind,
+    modality: Modality,
     *,
     has_source: bool = False,
     guided: bool | None = None,
@@ -233,7 +233,7 @@ def step_settings(
     Raises:
         ConfigError: more registers than the model has.
     """
-    is_text = kind == "text"
+    is_text = modality == "text"
     name = (sampling.text_preset if is_text else "") or sampling.preset
     chosen = preset(name or default_preset(model))
     if guided is None:
@@ -249,11 +249,11 @@ def step_settings(
         )
     filtered = sampling.text_top_k > 0 or sampling.text_top_p < 1  # needs all logits at once
     return StepSettings(
-        kind=kind,
+        modality=modality,
         preset=chosen,
         num_registers=0 if chosen.full_attention else registers,
         guidance_rows=(3 if has_source else 2) if guided and not is_text else 1,
-        commit=_commit_rule(sampling, kind),
+        commit=_commit_rule(sampling, modality),
         edit_guidance=sampling.edit_guidance,
         top_k=sampling.text_top_k if is_text else sampling.top_k,
         top_p=sampling.text_top_p if is_text else sampling.top_p,
@@ -262,8 +262,8 @@ def step_settings(
     )
 
 
-def _commit_rule(sampling: config.Sampling, kind: Kind) -> CommitRule:
-    if kind == "image":
+def _commit_rule(sampling: config.Sampling, modality: Modality) -> CommitRule:
+    if modality == "image":
         if sampling.order != "confidence":
             return CommitRule()
         return CommitRule("count", noisy=sampling.confidence_noise > 0)
@@ -303,7 +303,7 @@ def plan(
     Raises:
         ConfigError: an order that the preset or the response cannot follow.
     """
-    if settings.kind == "text":
+    if settings.modality == "text":
         return _text_plan(sampling, settings, given, text_block_len)
     if sampling.order_seed >= 0:
         seeds = [sampling.order_seed] * len(given)

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import SampleInput
-from sparse_lavida_jax.sampling.state import NOT_DECODED, SamplerState, first_canvas
+from sparse_lavida_jax.sampling.state import NOT_DECODED, SamplerState, first_responses
 from sparse_lavida_jax.tags import GIVEN_BLOCK
 
 
@@ -22,7 +22,7 @@ class Progress:
     Attributes:
         stage: what is being made: "layout", "image" or "text".
         steps, total: forward passes done so far, and in the whole plan.
-        canvas: the responses; `mask_id` where nothing is decoded yet.
+        responses: ids or codes; `mask_id` where nothing is decoded yet.
         decoded_at: the block that decoded each token (`SamplerState`).
         blocks: those of the phase that has just ended; none before the first step.
         rows: request numbers of the first rows; any further rows fill the batch up.
@@ -33,7 +33,7 @@ class Progress:
     stage: str
     steps: int
     total: int
-    canvas: Int[np.ndarray, "b l g"]
+    responses: Int[np.ndarray, "b l g"]
     decoded_at: Int[np.ndarray, "b l"]
     blocks: range
     mask_id: int
@@ -43,9 +43,9 @@ class Progress:
     prompted: tuple[tuple[int, ...], ...] = ()
 
     def after(self, block: int) -> Int[np.ndarray, "b l g"]:
-        """Returns the canvas as it was after a block, whole tokens at a time."""
+        """Returns the responses as they were after a block, whole tokens at a time."""
         later = self.decoded_at > block
-        return np.where(later[..., None], self.mask_id, self.canvas)
+        return np.where(later[..., None], self.mask_id, self.responses)
 
 
 Callback = Callable[[Progress], None]
@@ -68,18 +68,18 @@ class ProgressReporter:
 
     def before(self, inputs: Sequence[SampleInput]) -> None:
         """Reports the responses before the first step."""
-        canvas, given = first_canvas(inputs, self.mask_id)
-        self._report(0, canvas, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
+        responses, given = first_responses(inputs, self.mask_id)
+        self._report(0, responses, np.where(given, GIVEN_BLOCK, NOT_DECODED), range(0))
 
     def after(self, phase: Steps, state: SamplerState) -> None:
         """Waits for a phase, and reports the responses after it; a single row stands for all."""
         blocks = range(int(phase.block[0]), int(phase.block[-1]) + 1)
-        seen = jax.device_get((state.passes, state.canvas, state.decoded_at))
+        seen = jax.device_get((state.passes, state.responses, state.decoded_at))
         copies = self.phases[0].decode.shape[1] // len(seen[1])
-        canvas, decoded_at = (np.repeat(x, copies, axis=0) for x in seen[1:])
-        self._report(int(seen[0]), canvas, decoded_at, blocks)
+        responses, decoded_at = (np.repeat(x, copies, axis=0) for x in seen[1:])
+        self._report(int(seen[0]), responses, decoded_at, blocks)
 
-    def _report(self, steps: int, canvas, decoded_at, blocks: range) -> None:
+    def _report(self, steps: int, responses, decoded_at, blocks: range) -> None:
         total = sum(len(phase.block) for phase in self.phases)
-        done = self.stage, steps, total, canvas, decoded_at, blocks, self.mask_id
+        done = self.stage, steps, total, responses, decoded_at, blocks, self.mask_id
         self.callback(Progress(*done, plan=self.phases, settings=self.settings))

@@ -115,7 +115,7 @@ def sample_input(
         if not len(known):
             continue
         at = row.response_position + known
-        if example.kind == "text":
+        if example.modality == "text":
             tokens, no_feature = example.response[known, 0], np.full(len(known), NO_FEATURE)
             text[-1] = text[-1].followed_by(tokens, no_feature, at)
         else:

@@ -23,11 +23,11 @@ from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings, guidance_of
 from sparse_lavida_jax.sampling.prompts import Prompt, SampleInput, padded_lengths
-from sparse_lavida_jax.sequence import Kind, SeenBatch
-from sparse_lavida_jax.tags import STREAMS, StreamName
+from sparse_lavida_jax.sequence import RESPONSE_STREAM, Modality, SeenBatch
+from sparse_lavida_jax.tags import STREAMS
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
-NOISE = {"text": 0, "layout": 1, "image": 2}  # so that kinds with one seed differ in noise
+NOISE = {"text": 0, "layout": 1, "image": 2}  # so that stages with one seed differ in noise
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 
 
@@ -61,7 +61,7 @@ def rows_of(inputs: Sequence[SampleInput], settings: StepSettings, stage: str = 
     """Returns the values of the rows of a batch, from their requests.
 
     Args:
-        stage: a key of `NOISE`; "": the kind of the responses.
+        stage: a key of `NOISE`; "": the modality of the responses.
     """
     requests, edits = [one.request for one in inputs], settings.guidance_rows == 3
     scales = [
@@ -69,7 +69,7 @@ def rows_of(inputs: Sequence[SampleInput], settings: StepSettings, stage: str = 
         for one in requests
     ]
     temperature, guidance, guidance_image = np.array(scales, np.float32).T
-    key = keys_from(requests, stage or settings.kind, 0)
+    key = keys_from(requests, stage or settings.modality, 0)
     ends = np.array([ends_from(one.example) for one in inputs], np.int32)
     return Rows(key, temperature, guidance, guidance_image, ends)
 
@@ -105,7 +105,7 @@ class SamplerState:
     """A batch of responses between all masked and fully decoded.
 
     Attributes:
-        canvas: ids or codes, the mask id where nothing is decoded yet.
+        responses: ids or codes, the mask id where nothing is decoded yet.
         decoded_at: the block of the step that decoded each token, `GIVEN_BLOCK` if it was given,
             `NOT_DECODED` if it is masked.
         rows: seeds and scales.
@@ -114,7 +114,7 @@ class SamplerState:
         passes: forward passes so far, not counting that of the prompt.
     """
 
-    canvas: Int[Array, "b l g"]
+    responses: Int[Array, "b l g"]
     decoded_at: Int[Array, "b l"]
     rows: Rows
     features: Float[Array, "b v e"] | None
@@ -122,7 +122,7 @@ class SamplerState:
     passes: Int[Array, ""]
 
 
-def first_canvas(
+def first_responses(
     inputs: Sequence[SampleInput], mask_id: int
 ) -> tuple[Int[np.ndarray, "b l g"], Bool[np.ndarray, "b l"]]:
     """Returns the initial responses, and which of their tokens are known."""
@@ -140,7 +140,7 @@ def open_codes(
     state: SamplerState, now: Steps, mask_id: int
 ) -> tuple[Int[Array, "b w g"], Bool[Array, "b w g"], Bool[Array, "b w u"]]:
     """Returns the codes of the tokens to decode, where they are masked, and the candidates."""
-    known = take(state.canvas, jnp.maximum(now.decode, 0))
+    known = take(state.responses, jnp.maximum(now.decode, 0))
     masked = (known == mask_id) & (now.decode >= 0)[..., None]
     together = now.candidates.shape[-1] == 1
     any_masked = masked.any(axis=-1, keepdims=True) if together else masked
@@ -151,7 +151,7 @@ def ends_of(state: SamplerState, end: int) -> Bool[np.ndarray, "b l"]:
     """Returns where texts have an end-of-text that counts."""
     decoded = np.asarray(state.decoded_at) != NOT_DECODED
     may_end = np.arange(decoded.shape[1]) >= np.asarray(state.rows.ends_from)[:, None]
-    return (np.asarray(state.canvas)[..., 0] == end) & decoded & may_end
+    return (np.asarray(state.responses)[..., 0] == end) & decoded & may_end
 
 
 def has_ended(state: SamplerState, end: int) -> bool:
@@ -167,9 +167,9 @@ def cut_at_end(state: SamplerState, end: int) -> Int[np.ndarray, "b l 1"]:
 
     What follows it would depend on when the batch stopped.
     """
-    canvas = np.array(state.canvas)
-    canvas[np.cumsum(ends_of(state, end), axis=1) > 0] = end
-    return canvas
+    responses = np.array(state.responses)
+    responses[np.cumsum(ends_of(state, end), axis=1) > 0] = end
+    return responses
 
 
 Features = tuple[Float[Array, "1 v e"], ...]  # of the images of each request
@@ -179,7 +179,7 @@ Prompts = tuple[Prompt, ...]  # of all rows, or only for steps without a cache i
 @persistent_jit(static=("settings", "capacity"), depends=attention)
 def prefill(
     model: Denoiser,
-    canvas: Int[Array, "b l g"],
+    responses: Int[Array, "b l g"],
     decoded_at: Int[Array, "b l"],
     rows: Rows,
     prompt: Prompt,
@@ -197,13 +197,13 @@ def prefill(
     """
     seen, passes = _seen(model, prompt, features), jnp.int32(0)
     if not settings.uses_cache:
-        return SamplerState(canvas, decoded_at, rows, seen, None, passes)
-    region = decodes(settings.kind)
+        return SamplerState(responses, decoded_at, rows, seen, None, passes)
+    region = RESPONSE_STREAM[settings.modality]
     cache = model.empty_cache(prompt.length.shape[0], *capacity, region)
     if settings.caches_prompt:
         cache, seen = _written(model, prompt, seen, cache), None
         cache = cache.commit(padded_lengths(prompt)[STREAMS.index(region)])
-    return SamplerState(canvas, decoded_at, rows, seen, cache, passes)
+    return SamplerState(responses, decoded_at, rows, seen, cache, passes)
 
 
 @persistent_jit(depends=attention)
@@ -212,16 +212,18 @@ def see(model: Denoiser, pixels: SeenBatch) -> Features:
     return tuple(jnp.split(model.see(pixels), len(pixels)))
 
 
-@persistent_jit(static=("kind",), depends=attention)
+@persistent_jit(static=("modality",), depends=attention)
 def pass_prompt(
-    model: Denoiser, prompt: Prompt, features: Features | None = None, *, kind: Kind
+    model: Denoiser, prompt: Prompt, features: Features | None = None, *, modality: Modality
 ) -> KVCache:
     """Returns a cache that holds just the prompts of some rows, without spare slots.
 
     Args:
         features: see `prefill`.
     """
-    cache = model.empty_cache(prompt.length.shape[0], *padded_lengths(prompt), decodes(kind))
+    cache = model.empty_cache(
+        prompt.length.shape[0], *padded_lengths(prompt), RESPONSE_STREAM[modality]
+    )
     return _written(model, prompt, _seen(model, prompt, features), cache)
 
 
@@ -237,16 +239,16 @@ def apart(passed: SamplerState | KVCache, *, lengths: tuple[int, int]) -> tuple[
     return tuple(cache.row(number, lengths) for number in range(cache.block.shape[0]))
 
 
-@persistent_jit(static=("first", "kind", "capacity", "prompt_len"))
+@persistent_jit(static=("first", "modality", "capacity", "prompt_len"))
 def gather(
     model: Denoiser,
-    canvas: Int[Array, "b l g"],
+    responses: Int[Array, "b l g"],
     decoded_at: Int[Array, "b l"],
     rows: Rows,
     parts: tuple[KVCache | tuple[KVCache, ...], ...],
     *,
     first: tuple[int, ...],
-    kind: Kind,
+    modality: Modality,
     capacity: tuple[int, int],
     prompt_len: int,
 ) -> SamplerState:
@@ -259,11 +261,13 @@ def gather(
         prompt_len: slots of the decoded stream's prompt in the longest part.
     """
     caches = [row for part in parts for row in (part if isinstance(part, tuple) else (part,))]
-    cache = model.empty_cache(first[-1] + caches[-1].block.shape[0], *capacity, decodes(kind))
+    cache = model.empty_cache(
+        first[-1] + caches[-1].block.shape[0], *capacity, RESPONSE_STREAM[modality]
+    )
     for row, own in zip(first, caches, strict=True):
         cache = cache.with_rows(row, own)
     cache = cache.commit(prompt_len)
-    return SamplerState(canvas, decoded_at, rows, None, cache, jnp.int32(0))
+    return SamplerState(responses, decoded_at, rows, None, cache, jnp.int32(0))
 
 
 @persistent_jit(static=("copies",))
@@ -281,7 +285,7 @@ def forked(state: SamplerState, rows: Rows, *, copies: int) -> SamplerState:
 
     return dataclasses.replace(
         state,
-        canvas=copied(state.canvas),
+        responses=copied(state.responses),
         decoded_at=copied(state.decoded_at),
         rows=rows,
         features=copied(state.features),
@@ -289,17 +293,14 @@ def forked(state: SamplerState, rows: Rows, *, copies: int) -> SamplerState:
     )
 
 
-def prompt_bytes(model: config.Model, prompt: Prompt, kind: Kind) -> int:
+def prompt_bytes(model: config.Model, prompt: Prompt, modality: Modality) -> int:
     """Returns the bytes of the keys and values of a prompt, without spare slots."""
     slots = model.num_joint_layers * sum(padded_lengths(prompt))
-    slots += model.num_split_layers * padded_lengths(prompt)[STREAMS.index(decodes(kind))]
+    slots += (
+        model.num_split_layers * padded_lengths(prompt)[STREAMS.index(RESPONSE_STREAM[modality])]
+    )
     width = model.num_heads * model.head_dim * jnp.dtype(model.compute_dtype).itemsize
     return 2 * len(prompt.length) * slots * width
-
-
-def decodes(kind: Kind) -> StreamName:
-    """Returns the stream that holds a response of this kind."""
-    return "understanding" if kind == "text" else "generation"
 
 
 def _seen(
@@ -340,7 +341,7 @@ def capacity(
         The slots of the two regions, whole multiples; and how many slots of the decoded stream's
         region each phase uses, with those before it.
     """
-    lengths, own = [*prompt_len], STREAMS.index(decodes(settings.kind))
+    lengths, own = [*prompt_len], STREAMS.index(RESPONSE_STREAM[settings.modality])
     used = _reaches(lengths[own], phases, settings)
     lengths[own] = max(used, default=lengths[own])
     text, image = (-(-length // multiple) * multiple for length in lengths)

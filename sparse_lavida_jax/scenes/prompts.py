@@ -219,12 +219,12 @@ class ExampleMaker:
             if isinstance(part, Text):
                 parts.append(LearnedText(part.ids) if answers else Text(part.ids))
                 answers = answers or self.tokenizer.assistant_id in part.ids
-            elif isinstance(part, Response) and example.kind == "text":
+            elif isinstance(part, Response) and example.modality == "text":
                 parts += [*_answer(example), Response(0)]
             else:
                 parts.append(part)
         no_codes = np.zeros((0, self.model.codes_per_token), np.int32)
-        codes = example.response if example.kind == "image" else no_codes
+        codes = example.response if example.modality == "image" else no_codes
         return released_objective.Sequence(tuple(parts), codes, views=example.shown)
 
     def scene_example(
@@ -343,17 +343,17 @@ class ScenePrompts(PromptFormat):
 
     # Images.
 
-    def canvas(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    def codec_image(self, image: Pixels, side: int) -> UInt8[np.ndarray, "side side 3"]:
         return resize(image, (side, side))
 
-    def on_canvas(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
+    def codec_mask(self, mask: Bool[np.ndarray, "h w"]) -> Bool[np.ndarray, "_h _w"]:
         return mask
 
-    def erased(self, canvas: Pixels, mask: Grid) -> Pixels:
-        """Returns a canvas whose masked cells are empty."""
-        sides = canvas.shape[0] // mask.shape[0], canvas.shape[1] // mask.shape[1]
+    def erased(self, image: Pixels, mask: Grid) -> Pixels:
+        """Returns an image whose masked cells are empty."""
+        sides = image.shape[0] // mask.shape[0], image.shape[1] // mask.shape[1]
         pixels = mask.repeat(sides[0], axis=0).repeat(sides[1], axis=1)
-        return np.where(pixels[..., None], np.array(world.BACKGROUND, np.uint8), canvas)
+        return np.where(pixels[..., None], np.array(world.BACKGROUND, np.uint8), image)
 
     def draw(
         self,

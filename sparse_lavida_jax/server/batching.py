@@ -305,7 +305,7 @@ class Batch:
                 continue
             ticket.follow(state)
             if ticket.start in state.rows and ticket.wants_preview(state):
-                cells = state.canvas[state.rows.index(ticket.start)]
+                cells = state.responses[state.rows.index(ticket.start)]
                 rows = cell_rows(len(cells), ticket.requests[0].size)
                 kept = () if ticket.looks == EVERY else ticket.previews
                 ticket.previews = (*kept, self.pipe.preview(cells, rows))

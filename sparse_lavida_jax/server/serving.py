@@ -331,7 +331,7 @@ class Service:
         Raises:
             ImageError: a mask of another size, or an empty one.
         """
-        mask = self.pipe.prompts.on_canvas(regions.pixel_mask(image, mask, None))
+        mask = self.pipe.prompts.codec_mask(regions.pixel_mask(image, mask, None))
         cells = self.pipe.settings.model.grid_size
         return self.small(image), {"known": ~regions.cell_mask(mask, cells)}
 

@@ -169,7 +169,7 @@ def place_image_tokenizer(
         return
     model, _ = vq_files.load(place)
     shown = pixels[np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).astype(int)]
-    again = vq.decode_codes(model, vq.encode_images(model, shown))
+    again = vq.to_pixels(model, vq.encode_images(model, shown))
     pairs = [np.concatenate(pair, axis=1) for pair in zip(shown, again, strict=True)]
     sheet = prepared / prepare.SHEET
     image_files.write(sheet, image_files.sheet(pairs))

@@ -118,8 +118,8 @@ def denominators(batch: Corrupted) -> Denominators:
         ("image", batch.image_total, batch.image_weight, codes),
     )
     return {
-        kind: (jnp.maximum(total.sum() * each, 1), count(weight, each))
-        for kind, total, weight, each in totals
+        modality: (jnp.maximum(total.sum() * each, 1), count(weight, each))
+        for modality, total, weight, each in totals
     }
 
 
@@ -138,7 +138,7 @@ def loss(
     features = None if batch.pixels is None else params.see(batch.pixels)
     hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
     total, logged = jnp.float32(0), {}
-    for kind, stream, target, weight in (
+    for modality, stream, target, weight in (
         ("text", "understanding", batch.text_target, batch.text_weight),
         ("image", "generation", batch.image_target, batch.image_weight),
     ):
@@ -147,7 +147,7 @@ def loss(
         assert target is not None
         if weight.ndim < target.ndim:
             weight = jnp.broadcast_to(weight[..., None], target.shape)
-        x, is_text = hidden[stream], kind == "text"
+        x, is_text = hidden[stream], modality == "text"
         kernel = (params.text_head if is_text else params.image_head.logits).kernel[...]
         rows, tokens = len(target), math.prod(target.shape[1:])
         if tile := chunk or tile_of(rows, tokens, kernel, x.dtype):
@@ -157,9 +157,9 @@ def loss(
         else:
             logits = params.text_logits(x) if is_text else params.image_logits(x)
             weighted, plain = weighted_cross_entropy(logits, target, weight)
-        of_weighted, of_plain = over[kind]
+        of_weighted, of_plain = over[modality]
         total += weighted / of_weighted
-        logged[f"{kind}_nll"] = plain / of_plain
+        logged[f"{modality}_nll"] = plain / of_plain
     return total, logged
 
 

@@ -297,7 +297,7 @@ def _report(
 ) -> None:
     """Prints how good the tokenizer is on new images, and draws some of them."""
     codes = vq.encode_images(model, images)
-    decoded = vq.decode_codes(model, codes)
+    decoded = vq.to_pixels(model, codes)
     error = np.abs(images.astype(int) - decoded).mean() / 255
     same = (vq.encode_images(model, decoded) == codes).mean()
     psnr = -10 * np.log10(np.square((images.astype(int) - decoded) / 255).mean())

@@ -33,7 +33,7 @@ def codes(model, images):
 
 
 def test_things_in_reconstructions_are_named_rightly_and_are_of_one_style(model, images, codes):
-    decoded = vq.decode_codes(model, codes, batch=4)
+    decoded = vq.to_pixels(model, codes, batch=4)
     shares = judge.naming(images, decoded)
     assert shares["named"] >= 0.99
     assert shares["coherent"] >= 0.9
@@ -56,7 +56,7 @@ def test_an_empty_scene_is_exact_on_every_background(model):
     images = np.stack(empty)[:4]
     codes = vq.encode_images(model, images, batch=4)
     assert (codes.reshape(4, -1).max(axis=1) == 204 * np.arange(4)).all()
-    assert (vq.decode_codes(model, codes, batch=4) == images).all()
+    assert (vq.to_pixels(model, codes, batch=4) == images).all()
 
 
 def test_a_model_with_four_codes_a_cell_takes_it(images):
@@ -64,7 +64,7 @@ def test_a_model_with_four_codes_a_cell_takes_it(images):
     codec = ImageCodec("art", settings)
     cells = codec.encode(images[:1])
     assert cells.shape == (1, 144, 4)
-    assert judge.naming(images[:1], codec.decode(cells))["named"] == 1
+    assert judge.naming(images[:1], codec.to_pixels(cells))["named"] == 1
     with pytest.raises(config.ConfigError, match="choose another Data"):
         ImageCodec("art", dataclasses.replace(settings, codebook_size=512))
 
@@ -89,7 +89,7 @@ def test_a_codebook_of_one_thing_draws_it_as_it_is():
         for y, style in enumerate(sheet.STYLES)
     ]  # fmt: skip
     images = np.stack([world.render(world.ArtScene("pink", (thing,))) for thing in things])
-    copies = vq.decode_codes(fitted, vq.encode_images(fitted, images, batch=3), batch=3)
+    copies = vq.to_pixels(fitted, vq.encode_images(fitted, images, batch=3), batch=3)
     assert judge.naming(images, copies)["coherent"] == 1
     assert len(said) == codebook.FIT_ROUNDS
     first, last = (float(line.split(": ")[1].split()[0]) for line in (said[0], said[-1]))

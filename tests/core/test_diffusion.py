@@ -123,7 +123,7 @@ def test_mean_weighting_is_the_mean_over_the_kept_tokens():
 def test_text_blocks_are_clean_before_the_current_one_and_absent_after_it(given):
     currents = set()
     for seed in range(60):
-        blocks = diffusion.text_schedule_blocks(
+        blocks = diffusion.semi_autoregressive_blocks(
             np.random.default_rng(seed), 12, BLOCK_LEN, 3, given, config.Diffusion()
         )
         (number,) = blocks.masked_blocks
@@ -158,45 +158,45 @@ def test_even_split_gives_the_remainder_to_the_earliest_steps(count, steps, size
 # Rows and batches.
 
 
-def a_row(kind, *, full_attention=False, codes_per_token=4, num_registers=2):
+def a_row(modality, *, full_attention=False, codes_per_token=4, num_registers=2):
     """Returns a row whose response has clean, masked and absent tokens."""
     settings = tiny.model_settings(codes_per_token=codes_per_token, num_registers=num_registers)
-    asked = tiny.request(kind, settings, 0, words=3, source=True)
+    asked = tiny.request(modality, settings, 0, words=3, source=True)
     length = len(asked.given)
     block = np.resize([1, 2, 3, 4, ABSENT], length).astype(np.int32)
     masked = block > 2
     blocks = diffusion.Blocks(block, masked, 2, (3, 4), np.where(masked, 0.5, 0.0), 7.0)
     prompt = tiny.sample_input(asked, settings)
     row = diffusion.CorruptedRow(
-        prompt, asked.response, kind, blocks, settings, full_attention=full_attention
+        prompt, asked.response, modality, blocks, settings, full_attention=full_attention
     )
     return settings, asked, prompt, blocks, row
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_block(kind):
-    settings, asked, prompt, blocks, row = a_row(kind)
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_row_holds_prompt_clean_masked_tokens_and_registers_of_each_masked_block(modality):
+    settings, asked, prompt, blocks, row = a_row(modality)
     text, image = row.understanding, row.generation
-    own, other = (text, image) if kind == "text" else (image, text)
-    in_prompt = prompt.ids if kind == "text" else prompt.codes
-    there = prompt.codes if kind == "text" else prompt.ids
+    own, other = (text, image) if modality == "text" else (image, text)
+    in_prompt = prompt.ids if modality == "text" else prompt.codes
+    there = prompt.codes if modality == "text" else prompt.ids
     np.testing.assert_array_equal(other.tokens, there)
     assert not other.block.any()
     here = np.flatnonzero(blocks.block != ABSENT)
     n, m = len(in_prompt), settings.num_registers
     assert len(own.block) == n + len(here) + 2 * m
     np.testing.assert_array_equal(own.block[:n], PROMPT_BLOCK)
-    mask_id = settings.text_mask_id if kind == "text" else settings.image_mask_id
-    register_id = settings.text_register_id if kind == "text" else settings.image_register_id
+    mask_id = settings.text_mask_id if modality == "text" else settings.image_mask_id
+    register_id = settings.text_register_id if modality == "text" else settings.image_register_id
     for slot, position in enumerate(here, n):
-        token = asked.response[position] if kind == "image" else asked.response[position, 0]
+        token = asked.response[position] if modality == "image" else asked.response[position, 0]
         expected = mask_id if blocks.masked[position] else token
         assert (own.tokens[slot] == expected).all()
         assert (own.target[slot] == token).all()
         assert own.block[slot] == blocks.block[position]
         assert own.position[slot] == prompt.response_position + position
         assert own.weight[slot] == blocks.weight[position]
-        assert own.index[slot] == (position if kind == "image" else NO_CELL)
+        assert own.index[slot] == (position if modality == "image" else NO_CELL)
     registers = slice(n + len(here), None)
     assert (own.tokens[registers] == register_id).all()
     np.testing.assert_array_equal(own.block[registers], [3] * m + [4] * m)
@@ -293,9 +293,9 @@ def test_full_attention_has_no_registers_and_one_block():
         assert set(np.unique(stream.tags.block)) == {0, PAD_BLOCK}
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
-    settings, _, _, _, row = a_row(kind)
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_batch_is_its_rows_sorted_by_block_and_padded(modality):
+    settings, _, _, _, row = a_row(modality)
     shape = RowShape(len(row.understanding.block) + 2, len(row.generation.block) + 3)
     batch = tiny.stacked([row, row], settings, shape)
     parts = (
@@ -321,9 +321,9 @@ def test_a_batch_is_its_rows_sorted_by_block_and_padded(kind):
         columns = ("block", "position", "tokens", "index", "target", "weight")
         expected = zip(*(getattr(before, name).tolist() for name in columns), strict=True)
         assert after == sorted(expected)
-    assert batch.predicts == {"text": "understanding", "image": "generation"}[kind]
+    assert batch.predicts == {"text": "understanding", "image": "generation"}[modality]
     totals = {"text": batch.text_total, "image": batch.image_total}
-    np.testing.assert_array_equal(totals.pop(kind), [7.0, 7.0])
+    np.testing.assert_array_equal(totals.pop(modality), [7.0, 7.0])
     assert not totals.popitem()[1].any()
 
 

@@ -39,7 +39,7 @@ def test_the_cells_of_a_scene_are_in_the_table_of_appearances():
     scene = next(s for i in range(99) if len(s := tasks.sample("edit", 0, i).image) == 6)
     (cells,) = codec.encode(world.render(scene)[None])
     np.testing.assert_array_equal(cells, prompts.appearance_codes(codec)[np.array(scene.cells)])
-    (decoded,) = codec.decode(cells[None])
+    (decoded,) = codec.to_pixels(cells[None])
     assert world.read(decoded) == scene
     assert codec.image_size == decoded.shape[0] == 96
 
@@ -93,17 +93,17 @@ def pipe(monkeypatch):
         )
         made.asked, made.texts_told = [], []
 
-        def decode(examples, *_, **__):
+        def sample(examples, *_, **__):
             made.asked.append(examples)
-            if examples[0].kind == "image":
-                return stand_ins.decoded(example.response for example in examples)
+            if examples[0].modality == "image":
+                return stand_ins.sample_output(example.response for example in examples)
             told = made.texts_told or [""] * len(examples)
-            return stand_ins.decoded(
+            return stand_ins.sample_output(
                 made.encoder.text_example("", text, length=len(example.response)).response
                 for text, example in zip(told, examples, strict=True)
             )
 
-        monkeypatch.setattr(made.engine, "decode", decode)
+        monkeypatch.setattr(made.engine, "sample", sample)
         return made
 
     return make

@@ -75,7 +75,7 @@ def test_default_preset_follows_the_checkpoint(trained, name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_source", "guidance", "guidance_image", "rows"),
+    ("modality", "has_source", "guidance", "guidance_image", "rows"),
     [
         ("image", False, 0.0, 0.0, 1),
         ("image", False, 2.0, 0.0, 2),
@@ -86,15 +86,17 @@ def test_default_preset_follows_the_checkpoint(trained, name):
         ("text", True, 2.0, 1.0, 1),
     ],
 )
-def test_guidance_rows(kind, has_source, guidance, guidance_image, rows):
+def test_guidance_rows(modality, has_source, guidance, guidance_image, rows):
     asked = config.Sampling(guidance=guidance, guidance_image=guidance_image)
-    settings = presets.step_settings(asked, SETTINGS, kind, has_source=has_source)
+    settings = presets.step_settings(asked, SETTINGS, modality, has_source=has_source)
     assert settings.guidance_rows == rows
     # A batch is guided if any of its rows is, whatever is configured.
     for guided in (True, False):
         asked = config.Sampling(guidance=4.0 - 4.0 * guided)
-        most = presets.step_settings(asked, SETTINGS, kind, has_source=has_source, guided=guided)
-        assert most.guidance_rows == (2 + has_source if guided and kind == "image" else 1)
+        most = presets.step_settings(
+            asked, SETTINGS, modality, has_source=has_source, guided=guided
+        )
+        assert most.guidance_rows == (2 + has_source if guided and modality == "image" else 1)
 
 
 def test_edits_may_have_a_guidance_of_their_own():
@@ -125,7 +127,7 @@ def test_temperature_is_that_of_the_kind():
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "rule"),
+    ("asked", "modality", "rule"),
     [
         ({}, "image", CommitRule("all")),
         ({"order": "confidence"}, "image", CommitRule("count", noisy=True)),
@@ -149,8 +151,8 @@ def test_temperature_is_that_of_the_kind():
         ),
     ],
 )
-def test_what_is_committed_is_as_configured(asked, kind, rule):
-    found = presets.step_settings(config.Sampling(**asked), SETTINGS, kind).commit
+def test_what_is_committed_is_as_configured(asked, modality, rule):
+    found = presets.step_settings(config.Sampling(**asked), SETTINGS, modality).commit
     assert found == rule
     assert found.ends_early == (rule.name in ("threshold", "factor", "entropy"))
 
@@ -246,9 +248,9 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
         (image_settings(), image_plan(image_requests(2, 5), 4)),
         (text_settings(), traces.plan(text_requests((3, 0.0)), text_settings(), 3)),
     ):
-        requests = image_requests(2, 5) if settings.kind == "image" else text_requests((3, 0.0))
+        requests = image_requests(2, 5) if settings.modality == "image" else text_requests((3, 0.0))
         prompt = tiny.prepare(requests, SETTINGS)
-        own = prompt.understanding if settings.kind == "text" else prompt.generation
+        own = prompt.understanding if settings.modality == "text" else prompt.generation
         offset = furthest = 0 if own is None else own.index.shape[1]
         for phase in phases:
             for _ in range(phase.num_steps):
@@ -257,22 +259,22 @@ def test_capacity_is_the_furthest_slot_that_any_step_writes():
                 offset += phase.clean.shape[-1]
         lengths = prompts.padded_lengths(prompt)
         slots, _ = state_of.capacity(lengths, phases, settings)
-        assert slots[("text", "image").index(settings.kind)] == furthest
+        assert slots[("text", "image").index(settings.modality)] == furthest
         # For a kernel, padded to whole tiles: otherwise it would copy the cache.
         whole, _ = state_of.capacity(lengths, phases, settings, 128)
         assert whole == tuple(-(-n // 128) * 128 for n in slots)
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_slots_that_a_phase_cannot_reach_are_not_read(modality, monkeypatch):
     """Early phases read only what they and their predecessors write; the results are the same."""
-    if kind == "image":
+    if modality == "image":
         settings, requests = image_settings(), image_requests(3, 6)
         phases = image_plan(requests, max_phases=2)
     else:
         settings, requests = text_settings(), text_requests((3, 0.0), (5, 0.0))
         phases = traces.plan(requests, settings, 2)
-    model, own = tiny.denoiser(SETTINGS), ("text", "image").index(kind)
+    model, own = tiny.denoiser(SETTINGS), ("text", "image").index(modality)
 
     def run():
         with traces._patched(**traces._quick()):
@@ -286,15 +288,15 @@ def test_slots_that_a_phase_cannot_reach_are_not_read(kind, monkeypatch):
     assert not any(reach)
     monkeypatch.setattr(calls, "READ_SLOTS", 1)
     monkeypatch.setattr(calls, "TEXT_LENGTHS", 1000)
-    reach, canvas = run()
-    np.testing.assert_array_equal(canvas, whole)
+    reach, responses = run()
+    np.testing.assert_array_equal(responses, whole)
     prompt = tiny.prepare(requests, SETTINGS)
     lengths = prompts.padded_lengths(prompt)
     rooms = [
         state_of.capacity(lengths, phases[: i + 1], settings)[0][own] for i in range(len(phases))
     ]
     read = [slots or rooms[-1] for slots in reach]
-    unit = 4 if kind == "text" else 1
+    unit = 4 if modality == "text" else 1
     assert read == [min(-(-n // unit) * unit, rooms[-1]) for n in rooms]
     assert read[0] < read[-1]
 
@@ -321,7 +323,7 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
     requests = image_requests(3, 6)
     phases = [steps[i : i + 2] for steps in image_plan(requests) for i in (0, 2)]
     shown = []
-    canvas = sample.sample(
+    responses = sample.sample(
         model,
         tiny.sample_inputs(requests, model.settings, image_settings()),
         phases,
@@ -329,21 +331,21 @@ def test_compiled_loops_take_the_same_steps_and_callbacks_keep_their_images():
         callback=shown.append,
     )
     steps, expected = traces.moments(model, requests, phases, image_settings())
-    np.testing.assert_array_equal(canvas, expected)
+    np.testing.assert_array_equal(responses, expected)
     begin, *shown = shown
     assert (begin.steps, list(begin.blocks), begin.total) == (0, [], 4)
-    np.testing.assert_array_equal(begin.canvas, steps[0].canvas)
+    np.testing.assert_array_equal(begin.responses, steps[0].responses)
     assert [now.steps for now in shown] == [2, 4]
-    np.testing.assert_array_equal(shown[0].canvas, steps[2].canvas)
-    np.testing.assert_array_equal(shown[1].canvas, canvas)
-    # The canvases after each step of a phase are known when it ends.
+    np.testing.assert_array_equal(shown[0].responses, steps[2].responses)
+    np.testing.assert_array_equal(shown[1].responses, responses)
+    # The responses after each step of a phase are known when it ends.
     blocks = [(now, block) for now in shown for block in now.blocks]
     assert len(blocks) == 4
     for (now, block), after in zip(blocks, [*steps[1:4], steps[-1]], strict=True):
-        wanted = canvas if block == blocks[-1][1] else after.canvas
+        wanted = responses if block == blocks[-1][1] else after.responses
         np.testing.assert_array_equal(now.after(block), wanted)
-    np.testing.assert_array_equal(shown[0].after(blocks[0][1] - 1), steps[0].canvas)
-    assert (canvas < SETTINGS.codebook_size).all()
+    np.testing.assert_array_equal(shown[0].after(blocks[0][1] - 1), steps[0].responses)
+    assert (responses < SETTINGS.codebook_size).all()
 
 
 def test_noise_depends_on_neither_bucket_nor_slot():
@@ -385,17 +387,17 @@ def alone(model, requests, settings, **options):
 ENDS_EARLY = {"preset": "sparse", "text_commit": "threshold", "text_threshold": 0.08}
 
 
-def row_run(kind, requests, **asked):
+def row_run(modality, requests, **asked):
     """Returns (plan, settings); text has two blocks of two steps."""
-    if kind == "text":
+    if modality == "text":
         hot = {"text_steps": 2, "text_temperature": 0.8}
         return text_run(requests, tiny.TEXT_LEN // 2, **hot | asked)
-    settings = traces.settings_of(asked.pop("preset"), kind, SETTINGS, **asked)
+    settings = traces.settings_of(asked.pop("preset"), modality, SETTINGS, **asked)
     return traces.plan(requests, settings), settings
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
+    ("modality", "asked"),
     [
         ("image", {"preset": "sparse"}),
         ("image", {"preset": "sparse", "guidance": 0.5}),
@@ -408,19 +410,19 @@ def row_run(kind, requests, **asked):
         ("text", ENDS_EARLY),
     ],
 )
-def test_rows_of_a_batch_do_not_know_of_each_other(kind, asked):
+def test_rows_of_a_batch_do_not_know_of_each_other(modality, asked):
     """Same tokens as alone, logits to 2e-5; bitwise the same if only other rows change."""
     model = tiny.denoiser(SETTINGS)
-    requests = [tiny.request(kind, SETTINGS, i, words=n) for i, n in enumerate((3, 12, 5))]
-    steps, batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
+    requests = [tiny.request(modality, SETTINGS, i, words=n) for i, n in enumerate((3, 12, 5))]
+    steps, batch = traces.moments(model, requests, *row_run(modality, requests, **asked))
     for row, request in enumerate(requests):
-        own, alone = traces.moments(model, [request], *row_run(kind, [request], **asked))
+        own, alone = traces.moments(model, [request], *row_run(modality, [request], **asked))
         np.testing.assert_array_equal(alone[0], batch[row])
         for moment, mine in zip(steps, own, strict=True):
             np.testing.assert_array_equal(moment.masked[row], mine.masked[0])
             np.testing.assert_allclose(moment.logits[row], mine.logits[0], rtol=0, atol=2e-5)
     requests[1] = tiny.asked_with(requests[0], seed=requests[1].request.seed)
-    after, other_batch = traces.moments(model, requests, *row_run(kind, requests, **asked))
+    after, other_batch = traces.moments(model, requests, *row_run(modality, requests, **asked))
     np.testing.assert_array_equal(other_batch[[0, 2]], batch[[0, 2]])
     for moment, changed in zip(steps, after, strict=True):
         np.testing.assert_array_equal(changed.logits[[0, 2]], moment.logits[[0, 2]])
@@ -433,23 +435,23 @@ def test_a_text_that_ends_early_does_not_know_of_one_that_does_not():
 
     def run(requests):
         passes = []
-        canvas = traces.finished(
+        responses = traces.finished(
             model, requests, *row_run("text", requests, **ENDS_EARLY), stop_early=False,
             callback=lambda now: passes.append(now.steps),
         )  # fmt: skip
-        return canvas, passes[-1]
+        return responses, passes[-1]
 
     batch, most = run(requests)
     alone = [run([request]) for request in requests]
-    np.testing.assert_array_equal(batch, np.concatenate([canvas for canvas, _ in alone]))
+    np.testing.assert_array_equal(batch, np.concatenate([responses for responses, _ in alone]))
     assert min(passes for _, passes in alone) < most < tiny.TEXT_LEN
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_row_does_not_know_what_others_have_given(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_row_does_not_know_what_others_have_given(modality):
     """An image has given cells; a text has a text block completely given, another not at all."""
     model = tiny.denoiser(SETTINGS)
-    if kind == "image":
+    if modality == "image":
         requests = [*image_requests(3), tiny.request("image", SETTINGS, 1, words=3, given=0.4)]
         settings, options = image_settings(), {"buckets": (4,)}
     else:
@@ -477,18 +479,18 @@ def test_given_tokens_come_back_as_they_were():
         tiny.request("image", SETTINGS, i, words=3, given=share)
         for i, share in enumerate((0.5, 1.0, 0.0))
     ]
-    canvas = traces.finished(model, requests, image_plan(requests), image_settings())
-    for row, request in zip(canvas, requests, strict=True):
+    responses = traces.finished(model, requests, image_plan(requests), image_settings())
+    for row, request in zip(responses, requests, strict=True):
         np.testing.assert_array_equal(row[request.given], request.response[request.given])
         assert (row < SETTINGS.codebook_size).all()
 
 
 def test_everything_given_is_returned_without_a_step():
     requests = image_requests(3, given=1.0)
-    canvas = traces.finished(
+    responses = traces.finished(
         tiny.denoiser(SETTINGS), requests, image_plan(requests), image_settings()
     )
-    np.testing.assert_array_equal(canvas[0], requests[0].response)
+    np.testing.assert_array_equal(responses[0], requests[0].response)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -540,7 +542,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended():
 
 def has_ended(moment: traces.Moment, row: int) -> bool:
     """Returns whether a row is decoded without gaps up to an end-of-text."""
-    for token, at in zip(moment.canvas[row, :, 0], moment.decoded_at[row], strict=True):
+    for token, at in zip(moment.responses[row, :, 0], moment.decoded_at[row], strict=True):
         if at == state_of.NOT_DECODED:
             return False
         if token == SETTINGS.end_of_text_id:
@@ -579,21 +581,21 @@ def steps_apart(plan):
     return [part[i : i + 1] for part in plan for i in range(part.num_steps)]
 
 
-def canvases(model, requests, plan, settings, **options):
-    """Returns the canvas after every step [k b l g]."""
+def responses_by_step(model, requests, plan, settings, **options):
+    """Returns the responses after every step [k b l g]."""
     shown = []
     traces.finished(
         model, requests, steps_apart(plan), settings,
-        callback=lambda now: shown.append(now.canvas), **options,
+        callback=lambda now: shown.append(now.responses), **options,
     )  # fmt: skip
-    return np.stack(shown[1:])  # without the initial canvas
+    return np.stack(shown[1:])  # without the initial responses
 
 
 def test_recorded_codes_come_out_at_the_step_of_the_order():
     """Inpainting too: the order skips the given cells, wherever they are in it."""
     requests = code_requests(0.0, 0.5)
     plan, settings, draws = code_run(requests)
-    shown = canvases(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
+    shown = responses_by_step(tiny.denoiser(CODES), requests, plan, settings, draws=draws)
     grid = CODES.grid_size * CODES.codes_side
     order = sequence.cells_from_codes(
         np.argsort(orders.order("stratified", grid, grid, 42)).reshape(1, grid, grid), 2
@@ -616,11 +618,11 @@ def test_recorded_codes_come_out_at_the_step_of_the_order():
 def test_a_cell_is_decoded_when_its_last_code_is():
     requests = code_requests(0.0)
     plan, settings, _ = code_run(requests)
-    steps, canvas = traces.moments(tiny.denoiser(CODES), requests, steps_apart(plan), settings)
+    steps, responses = traces.moments(tiny.denoiser(CODES), requests, steps_apart(plan), settings)
     for moment in steps:
-        whole = (moment.canvas != CODES.image_mask_id).all(axis=-1)
+        whole = (moment.responses != CODES.image_mask_id).all(axis=-1)
         np.testing.assert_array_equal(moment.decoded_at != state_of.NOT_DECODED, whole)
-    assert (canvas < CODES.codebook_size).all()
+    assert (responses < CODES.codebook_size).all()
 
 
 def test_what_is_predicted_does_not_depend_on_what_is_passed_next_to_it():
@@ -636,7 +638,7 @@ def test_what_is_predicted_does_not_depend_on_what_is_passed_next_to_it():
         all_cells.append(
             dataclasses.replace(part, decode=cells, candidates=candidates, rest=nothing)
         )
-    few, every = (canvases(model, requests, p, settings) for p in (plan, all_cells))
+    few, every = (responses_by_step(model, requests, p, settings) for p in (plan, all_cells))
     np.testing.assert_array_equal(few, every)
 
 
@@ -645,7 +647,7 @@ def test_the_surest_codes_are_committed_with_recorded_noise():
     plan, settings, draws = code_run(requests, order="confidence", confidence_noise=2.0)
     draws = dataclasses.replace(draws, tokens=None)
     settings = dataclasses.replace(settings, temperature=0.0)
-    shown = canvases(model, requests, plan, settings, draws=draws)
+    shown = responses_by_step(model, requests, plan, settings, draws=draws)
     before = np.where(
         np.stack([r.given for r in requests])[..., None],
         np.stack([r.response for r in requests]),
@@ -666,14 +668,14 @@ def test_the_surest_codes_are_committed_with_recorded_noise():
         before = after
 
 
-def logits_at(model, requests, canvas, settings):
-    """Returns the logits [b l g v] of all cells of a canvas, from one full pass."""
+def logits_at(model, requests, responses, settings):
+    """Returns the logits [b l g v] of all cells of responses, from one full pass."""
     prompt = jax.tree.map(jnp.asarray, tiny.prepare(
         requests, model.settings, with_given=False
     ))  # fmt: skip
-    batch, length = shape = canvas.shape[:2]
+    batch, length = shape = responses.shape[:2]
     state = state_of.SamplerState(
-        jnp.asarray(canvas, jnp.int32),
+        jnp.asarray(responses, jnp.int32),
         jnp.full(shape, state_of.NOT_DECODED),
         state_of.rows_of(tiny.sample_inputs(requests, model.settings, settings), settings),
         None,
@@ -698,7 +700,7 @@ def test_whole_cells_may_be_chosen_by_confidence():
     sampling = config.Sampling(preset="p", order="confidence", num_steps=4)
     settings = tiny.step_settings(sampling, model.settings, "image")
     plan = presets.plan(sampling, settings, model.settings, requests[0].given[None], 1)
-    shown = canvases(model, requests, plan, settings)[:, 0] < model.settings.codebook_size
+    shown = responses_by_step(model, requests, plan, settings)[:, 0] < model.settings.codebook_size
     np.testing.assert_array_equal(shown.all(axis=-1), shown.any(axis=-1))
     expected = np.cumsum(orders.counts("shift", 4, 9, 3.0))
     np.testing.assert_array_equal(shown.all(axis=-1).sum(axis=-1), expected)
@@ -822,11 +824,11 @@ def test_outside_its_interval_guidance_does_not_act(name):
     without = moments()
     np.testing.assert_allclose(part[0].logits, without[0].logits, rtol=0, atol=2e-5)
     for step in range(4):
-        np.testing.assert_array_equal(never[step].canvas, without[step].canvas)
+        np.testing.assert_array_equal(never[step].responses, without[step].responses)
         np.testing.assert_allclose(never[step].logits, without[step].logits, rtol=0, atol=2e-5)
     assert np.abs(part[0].logits - whole[0].logits).max() > 0.1
     # The second step is guided; the first drew the same, because its logits are equal.
-    np.testing.assert_array_equal(part[1].canvas, without[1].canvas)
+    np.testing.assert_array_equal(part[1].responses, without[1].responses)
     assert np.abs(part[1].logits - without[1].logits).max() > 0.1
 
 
@@ -984,12 +986,12 @@ def ran(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_a_request_runs_a_prefill_and_a_program_a_phase_and_asks_the_host_nothing(kind, ran):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_request_runs_a_prefill_and_a_program_a_phase_and_asks_the_host_nothing(modality, ran):
     model = tiny.denoiser(SETTINGS)
-    requests = [tiny.request(kind, SETTINGS, 0, words=3)]
-    settings = traces.settings_of("sparse", kind, SETTINGS)
-    plan = traces.plan(requests, settings, max_phases=2) if kind == "image" else traces.plan(
+    requests = [tiny.request(modality, SETTINGS, 0, words=3)]
+    settings = traces.settings_of("sparse", modality, SETTINGS)
+    plan = traces.plan(requests, settings, max_phases=2) if modality == "image" else traces.plan(
         requests, settings, num_steps=2
     )  # fmt: skip
     inputs = tiny.sample_inputs(requests, model.settings, settings)
@@ -1076,8 +1078,8 @@ def test_text_blocks_are_decoded_in_the_order_asked_for(asked, blocks):
     """Sampling also agrees with training, whatever the order."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
     plan, settings = text_run(requests, text_steps=2, text_temperature=0.8, text_block_order=asked)
-    steps, canvas = traces.moments(model, requests, plan, settings)
-    assert (canvas != SETTINGS.text_mask_id).all()
+    steps, responses = traces.moments(model, requests, plan, settings)
+    assert (responses != SETTINGS.text_mask_id).all()
     for moment, block in zip(steps[::2], blocks, strict=True):
         assert set(np.flatnonzero(moment.masked[0]) // tiny.TEXT_BLOCK_LEN) == {block}
     trained = traces.training_logits(model, requests, steps, settings)
@@ -1135,7 +1137,7 @@ def wanting_masks(plan):
 def test_text_never_becomes_a_mask_again():
     requests = text_requests((3, 0.0))
     plan, settings = text_run(requests, preset="dense", text_temperature=0.5, text_steps=2)
-    shown = canvases(
+    shown = responses_by_step(
         tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan),
         stop_early=False,
     )  # fmt: skip
@@ -1147,7 +1149,9 @@ def test_as_released_a_drawn_mask_waits_for_a_later_step():
     requests = text_requests((3, 0.0))
     asked = {"preset": "dense", "text_temperature": 0.5, "text_steps": 2}
     plan, settings = text_run(requests, **asked, released_behaviour=True)
-    shown = canvases(tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan))
+    shown = responses_by_step(
+        tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan)
+    )
     left = (shown[:, 0, :, 0] == SETTINGS.text_mask_id).sum(axis=-1)
     np.testing.assert_array_equal(left, [12, 10, 8, 6, 4, 2])
     assert (shown[3, 0, : 2 * tiny.TEXT_BLOCK_LEN] == SETTINGS.text_mask_id).sum() == 2
@@ -1200,7 +1204,7 @@ def full_pass(model, requests, moment):
     """Returns the predictions of a full pass for the masked tokens of a moment."""
     asked = [
         dataclasses.replace(
-            r, response=moment.canvas[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
+            r, response=moment.responses[i], given=moment.decoded_at[i] != state_of.NOT_DECODED
         )
         for i, r in enumerate(requests)
     ]
@@ -1216,7 +1220,7 @@ def test_with_one_text_block_both_caches_hold_the_prompt_and_nothing_else():
         plan, settings = text_run(requests, tiny.TEXT_LEN, text_preset=name, text_steps=4)
         found.append(traces.moments(model, requests, plan, settings)[0])
     for prefix, dual in zip(*found, strict=True):
-        np.testing.assert_array_equal(prefix.canvas, dual.canvas)
+        np.testing.assert_array_equal(prefix.responses, dual.responses)
         np.testing.assert_allclose(prefix.logits, dual.logits, rtol=0, atol=2e-5)
 
 
@@ -1229,7 +1233,7 @@ def test_the_dual_cache_keeps_later_text_blocks_as_they_were():
         steps[name] = traces.moments(model, requests, plan, settings)[0]
     first, second = (list(pair) for pair in zip(*(s[:2] for s in steps.values()), strict=True))
     np.testing.assert_allclose(first[0].logits, first[1].logits, rtol=0, atol=2e-5)
-    np.testing.assert_array_equal(second[0].canvas, second[1].canvas)
+    np.testing.assert_array_equal(second[0].responses, second[1].responses)
     assert np.abs(second[0].logits - second[1].logits).max() > 1e-4
 
 
@@ -1254,12 +1258,12 @@ def test_sure_text_blocks_end_early():
     ):
         plan, settings = text_run(requests, preset="dense", **asked)
         done = []
-        canvas = traces.finished(
+        responses = traces.finished(
             model, requests, plan, settings, stop_early=False,
             callback=lambda now, seen=done: seen.append(now.steps),
         )  # fmt: skip
         assert done[-1] == passes
-        assert (canvas != SETTINGS.text_mask_id).all()
+        assert (responses != SETTINGS.text_mask_id).all()
 
 
 def test_random_confidence_is_the_recorded_one():
@@ -1269,7 +1273,7 @@ def test_random_confidence_is_the_recorded_one():
     )
     sure = np.random.default_rng(0).random((tiny.TEXT_LEN, 1, tiny.TEXT_LEN, 1))
     sure = np.broadcast_to(sure[:1], sure.shape).astype(np.float32)
-    shown = canvases(
+    shown = responses_by_step(
         model, requests, plan, settings, draws=tiny.Recorded(sure=sure), stop_early=False
     )
     masked = shown[:, 0, :, 0] == SETTINGS.text_mask_id

@@ -51,11 +51,11 @@ def a_text_and_an_image_row(model) -> diffusion.Corrupted:
     """Two rows that share a batch, of different lengths and weights."""
     rng, rows = np.random.default_rng(0), []
     settings = config.Diffusion(num_masked_blocks=2)
-    for seed, kind in enumerate(("text", "image")):
-        one = tiny.request(kind, model, seed, words=4)
+    for seed, modality in enumerate(("text", "image")):
+        one = tiny.request(modality, model, seed, words=4)
         blocks = diffusion.uniform_blocks(rng, one.given, settings)
         prompt = tiny.sample_input(one, model)
-        rows.append(diffusion.CorruptedRow(prompt, one.response, kind, blocks, model))
+        rows.append(diffusion.CorruptedRow(prompt, one.response, modality, blocks, model))
     return tiny.stacked(rows, model, RowShape(32, 24))
 
 
@@ -443,11 +443,11 @@ def test_adapters_need_a_base():
         train.init_state(settings, tiny.denoiser(settings.model))
 
 
-@pytest.mark.parametrize("kinds", [["image", "image"], ["text", "image"]])
+@pytest.mark.parametrize("modalities", [["image", "image"], ["text", "image"]])
 @pytest.mark.parametrize("remat", [pytest.param("attention", marks=pytest.mark.slow), "layer"])
-def test_what_is_kept_of_a_layer_changes_no_gradient(remat, kinds):
+def test_what_is_kept_of_a_layer_changes_no_gradient(remat, modalities):
     model = tiny.model_settings()
-    params, batch = tiny.denoiser(model), tiny.batch(kinds, model)
+    params, batch = tiny.denoiser(model), tiny.batch(modalities, model)
     less = params_with(params, dataclasses.replace(model, remat=remat))
     plain, same = (tiny.quick_jit(training_step.gradient)(each, batch) for each in (params, less))
     for one, other in zip(*map(jax.tree.leaves, (plain, same)), strict=True):

@@ -66,7 +66,7 @@ class Row:
     def __init__(self, batch, i, row, model):
         self.blocks, self.example = row.blocks, row.example
         example = row.example
-        text = example.kind == "text"
+        text = example.modality == "text"
         stream = batch.understanding if text else batch.generation
         real = stream.tags.block[i] != PAD_BLOCK
         count = real.sum()
@@ -342,7 +342,7 @@ def test_targets_are_the_clean_response_and_clean_tokens_are_shown(rows):
         np.testing.assert_array_equal(row.codes[shown], row.example.response[row.place[shown]])
         present = row.blocks.token[row.blocks.block != diffusion.ABSENT]
         np.testing.assert_array_equal(np.sort(row.place[masked | shown]), np.sort(present))
-        if row.example.kind == "image":
+        if row.example.modality == "image":
             np.testing.assert_array_equal(row.index[masked], row.place[masked])
 
 
@@ -405,7 +405,7 @@ def test_a_random_part_is_given_a_rectangle_a_span_or_what_lies_around_it():
         given = given_of(example, batches.settings, rng)
         shares.append(given.mean())
         assert not given[: example.reach].all()
-        if example.kind == "text":
+        if example.modality == "text":
             assert abs(np.diff(given.astype(int), prepend=0, append=0)).sum() in (0, 2)
             assert not given[example.reach :].any()
         else:
@@ -434,7 +434,7 @@ def test_blocks_are_clean_ones_then_masked_ones_with_registers(by_kind, kind):
     model, settings = by_kind[kind].settings.model, by_kind[kind].settings.diffusion
     numbers = set()
     for row in rows_of(by_kind[kind], count=2):
-        is_text = row.example.kind == "text" and kind != "uniform"
+        is_text = row.example.modality == "text" and kind != "uniform"
         most = settings.text_masked_blocks if is_text else settings.num_masked_blocks
         masked = np.unique(row.block[row.is_masked])
         assert masked.tolist() == sorted(row.blocks.masked_blocks)
@@ -467,7 +467,7 @@ def test_rows_of_a_plan_predict_all_that_is_not_given_and_images_have_one_length
         wanted = wanted[~given & (wanted < row.example.reach)]
         assert sorted(set(row.place[row.weight > 0])) == wanted.tolist()
         assert row.weight.sum() == pytest.approx(row.total)
-        if row.example.kind == "image":
+        if row.example.modality == "image":
             np.testing.assert_array_equal(np.unique(row.weight), [0, 1])
             assert (row.weight > 0).sum() == len(wanted)
             if not given.any():
@@ -500,7 +500,7 @@ def test_registers_of_text_stand_after_lengths_up_to_the_longest_that_is_sampled
         for made, found in [*pairs, (two, again.tokens.understanding)]:
             for field, values in vars(made).items():
                 np.testing.assert_array_equal(values, getattr(found, field))
-        if row.example.kind == "text":
+        if row.example.modality == "text":
             lengths.add(len(row.example.response) + moved)
         else:
             assert moved == 0

@@ -81,13 +81,13 @@ def test_a_drawn_image_is_replayed(pipe):
 
 @pytest.mark.slow
 def test_an_edit_sees_the_image_and_its_codes(pipe, shown, monkeypatch):
-    kept, decode = [], pipe.engine.decode
+    kept, sample = [], pipe.engine.sample
 
     def watched(examples, *asked, **more):
         kept.extend(examples)
-        return decode(examples, *asked, **more)
+        return sample(examples, *asked, **more)
 
-    monkeypatch.setattr(pipe.engine, "decode", watched)
+    monkeypatch.setattr(pipe.engine, "sample", watched)
     edited = pipe.edit(shown, "make it blue")
     assert edited.pixels[0].shape == (24, 24, 3)
     (example,) = kept
@@ -99,8 +99,8 @@ def test_an_edit_sees_the_image_and_its_codes(pipe, shown, monkeypatch):
 @pytest.mark.slow
 def test_known_cells_stay(pipe, shown):
     square = np.ascontiguousarray(shown[:, :20])
-    canvas = pipe.prompts.canvas(square, 24)
-    (before,) = pipe.codec.encode(canvas[None])
+    image = pipe.prompts.codec_image(square, 24)
+    (before,) = pipe.codec.encode(image[None])
     filled = pipe.inpaint(square, "a robot", box=(0, 0, 6, 6))
     np.testing.assert_array_equal(filled.tokens[0][1:], before[1:])
     around = pipe.outpaint(square, "a robot", box=(8, 8, 16, 16))
@@ -132,12 +132,12 @@ def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
         asked.append((sampling.text_steps, [request.seed for request in requests]))
         response = example.response.copy()
         response[~example.given, 0] = said
-        return stand_ins.decoded([response])
+        return stand_ins.sample_output([response])
 
     said = [pipe.tokenizer.location_ids[i] for i in (0, 2, 4, 6, 2, 2, 8, 6)]
     result = pipe.ground(shown, ["a robot", "a cat"])
     assert len(result.boxes) == 2
-    monkeypatch.setattr(pipe.engine, "decode", found)
+    monkeypatch.setattr(pipe.engine, "sample", found)
     result = pipe.ground(shown, ["a robot", "a cat"])
     # A frame of 8 over a square of 30 with 5 rows of padding.
     assert result.boxes == ((0.0, 2.5, 15.0, 17.5), (7.5, 2.5, 30.0, 17.5))
@@ -150,13 +150,13 @@ def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
 
 @pytest.mark.slow
 def test_reflection_shows_earlier_attempts(pipe, monkeypatch):
-    kept, decode = [], pipe.engine.decode
+    kept, sample = [], pipe.engine.sample
 
     def watched(examples, *asked, **more):
-        kept.extend(example for example in examples if example.kind == "image")
-        return decode(examples, *asked, **more)
+        kept.extend(example for example in examples if example.modality == "image")
+        return sample(examples, *asked, **more)
 
-    monkeypatch.setattr(pipe.engine, "decode", watched)
+    monkeypatch.setattr(pipe.engine, "sample", watched)
     result = pipe.reflect("a robot", rounds=2)
     assert len(result.attempts[0]) == len(kept)
     if len(kept) == 2:

@@ -59,10 +59,10 @@ def rows(monkeypatch):
     """The numbers of requests and rows of each prefill."""
     seen, gather = [], calls.gather
 
-    def counting(model, canvas, decoded_at, row_key, parts, **more):
+    def counting(model, responses, decoded_at, row_key, parts, **more):
         caches = jax.tree.leaves(parts, is_leaf=lambda one: isinstance(one, KVCache))
-        seen.append((len(canvas), sum(cache.block.shape[0] for cache in caches)))
-        return gather(model, canvas, decoded_at, row_key, parts, **more)
+        seen.append((len(responses), sum(cache.block.shape[0] for cache in caches)))
+        return gather(model, responses, decoded_at, row_key, parts, **more)
 
     monkeypatch.setattr(calls, "gather", counting)
     return seen

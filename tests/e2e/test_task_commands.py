@@ -189,9 +189,9 @@ def test_boxes_are_in_pixels_of_the_image_that_was_shown(model, run, tmp_path, m
     def found(examples, *_, **__):
         text = grammar.box_text((6, 12, 12, 24))
         said = [pipe.encoder.text_example("", text, length=8).response for _ in examples]
-        return stand_ins.decoded(said)
+        return stand_ins.sample_output(said)
 
-    monkeypatch.setattr(pipe.engine, "decode", found)
+    monkeypatch.setattr(pipe.engine, "sample", found)
     result = pipe.ground(shown, "a red circle")
     assert result.box == (60, 24, 120, 48)
     assert pipe.ground(shown, ["the cross", "x"]).prompts == ("the cross", "x")

@@ -155,7 +155,7 @@ def test_tasks_that_show_different_things_are_asked_in_their_own_way():
         task: [(call, exact.EVAL_SEED)]
         for task, call in {
             "draw": "draw", "edit": "edit", "inpaint": "fill", "outpaint": "extend",
-            "answer": "decode", "infill": "decode",
+            "answer": "sample", "infill": "sample",
         }.items()
     }  # fmt: skip
 

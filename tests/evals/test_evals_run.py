@@ -41,7 +41,7 @@ class Pipe(pipeline.SparseLaViDa):
         assert len(images) == 1
         return words
 
-    def decode(self, examples, *, sampling, seed, shared):
+    def sample(self, examples, *, sampling, seed, shared):
         assert shared
         for words in examples:
             with self.log.open("a") as file:

@@ -91,13 +91,13 @@ def test_copies_are_judged_one_by_one(pipe, judge):
 
 
 def test_the_model_judges_whether_an_image_shows_the_words(pipe, monkeypatch):
-    examples, decode = [], pipe.engine.decode
+    examples, sample = [], pipe.engine.sample
 
     def seen(asked, *given, stage, **how):
         examples.extend(asked if stage == "text" else [])
-        return decode(asked, *given, stage=stage, **how)
+        return sample(asked, *given, stage=stage, **how)
 
-    monkeypatch.setattr(pipe.engine, "decode", seen)
+    monkeypatch.setattr(pipe.engine, "sample", seen)
     result = pipe.generate("a red circle", layout=False, best_of=2, seed=4)
     plain = pipe.generate("a red circle", layout=False, seed=4)
     assert len(examples) == result.tries[0]

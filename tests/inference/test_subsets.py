@@ -87,7 +87,7 @@ def test_all_but_a_rectangle_is_outpainted(pipe):
 def test_a_layout_alone_draws_the_image_of_no_words(pipe, tmp_path):
     made = pipe.complete(layout=CIRCLE, seed=3)
     example = pipe.prompts.draw("", np.zeros((36, 1), np.int32), layout=CIRCLE)
-    (codes,) = pipe.decode([example], seed=3)
+    (codes,) = pipe.sample([example], seed=3)
     np.testing.assert_array_equal(made.tokens[0], codes)
     worded = pipe.generate(WORDS, layout=CIRCLE, seed=3)
     assert (made.tokens[0] != worded.tokens[0]).any()  # or this says nothing

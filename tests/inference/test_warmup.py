@@ -50,7 +50,7 @@ def writes(monkeypatch, pipe):
     monkeypatch.setattr(sample, "sample", decoded)
     monkeypatch.setattr(pipe.codec, "encode", lambda pixels: np.zeros((len(pixels), 36, 1), int))
     monkeypatch.setattr(
-        pipe.codec, "decode", lambda cells, *_: np.zeros((len(cells), 8, 8, 3), "B")
+        pipe.codec, "to_pixels", lambda cells, *_: np.zeros((len(cells), 8, 8, 3), "B")
     )
     return layouts
 

@@ -73,7 +73,7 @@ def test_images_come_in_the_form_that_is_asked_for(pipe):
     assert (numbers.dtype, numbers.shape) == (np.float32, (1, 96, 96, 3))
     np.testing.assert_array_equal(np.rint(numbers[0] * 255), pixels)
     cells = pipe(PROMPT, output_type="latent", **how).images
-    np.testing.assert_array_equal(pipe.model.codec.decode(cells)[0], pixels)
+    np.testing.assert_array_equal(pipe.model.codec.to_pixels(cells)[0], pixels)
 
 
 def test_a_callback_looks_at_every_step_of_the_image(pipe):

@@ -38,7 +38,7 @@ class Pipe(pipeline.SparseLaViDa):
     def ask(self, words, images, tokens):
         return words, [tuple(image[0, 0].tolist()) for image in images], tokens
 
-    def decode(self, examples, *, sampling, seed, shared):
+    def sample(self, examples, *, sampling, seed, shared):
         assert shared
         self.calls.append((len(examples), sampling.text_step_ratio, sampling.text_steps))
         return list(zip(examples, seed, strict=True))

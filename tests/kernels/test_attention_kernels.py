@@ -245,15 +245,15 @@ def test_it_lowers_for_an_absent_gpu_through_a_loop_over_layers(backend, segment
     assert lowered.count(f"stablehlo.custom_call @{call}") == 3
 
 
-@pytest.mark.parametrize("kind", ["image", pytest.param("text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("modality", ["image", pytest.param("text", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["blockwise", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
-def test_a_model_samples_what_it_samples_on_the_reference(name, kind):
+def test_a_model_samples_what_it_samples_on_the_reference(name, modality):
     """Cache, split layers and an edit's source cells; logits of every step."""
     found = {}
     for implementation in ("reference", name):
         settings = tiny.model_settings(attention_implementation=implementation)
-        requests = [tiny.request(kind, settings, 0, words=3, vision=True, source=True)]
-        asked = traces.settings_of("sparse", kind, settings)
+        requests = [tiny.request(modality, settings, 0, words=3, vision=True, source=True)]
+        asked = traces.settings_of("sparse", modality, settings)
         plan = traces.plan(requests, asked, num_steps=2)
         found[implementation], _ = traces.moments(tiny.denoiser(settings), requests, plan, asked)
     for ours, expected in zip(found[name], found["reference"], strict=True):

@@ -25,10 +25,10 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(attention.devices, "blockwise_sizes", lambda *_: TileSizes(4, 4, 4))
 
 
-def watched(name, kind="image", given=0.0, **changes):
+def watched(name, modality="image", given=0.0, **changes):
     """Runs a request step by step; returns the tables made ahead, and those of each step."""
-    asked = traces.settings_of(name, kind, SETTINGS, **changes)
-    requests = [tiny.request(kind, SETTINGS, seed, words=3, given=given) for seed in (0, 1)]
+    asked = traces.settings_of(name, modality, SETTINGS, **changes)
+    requests = [tiny.request(modality, SETTINGS, seed, words=3, given=given) for seed in (0, 1)]
     model, found = tiny.denoiser(SETTINGS), []
 
     @functools.partial(tiny.quick_jit, static_argnames=("settings",))
@@ -74,13 +74,13 @@ def test_tables_made_ahead_are_those_of_every_step(name, given, changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "ahead"),
+    ("name", "modality", "ahead"),
     [("sparse", "text", True), ("rt", "image", True), ("sparse", "image", False)],
 )
-def test_what_is_not_known_before_is_made_in_the_step(name, kind, ahead):
+def test_what_is_not_known_before_is_made_in_the_step(name, modality, ahead):
     """For text, for a prompt that is passed again, and if requested."""
-    asked = dataclasses.replace(traces.settings_of(name, kind, SETTINGS), tables_ahead=ahead)
-    requests = [tiny.request(kind, SETTINGS, 0, words=3)]
+    asked = dataclasses.replace(traces.settings_of(name, modality, SETTINGS), tables_ahead=ahead)
+    requests = [tiny.request(modality, SETTINGS, 0, words=3)]
     seen, made = [], sample.tables_ahead
 
     def kept(*args):

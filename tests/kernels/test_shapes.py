@@ -112,7 +112,7 @@ def image(rng, cells) -> Example:
         parts=(prompt, sequence.Response(cells)),
         response=np.zeros((cells, 4), np.int32),
         given=np.zeros(cells, bool),
-        kind="image",
+        modality="image",
         pixels=None,
         reach=0,
     )

@@ -144,8 +144,8 @@ def test_a_product_in_parts_is_the_product():
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kind", "method"), [("image", ""), ("text", ""), ("image", "fp8")])
-def test_the_sampler_decodes_the_same_with_and_without(kind, method, monkeypatch):
+@pytest.mark.parametrize(("modality", "method"), [("image", ""), ("text", ""), ("image", "fp8")])
+def test_the_sampler_decodes_the_same_with_and_without(modality, method, monkeypatch):
     found, used, added = {}, [], step_gpu.added
 
     def counted(*given, **how):
@@ -159,11 +159,11 @@ def test_the_sampler_decodes_the_same_with_and_without(kind, method, monkeypatch
             mlp_hidden=512, generation_mlp_hidden=512,
             attention_implementation="reference", step_implementation=way,
         )  # fmt: skip
-        model = fuse.for_inference(tiny.denoiser(settings), task=kind, by_layer=True)
+        model = fuse.for_inference(tiny.denoiser(settings), task=modality, by_layer=True)
         model = quantize.as_asked(model, method)
         assert stack.step_implementation_of(model) == way
-        how = traces.settings_of("sparse", kind, settings, guidance=2.0)
-        asked = [tiny.request(kind, settings, 0, words=3)]
+        how = traces.settings_of("sparse", modality, settings, guidance=2.0)
+        asked = [tiny.request(modality, settings, 0, words=3)]
         plan = traces.plan(asked, how, num_steps=2, block_len=tiny.TEXT_LEN)
         found[way] = traces.finished(model, asked, plan, how, stop_early=False)
         assert bool(used) == (way == "pallas_gpu")

@@ -348,7 +348,7 @@ def test_an_image_is_trained_as_it_is_sampled(mixer, tokenizer):
     condition = "ORIGINAL WIDTH : 640; ORIGINAL HEIGHT : 480; TOP : 0; LEFT : 5"
     sampled = chat.draw(tokenizer, "a robot", 4, condition=condition)
     assert spelled(tokenizer, made.parts) == spelled(tokenizer, sampled)
-    assert (made.kind, made.reach, made.response.shape) == ("image", 4, (4, 4))
+    assert (made.modality, made.reach, made.response.shape) == ("image", 4, (4, 4))
     assert not made.given.any()
 
 
@@ -448,7 +448,7 @@ def test_every_kind_is_an_example_with_one_response(mixer, made):
         assert num_tokens(response) == len(example.response) == len(example.given)
         assert sum(isinstance(part, VisionTokens) for part in example.parts) == len(made.images)
         assert (example.response != mixer.settings.model.text_mask_id).all() or (
-            example.kind == "image"
+            example.modality == "image"
         )
 
 

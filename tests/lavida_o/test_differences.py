@@ -182,7 +182,7 @@ class Blank(stand_ins.Codec):
     def encode(self, pixels):
         return np.zeros((len(pixels), 4, 4), np.int32)
 
-    def decode(self, cells, rows=None, dtype="float32"):
+    def to_pixels(self, cells, rows=None, dtype="float32"):
         return np.zeros((len(cells), 32, 32, 3), np.uint8)
 
 
@@ -238,7 +238,7 @@ def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked
     sampling = options.changed(converted.settings.sampling, draws=True, sampler="released")
     converted.generate("a cat", sampling=sampling, layout=True)
     converted.edit(IMAGE, "a dog", sampling=sampling, layout=True)
-    texts = [temperature for settings, _, temperature in asked if settings.kind == "text"]
+    texts = [temperature for settings, _, temperature in asked if settings.modality == "text"]
     assert texts == [0.5, 0.0]
 
 
@@ -265,7 +265,7 @@ def test_words_of_tasks_that_the_release_does_not_have(converted):
 def test_more_steps_than_tokens_are_refused():
     """The release takes as many steps as there are tokens."""
     model = tiny.model_settings()
-    image, text = (tiny.request(kind, model, 0, words=3) for kind in ("image", "text"))
+    image, text = (tiny.request(modality, model, 0, words=3) for modality in ("image", "text"))
     engine.check_steps(image, config.Sampling(num_steps=9), model, 4)
     with pytest.raises(config.ConfigError, match=r"^steps=10 is more than there are tokens"):
         engine.check_steps(image, config.Sampling(num_steps=10), model, 4)

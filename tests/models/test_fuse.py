@@ -19,23 +19,25 @@ def model():
     return tiny.denoiser(SETTINGS)
 
 
-def request_and_plan(kind, settings):
-    asked = [tiny.request(kind, SETTINGS, 0, words=3)]
+def request_and_plan(modality, settings):
+    asked = [tiny.request(modality, SETTINGS, 0, words=3)]
     return asked, traces.plan(asked, settings, num_steps=2, block_len=tiny.TEXT_LEN)
 
 
-def sampled(model, kind):
-    settings = traces.settings_of("sparse", kind, SETTINGS, guidance=2.0)
-    asked, plan = request_and_plan(kind, settings)
+def sampled(model, modality):
+    settings = traces.settings_of("sparse", modality, SETTINGS, guidance=2.0)
+    asked, plan = request_and_plan(modality, settings)
     return traces.finished(model, asked, plan, settings, stop_early=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "by_layer"), [("image", True), ("image", False), ("text", True)])
-def test_a_response_is_that_of_the_unfused_model(model, kind, by_layer):
+@pytest.mark.parametrize(
+    ("modality", "by_layer"), [("image", True), ("image", False), ("text", True)]
+)
+def test_a_response_is_that_of_the_unfused_model(model, modality, by_layer):
     """Without all parameters that the task never reads."""
-    fused = fuse.for_inference(model, task=kind, by_layer=by_layer)
-    np.testing.assert_array_equal(sampled(fused, kind), sampled(model, kind))
+    fused = fuse.for_inference(model, task=modality, by_layer=by_layer)
+    np.testing.assert_array_equal(sampled(fused, modality), sampled(model, modality))
     fewer = sum(x.size for x in jax.tree.leaves(fused))
     assert fewer < 0.95 * sum(x.size for x in jax.tree.leaves(model))
 

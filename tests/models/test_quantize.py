@@ -68,8 +68,8 @@ def test_a_response_may_be_sampled_in_8_bits():
     model = quantize.quantized(tiny.denoiser(SETTINGS), "int8")
     settings = traces.settings_of("sparse", "image", SETTINGS)
     asked = [tiny.request("image", SETTINGS, 0, words=3)]
-    canvas = traces.finished(model, asked, traces.plan(asked, settings, num_steps=2), settings)
-    assert (canvas < SETTINGS.codebook_size).all()
+    responses = traces.finished(model, asked, traces.plan(asked, settings, num_steps=2), settings)
+    assert (responses < SETTINGS.codebook_size).all()
 
 
 def test_what_cannot_be_is_reported():

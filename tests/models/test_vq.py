@@ -52,7 +52,7 @@ def test_decoding_codes_gives_the_size_that_was_encoded(changes):
     model, pixels = tiny(**changes), images(3, 8, 16)
     codes = vq.encode_images(model, pixels, batch=2)
     assert codes.shape == (3, 4, 8)
-    decoded = vq.decode_codes(model, codes, batch=2)
+    decoded = vq.to_pixels(model, codes, batch=2)
     assert decoded.shape == pixels.shape and decoded.dtype == np.uint8
 
 
@@ -214,7 +214,7 @@ def test_a_decoder_in_bfloat16_moves_few_grey_levels(changes):
     same = zip(*map(jax.tree.leaves, (vq.for_decoding(model, "float32"), model)), strict=True)
     assert all(one is other for one, other in same)
     codes = np.random.default_rng(0).integers(0, 10, (2, 4, 4))
-    plain, moved = (vq.decode_codes(one, codes).astype(int) for one in (model, narrow))
+    plain, moved = (vq.to_pixels(one, codes).astype(int) for one in (model, narrow))
     assert 0 < np.abs(moved - plain).mean() < 2  # of 255; weights are arbitrary
 
 
@@ -237,7 +237,7 @@ def test_accelerators_decode_in_bfloat16_as_well_as_cpus(monkeypatch):
         """Returns the mean difference from float32 on a CPU."""
         narrow = vq.for_decoding(model, dtype)
         found = jax.jit(lambda model: vq.to_uint8(model.decode(jnp.asarray(codes))))(narrow)
-        return np.abs(np.asarray(found, int) - vq.decode_codes(model, codes)).mean()
+        return np.abs(np.asarray(found, int) - vq.to_pixels(model, codes)).mean()
 
     before, chosen = off("bfloat16"), []
 
@@ -255,7 +255,7 @@ def test_a_scene_decoded_in_bfloat16_shows_the_same():
     codec = ImageCodec(stand_ins.FOUR_CODES, config.Model(codes_per_token=4, codebook_size=256))
     scene = tasks.sample("edit", 0, 0).image
     cells = codec.encode(world.render(scene)[None])
-    (plain,), (moved,) = (codec.decode(cells, dtype=dtype) for dtype in config.VQ_DTYPES)
+    (plain,), (moved,) = (codec.to_pixels(cells, dtype=dtype) for dtype in config.VQ_DTYPES)
     assert world.read(moved) == world.read(plain) == scene
     difference = np.abs(moved.astype(int) - plain)
     assert 0 < difference.max() <= 4 and difference.mean() < 0.5
@@ -273,7 +273,7 @@ def test_a_wrong_image_size_says_which_are_right():
 
 def test_codes_outside_the_codebook_are_refused():
     with pytest.raises(ValueError, match="the codebook has 0 to 9"):
-        vq.decode_codes(tiny(), np.array([[[11]]]))
+        vq.to_pixels(tiny(), np.array([[[11]]]))
 
 
 def test_loading_gives_the_bits_that_were_saved(tmp_path):

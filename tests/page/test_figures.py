@@ -141,7 +141,7 @@ def test_the_page_shows_the_tokens_of_eight_samplers(method):
         )
         for name in EIGHT
     }
-    assert [*method.SAMPLERS] == EIGHT
+    assert [*method.EXACT_PRESETS] == EIGHT
     assert [*map(int, row.split(" | "))] == [*planned.values()]
     assert len(set(planned.values())) == 8
 

@@ -175,13 +175,13 @@ def one_by_one(phases: list[plans.Steps]) -> list[plans.Steps]:
 
 
 def history(model, request, phases, settings, draws=None):
-    """Returns the canvas after each step [k l g], the final one, and the number of passes."""
+    """Returns the responses after each step [k l g], the final ones, and the number of passes."""
     shown, passes = [], 0
 
     def show(now):
         nonlocal passes
         if now.steps > passes:  # a step with nothing left to decode makes no pass
-            shown.append(now.canvas[0])
+            shown.append(now.responses[0])
         passes = now.steps
 
     last = traces.finished(
@@ -300,5 +300,5 @@ def assert_image(given, request, cells, expected):
     """Compares the decoded image of cells [l g], up to one grey level."""
     side = given.settings.model.codes_side
     codes = np.asarray(sequence.codes_from_cells(cells[None], request.grid[0], side))
-    image = vq.decode_codes(given.vq(), codes)[0].astype(int)
+    image = vq.to_pixels(given.vq(), codes)[0].astype(int)
     assert np.abs(image - expected).max() <= 1

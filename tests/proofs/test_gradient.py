@@ -20,14 +20,15 @@ NUM_MASKED = 3
 DIFFUSION = config.Diffusion(
     blocks="uniform", num_clean_blocks=NUM_CLEAN, num_masked_blocks=NUM_MASKED
 )
-KINDS = ("image", "text")
+MODALITIES = ("image", "text")
 
 
-def corrupted_rows(kind):
+def corrupted_rows(modality):
     """Two rows of different length with all clean and masked blocks, and a source image."""
     model = tiny.denoiser(tiny.model_settings())
     requests = [
-        tiny.request(kind, model.settings, i, words=n, source=True) for i, n in enumerate((3, 6))
+        tiny.request(modality, model.settings, i, words=n, source=True)
+        for i, n in enumerate((3, 6))
     ]
     rng = np.random.default_rng(3)
     blocks = []
@@ -40,11 +41,11 @@ def corrupted_rows(kind):
     return model, requests, blocks
 
 
-def batch_of(model, requests, blocks, kind, shape=None):
+def batch_of(model, requests, blocks, modality, shape=None):
     """Returns a training batch, its shape, and the start of each response."""
     prompts = [tiny.sample_input(asked, model.settings) for asked in requests]
     rows = [
-        diffusion.CorruptedRow(prompt, asked.response, kind, cut, model.settings)
+        diffusion.CorruptedRow(prompt, asked.response, modality, cut, model.settings)
         for prompt, asked, cut in zip(prompts, requests, blocks, strict=True)
     ]
     shape = shape or tiny.shape_of(rows)
@@ -52,17 +53,17 @@ def batch_of(model, requests, blocks, kind, shape=None):
     return batch, shape, [prompt.response_position for prompt in prompts]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rival_masked_blocks_predict_what_each_predicts_alone(kind):
-    model, requests, blocks = corrupted_rows(kind)
-    batch, shape, starts = batch_of(model, requests, blocks, kind)
+@pytest.mark.parametrize("modality", MODALITIES)
+def test_rival_masked_blocks_predict_what_each_predicts_alone(modality):
+    model, requests, blocks = corrupted_rows(modality)
+    batch, shape, starts = batch_of(model, requests, blocks, modality)
     length = len(requests[0].given)
-    together = traces.spread_logits(model, batch, kind, starts, length)
+    together = traces.spread_logits(model, batch, modality, starts, length)
     seen = np.zeros((len(requests), length), bool)
     for number in range(NUM_CLEAN + 1, NUM_CLEAN + NUM_MASKED + 1):
         alone = [keep_block(cut, number) for cut in blocks]
-        batch, _, _ = batch_of(model, requests, alone, kind, shape)
-        logits = traces.spread_logits(model, batch, kind, starts, length)
+        batch, _, _ = batch_of(model, requests, alone, modality, shape)
+        logits = traces.spread_logits(model, batch, modality, starts, length)
         held = np.stack([cut.masked for cut in alone])
         np.testing.assert_allclose(together[held], logits[held], rtol=0, atol=TOLERANCE)
         seen |= held
@@ -80,12 +81,12 @@ def keep_block(cut: diffusion.Blocks, number: int) -> diffusion.Blocks:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_flow_where_the_rule_lets_them_and_nowhere_else(kind):
+@pytest.mark.parametrize("modality", MODALITIES)
+def test_gradients_flow_where_the_rule_lets_them_and_nowhere_else(modality):
     """D (logits of block i) / d (embedding of block j), for all i and j of a training pass."""
-    model, requests, blocks = corrupted_rows(kind)
-    batch, _, _ = batch_of(model, requests, blocks, kind)
-    name = "understanding" if kind == "text" else "generation"
+    model, requests, blocks = corrupted_rows(modality)
+    batch, _, _ = batch_of(model, requests, blocks, modality)
+    name = "understanding" if modality == "text" else "generation"
     numbers = jnp.arange(NUM_CLEAN + NUM_MASKED + 1)
     norms = block_gradients(model, jax.tree.map(jnp.asarray, batch), name, numbers)
     own = getattr(batch, name).tags.block

@@ -36,7 +36,7 @@ class Case:
     """A batch to sample.
 
     Attributes:
-        requests: of one kind; their own guidance scales override that of `sampling`.
+        requests: of one modality; their own guidance scales override that of `sampling`.
         ends: position of the end-of-text that each text is forced to draw; by default none is.
     """
 
@@ -46,8 +46,8 @@ class Case:
     ends: tuple[int, ...] = ()
 
     @property
-    def kind(self) -> sequence.Kind:
-        return self.requests[0].kind
+    def modality(self) -> sequence.Modality:
+        return self.requests[0].modality
 
     @property
     def has_source(self) -> bool:
@@ -160,7 +160,7 @@ _step_logits = sample.step_logits
 
 def _telling(model, state, now, *rest):
     logits, cache = _step_logits(model, state, now, *rest)
-    told = state.passes, state.canvas, now.decode, logits
+    told = state.passes, state.responses, now.decode, logits
     jax.debug.callback(lambda *values: TOLD.append([*map(np.asarray, values)]), *told)
     return logits, cache
 
@@ -177,7 +177,9 @@ WATCHED_PHASE = watched_phase()
 def run(case: Case, phase=WATCHED_PHASE) -> tuple[list[Step], np.ndarray]:
     """Returns the steps of `sample.sample`, and its responses."""
     model = tiny.denoiser(case.model)
-    settings = tiny.step_settings(case.sampling, case.model, case.kind, has_source=case.has_source)
+    settings = tiny.step_settings(
+        case.sampling, case.model, case.modality, has_source=case.has_source
+    )
     assert settings.preset.truncate and not settings.preset.full_attention
     seeds = [request.request.seed for request in case.requests]
     parts = presets.plan(
@@ -197,7 +199,7 @@ def run(case: Case, phase=WATCHED_PHASE) -> tuple[list[Step], np.ndarray]:
         )
     jax.effects_barrier()
     told = sorted(TOLD, key=lambda values: int(values[0]))
-    states = [canvas for _, canvas, *_ in told] + [progress[-1].canvas]
+    states = [responses for _, responses, *_ in told] + [progress[-1].responses]
     steps = []
     for i, (_, before, decode, logits) in enumerate(told):
         spread = np.full((*before.shape, logits.shape[-1]), np.nan)
@@ -209,10 +211,10 @@ def run(case: Case, phase=WATCHED_PHASE) -> tuple[list[Step], np.ndarray]:
 
 def noise_of(case: Case, num_steps: int) -> np.ndarray:
     """Returns Gumbel noise [k b l g v] that makes texts end where they should."""
-    classes = case.model.vocab_size if case.kind == "text" else case.model.codebook_size
+    classes = case.model.vocab_size if case.modality == "text" else case.model.codebook_size
     shape = (num_steps, *case.given.shape, case.requests[0].response.shape[1], classes)
     noise = np.random.default_rng(0).gumbel(size=shape).astype(np.float32)
-    if case.kind == "text":
+    if case.modality == "text":
         end = case.model.end_of_text_id
         noise[..., end] = -SURELY
         for row, position in enumerate(case.ends):
@@ -257,7 +259,7 @@ def blocks_at(case: Case, steps: list[Step], number: int) -> np.ndarray:
     so do those of each later one.
     """
     by_step = np.stack([step.decoded for step in steps]).argmax(axis=0) + FIRST
-    if case.kind == "image":
+    if case.modality == "image":
         return np.where(case.given, GIVEN, by_step)
     block_of = np.arange(tiny.TEXT_LEN) // tiny.TEXT_BLOCK_LEN
     turn = np.array(text_blocks(case)).argsort()[block_of]
@@ -280,11 +282,11 @@ def choice(case: Case, step: Step, row: int, logits, now) -> np.ndarray:
     An image step keeps everything that it draws; a text step keeps its most confident draws, as
     many as the sampler decoded (Sec. 3.2).
     """
-    if case.kind == "text":
+    if case.modality == "text":
         logits[..., case.model.text_mask_id] = -np.inf  # never drawn
     drawn = (logits / TEMPERATURE + step.noise[row]).argmax(axis=-1)
     keep = np.flatnonzero(now)
-    if case.kind == "text":
+    if case.modality == "text":
         probability = np.exp(logits[keep, 0]) / np.exp(logits[keep, 0]).sum(axis=-1, keepdims=True)
         sure = np.take_along_axis(probability, drawn[keep], axis=-1)[:, 0]
         keep = keep[np.argsort(-sure)[: step.decoded[row].sum()]]
@@ -303,7 +305,7 @@ def test_every_step_is_the_papers(name):
     assert difference < TOLERANCE
     assert other_choices == 0
     left = steps[-1].after
-    mask_id = case.model.text_mask_id if case.kind == "text" else case.model.image_mask_id
+    mask_id = case.model.text_mask_id if case.modality == "text" else case.model.image_mask_id
     if not case.ends:
         assert (left != mask_id).all()
         np.testing.assert_array_equal(response, left)

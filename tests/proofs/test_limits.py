@@ -97,15 +97,15 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     np.testing.assert_allclose(ours[0, :image_len], plain[is_image], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_dense_sampler_is_the_training_pass_with_full_attention(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_dense_sampler_is_the_training_pass_with_full_attention(modality):
     model = tiny.denoiser(tiny.model_settings(trained_attention="full"))
     requests = [
-        tiny.request(kind, model.settings, i, words=n, given=share)
+        tiny.request(modality, model.settings, i, words=n, given=share)
         for i, (n, share) in enumerate(((3, 0.0), (6, 0.4)))
     ]
-    guidance = 0.5 if kind == "image" else 0.0
-    settings = traces.settings_of("", kind, model.settings, guidance=guidance)
+    guidance = 0.5 if modality == "image" else 0.0
+    settings = traces.settings_of("", modality, model.settings, guidance=guidance)
     assert settings.preset.full_attention
     assert settings.num_registers == 0
     steps, _ = traces.moments(model, requests, traces.plan(requests, settings, 3), settings)
@@ -118,33 +118,33 @@ def test_dense_sampler_is_the_training_pass_with_full_attention(kind):
 # One step.
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_one_step_is_the_training_pass_with_one_masked_block(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_one_step_is_the_training_pass_with_one_masked_block(modality):
     """C = B: compares the plan's only step with the blocks that training makes from that plan."""
     model = tiny.denoiser(tiny.model_settings())
-    requests = [tiny.request(kind, model.settings, i, words=n) for i, n in enumerate((3, 7))]
-    settings = traces.settings_of("sparse", kind, model.settings)
+    requests = [tiny.request(modality, model.settings, i, words=n) for i, n in enumerate((3, 7))]
+    settings = traces.settings_of("sparse", modality, model.settings)
     phases = traces.plan(requests, settings, num_steps=1, block_len=tiny.TEXT_LEN)
     (moment,), _ = traces.moments(model, requests, phases, settings)
     assert moment.masked.all()
     rows, starts = [], []
     for asked in requests:
-        cut = whole_response(asked, kind, model.settings)
+        cut = whole_response(asked, modality, model.settings)
         prompt = tiny.sample_input(asked, model.settings)
-        rows.append(diffusion.CorruptedRow(prompt, asked.response, kind, cut, model.settings))
+        rows.append(diffusion.CorruptedRow(prompt, asked.response, modality, cut, model.settings))
         starts.append(prompt.response_position)
     batch = tiny.stacked(rows, model.settings)
-    logits = traces.spread_logits(model, batch, kind, starts, len(requests[0].given))
+    logits = traces.spread_logits(model, batch, modality, starts, len(requests[0].given))
     np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
     assert np.abs(logits).max() > 0.1
 
 
-def whole_response(asked, kind, settings: config.Model) -> diffusion.Blocks:
+def whole_response(asked, modality, settings: config.Model) -> diffusion.Blocks:
     """Returns the blocks that training makes from a plan of one step: one masked block."""
     rng, one_block = np.random.default_rng(0), config.Diffusion(num_masked_blocks=1)
-    if kind == "text":
+    if modality == "text":
         length = tiny.TEXT_LEN
-        return diffusion.text_schedule_blocks(rng, length, length, 1, asked.given, one_block)
+        return diffusion.semi_autoregressive_blocks(rng, length, length, 1, asked.given, one_block)
     order = orders.order("stratified", 3, 3, asked.request.seed)
     sizes = np.array([tiny.IMAGE_LEN])
     return diffusion.schedule_blocks(
@@ -157,22 +157,28 @@ def whole_response(asked, kind, settings: config.Model) -> diffusion.Blocks:
 
 
 @functools.cache
-def ablation(kind: str, preset: str):
+def ablation(modality: str, preset: str):
     """The steps and the sample of one preset; the same requests and seeds for all."""
     model = tiny.denoiser(tiny.model_settings())
     requests = [
         tiny.request(
-            kind, model.settings, i, words=n, vision=True, source=kind == "image", given=share
+            modality,
+            model.settings,
+            i,
+            words=n,
+            vision=True,
+            source=modality == "image",
+            given=share,
         )
         for i, (n, share) in enumerate(((3, 0.3), (5, 0.0)))
     ]
-    settings = traces.settings_of(preset, kind, model.settings)
+    settings = traces.settings_of(preset, modality, model.settings)
     plan = traces.plan(requests, settings, num_steps=3, block_len=tiny.TEXT_LEN // 2)
     return model, requests, settings, *traces.moments(model, requests, plan, settings)
 
 
 @pytest.mark.parametrize(
-    ("kind", "plain", "cached"),
+    ("modality", "plain", "cached"),
     [
         ("image", "none", ("p", "r", "pr")),
         ("image", "t", ("pt", "rt", "sparse")),
@@ -180,11 +186,11 @@ def ablation(kind: str, preset: str):
         ("text", "t", ("pt", "rt", "sparse")),
     ],
 )
-def test_caching_changes_neither_logits_nor_samples(kind, plain, cached):
-    *_, steps, canvas = ablation(kind, plain)
+def test_caching_changes_neither_logits_nor_samples(modality, plain, cached):
+    *_, steps, responses = ablation(modality, plain)
     for preset in cached:
-        *_, cached_steps, cached_canvas = ablation(kind, preset)
-        np.testing.assert_array_equal(cached_canvas, canvas)
+        *_, cached_steps, cached_responses = ablation(modality, preset)
+        np.testing.assert_array_equal(cached_responses, responses)
         for moment, expected in zip(cached_steps, steps, strict=True):
             np.testing.assert_array_equal(moment.masked, expected.masked)
             np.testing.assert_allclose(
@@ -192,13 +198,13 @@ def test_caching_changes_neither_logits_nor_samples(kind, plain, cached):
             )
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(kind):
-    model, requests, settings, steps, _ = ablation(kind, "none")
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(modality):
+    model, requests, settings, steps, _ = ablation(modality, "none")
     trained = traces.training_logits(model, requests, steps, settings, with_rest=True)
     for moment, logits in zip(steps, trained, strict=True):
         np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
-    *_, truncated, _ = ablation(kind, "t")
+    *_, truncated, _ = ablation(modality, "t")
     # In the first step nothing is decoded yet, so only the other masks differ.
     assert np.abs(steps[0].logits - truncated[0].logits).max() > 1e-2
 
@@ -210,7 +216,7 @@ def test_without_truncation_the_other_masks_stand_in_the_block_of_the_step(kind)
 @pytest.mark.parametrize("given", [0.0, 0.3])
 def test_steps_of_a_text_that_share_a_row_are_what_each_is_alone(given):
     asked = tiny.request("text", tiny.model_settings(), 5, words=4, given=given)
-    together = diffusion.text_schedule_blocks(
+    together = diffusion.semi_autoregressive_blocks(
         np.random.default_rng(0),
         tiny.TEXT_LEN,
         tiny.TEXT_BLOCK_LEN,
@@ -236,14 +242,15 @@ def test_steps_of_a_plan_that_share_a_row_are_what_each_is_alone(given, merge):
 
 def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
     """Tokens that are clean for one step and masked for another do not interact."""
-    model, kind = tiny.denoiser(tiny.model_settings()), asked.kind
+    model, modality = tiny.denoiser(tiny.model_settings()), asked.modality
     rows = [together, *(alone(together, number) for number in together.masked_blocks)]
     prompt = tiny.sample_input(asked, model.settings)
     inputs = [
-        diffusion.CorruptedRow(prompt, asked.response, kind, one, model.settings) for one in rows
+        diffusion.CorruptedRow(prompt, asked.response, modality, one, model.settings)
+        for one in rows
     ]
     batch = tiny.stacked(inputs, model.settings)
-    is_text = kind == "text"
+    is_text = modality == "text"
     logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))[0 if is_text else 1]
     layouts = (batch.understanding if is_text else batch.generation).tags
     target = batch.text_target if is_text else batch.image_target

@@ -214,7 +214,7 @@ def test_text_rows_of_a_plan_are_the_negative_log_likelihood_of_the_sampler(give
     sampler, losses = [], []
     for ranked, permutations in orders_of_text(given):
         sampler.append(sampled_text(table, ranked, 3, steps, given))
-        blocks = diffusion.text_schedule_blocks(
+        blocks = diffusion.semi_autoregressive_blocks(
             Scripted([], permutations),
             LENGTH,
             3,
@@ -253,7 +253,7 @@ def test_text_loss_is_the_negative_log_likelihood_of_the_sampler(given, steps, m
             # Later draws choose within the text blocks: one case for each of their tokens. Using
             # the same numbers in all blocks does not change the mean of a sum.
             for inner in each_token_once(math.lcm(*map(len, ranked))):
-                blocks = diffusion.text_schedule_blocks(
+                blocks = diffusion.semi_autoregressive_blocks(
                     Scripted([u, inner, inner], permutations),
                     LENGTH,
                     block_len,
@@ -287,7 +287,7 @@ def test_text_loss_of_one_block_one_token_a_step_is_equation_1(masked_blocks):
     losses = [
         training_loss(
             table,
-            diffusion.text_schedule_blocks(
+            diffusion.semi_autoregressive_blocks(
                 Scripted([0.5, u], [order]),
                 LENGTH,
                 LENGTH,

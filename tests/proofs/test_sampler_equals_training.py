@@ -66,9 +66,9 @@ def test_so_are_those_of_passes_over_codes_inside_a_step(passes, preset):
     requests = draw(model.settings)
     settings = traces.settings_of(preset, "image", model.settings, guidance=0.7)
     phases = traces.plan(requests, settings, num_steps=3, cell_passes=passes)
-    steps, canvas = traces.moments(model, requests, phases, settings)
+    steps, responses = traces.moments(model, requests, phases, settings)
     assert [moment.block for moment in steps] == np.repeat([2, 3, 4], passes).tolist()
-    states = [moment.canvas for moment in steps] + [canvas]
+    states = [moment.responses for moment in steps] + [responses]
     for i, moment in enumerate(steps):
         new = (states[i + 1] != states[i]).sum(axis=-1)
         np.testing.assert_array_equal(new, moment.masked * 4 // passes)
@@ -79,22 +79,22 @@ def test_so_are_those_of_passes_over_codes_inside_a_step(passes, preset):
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampler_logits_are_training_logits_at_every_step(case):
-    kind, make_requests, rows, changes = CASES[case]
+    modality, make_requests, rows, changes = CASES[case]
     model = tiny.denoiser(tiny.model_settings(**changes))
     requests = make_requests(model.settings)
     settings = traces.settings_of(
         "sparse",
-        kind,
+        modality,
         model.settings,
         has_source=rows == 3,
         guidance=0.7 if rows > 1 else 0.0,
         guidance_image=0.4 if rows == 3 else 0.0,
     )
     assert settings.guidance_rows == rows
-    phases = traces.plan(requests, settings, num_steps=4 if kind == "image" else 3)
-    steps, canvas = traces.moments(model, requests, phases, settings)
+    phases = traces.plan(requests, settings, num_steps=4 if modality == "image" else 3)
+    steps, responses = traces.moments(model, requests, phases, settings)
     trained = traces.training_logits(model, requests, steps, settings)
-    predicted = np.zeros(canvas.shape[:2], int)
+    predicted = np.zeros(responses.shape[:2], int)
     for moment, logits in zip(steps, trained, strict=True):
         np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
         assert np.abs(logits[moment.masked]).max() > 0.1
@@ -124,10 +124,10 @@ def test_sampler_logits_are_training_logits_at_the_limits_of_every_range(edge):
     ]
     settings = traces.settings_of("sparse", "image", model.settings)
     plan = traces.plan(asked, settings, num_steps)
-    steps, canvas = traces.moments(model, asked, plan, settings)
+    steps, responses = traces.moments(model, asked, plan, settings)
     assert len(steps) == min(num_steps, 9)
-    assert (canvas != model.settings.image_mask_id).all()
-    for row, one in zip(canvas, asked, strict=True):
+    assert (responses != model.settings.image_mask_id).all()
+    for row, one in zip(responses, asked, strict=True):
         np.testing.assert_array_equal(row[one.given], one.response[one.given])
     trained = traces.training_logits(model, asked, steps, settings)
     for moment, logits in zip(steps, trained, strict=True):
@@ -142,9 +142,9 @@ def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
         for i, share in enumerate((0.0, 0.4))
     ]
     settings = traces.settings_of("sparse", "image", model.settings)
-    steps, canvas = traces.moments(model, requests, traces.plan(requests, settings, 4), settings)
+    steps, responses = traces.moments(model, requests, traces.plan(requests, settings, 4), settings)
     rows, plan = [], []
-    for asked, drawn in zip(requests, canvas, strict=True):
+    for asked, drawn in zip(requests, responses, strict=True):
         cells = orders.order("stratified", 3, 3, asked.request.seed)
         cells = cells[~asked.given[cells]]
         sizes = orders.counts("shift", 4, len(cells), 3.0)
@@ -153,7 +153,7 @@ def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
         rows.append(diffusion.CorruptedRow(prompt, drawn, "image", plan[-1], model.settings))
     batch = tiny.stacked(rows, model.settings)
     _, logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))
-    predicted = np.zeros(canvas.shape[:2], int)
+    predicted = np.zeros(responses.shape[:2], int)
     for i, blocks in enumerate(plan):
         assert len(blocks.masked_blocks) == len(steps) == 4
         for number, moment in zip(blocks.masked_blocks, steps, strict=True):
@@ -208,14 +208,14 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
     assert len(first) == 3
     for moment in first:
         state = dataclasses.replace(
-            moment, canvas=moment.canvas[:, :block], decoded_at=moment.decoded_at[:, :block],
+            moment, responses=moment.responses[:, :block], decoded_at=moment.decoded_at[:, :block],
             masked=moment.masked[:, :block],
         )  # fmt: skip
         sampled = moment.logits[0, :block]
         for places, is_same in ((length, True), (prompt.length, False)):
             blocks = traces.blocks_of(state, 0, False, None)
             longer = prompt._replace(length=places)
-            row = diffusion.CorruptedRow(longer, state.canvas[0], "text", blocks, model.settings)
+            row = diffusion.CorruptedRow(longer, state.responses[0], "text", blocks, model.settings)
             batch = tiny.stacked([row], model.settings)
             (trained,) = traces.spread_logits(model, batch, "text", [start], block)
             error = np.abs(trained - sampled)[state.masked[0]].max()

@@ -53,7 +53,7 @@ def coded(name: str) -> Coded:
     grids = np.where(filled, rng.integers(1, APPEARANCES, shape), world.EMPTY)
     pixels = render(grids)
     codes = vq.encode_images(model, pixels)
-    decoded = vq.decode_codes(model, codes[:DECODED])
+    decoded = vq.to_pixels(model, codes[:DECODED])
     again = vq.encode_images(model, decoded)
     return Coded(grids, pixels, cells_of(codes), decoded, cells_of(again))
 

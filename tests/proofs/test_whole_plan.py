@@ -24,7 +24,7 @@ from sparse_lavida_jax.sampling.presets import RowRequest
 
 TOLERANCE = 1e-4  # in bits and in logits, at most 3 x guided; measured: 2e-5
 FAULT = 0.02  # the least change of a planted fault, in bits or logits; measured: 0.05
-NUMBERS = {"text": 0, "image": 2}  # of the kinds of noise
+NUMBERS = {"text": 0, "image": 2}  # of the noise of each modality
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Case:
     """A batch that was decoded by the sampler.
 
     Attributes:
-        examples, requests, sampling: as for `Engine.decode`.
+        examples, requests, sampling: as for `Engine.sample`.
         decoded: what it returned.
     """
 
@@ -40,19 +40,19 @@ class Case:
     examples: list
     requests: list[RowRequest]
     sampling: config.Sampling
-    decoded: engine.Decoded
+    decoded: engine.SampleOutput
 
     def scored(self):
         """Returns the steps and scores of each row, of one pass."""
-        kind = self.examples[0].kind
-        orders = self.decoded.orders if kind == "text" else None
+        modality = self.examples[0].modality
+        orders = self.decoded.orders if modality == "text" else None
         how = self.examples, self.requests, self.sampling, self.decoded.drawn, orders
-        return self.engine.scores(*how, stage=kind)
+        return self.engine.scores(*how, stage=modality)
 
 
 @functools.cache
 def case(name: str) -> Case:
-    kind = "text" if name == "answer" else "image"
+    modality = "text" if name == "answer" else "image"
     rows = [{"words": 3}, {"words": 9}]
     if name == "edit":
         rows = [{"words": 2, "vision": True, "source": True, "given": 0.4}, {"words": 6}]
@@ -73,8 +73,8 @@ def case(name: str) -> Case:
     sampling = config.Sampling(
         num_steps=5, schedule="linear", order_seed=-1, temperature=0.8, **changes
     )
-    scales = presets.scales(sampling, kind)
-    examples = [tiny.request(kind, model, i, **row) for i, row in enumerate(rows)]
+    scales = presets.scales(sampling, modality)
+    examples = [tiny.request(modality, model, i, **row) for i, row in enumerate(rows)]
     requests = [RowRequest(seed=5 + i, attempt=i, **scales) for i in range(len(rows))]
     made = engine.Engine(tiny.denoiser(model), 2, tiny.TEXT_BLOCK_LEN)
     return Case(made, examples, requests, sampling, made.decode(examples, requests, sampling))
@@ -92,10 +92,10 @@ CASES = (
 )
 
 
-def gumbel(request: RowRequest, kind: str, block: int, position: int, shape) -> np.ndarray:
-    """Returns the noise of a token: keyed by seed, kind, attempt, step and position."""
+def gumbel(request: RowRequest, modality: str, block: int, position: int, shape) -> np.ndarray:
+    """Returns the noise of a token: keyed by seed, modality, attempt, step and position."""
     key = jax.random.key(request.seed)
-    for number in (NUMBERS[kind], request.attempt, block, position):
+    for number in (NUMBERS[modality], request.attempt, block, position):
         key = jax.random.fold_in(key, number)
     return np.asarray(jax.random.gumbel(key, shape, mode="low"), np.float64)
 
@@ -115,7 +115,7 @@ def difference(one: Case, scored) -> float:
                 bits = np.log2(np.exp(scaled).sum(axis=-1, keepdims=True))
                 bits = bits - np.take_along_axis(scaled, chosen, -1) / np.log(2)
                 noise = gumbel(
-                    one.requests[row], one.examples[0].kind, step.block, position, scaled.shape
+                    one.requests[row], one.examples[0].modality, step.block, position, scaled.shape
                 )
                 score = scaled + noise
                 own = np.take_along_axis(score, chosen, -1)
@@ -133,18 +133,18 @@ def independent_logits(one: Case, row: int, step: whole_plan.Step) -> np.ndarray
     asked, response = one.examples[row], one.decoded.drawn[row]
     model = dense_pass.in_float64(one.engine.model)
     model.settings = dataclasses.replace(model.settings, num_registers=step.registers)
-    is_text = asked.kind == "text"
+    is_text = asked.modality == "text"
     mask_id = model.settings.text_mask_id if is_text else model.settings.image_mask_id
     order = order_of(one, row)
     clean = order < step.block
-    canvas = np.where(clean[:, None], response, mask_id)
-    canvas[step.at] = np.where(step.known, response[step.at], mask_id)
+    masked = np.where(clean[:, None], response, mask_id)
+    masked[step.at] = np.where(step.known, response[step.at], mask_id)
     blocks = np.where(clean, order, step.block + 1)
     blocks[step.at] = step.block
     request = one.requests[row]
     image = request.guidance_image * step.guidance if one.sampling.guidance_image else None
     guidance = request.guidance * step.guidance
-    logits = dense_pass.step_logits(model, asked, canvas, blocks, step.block, guidance, image)
+    logits = dense_pass.step_logits(model, asked, masked, blocks, step.block, guidance, image)
     if is_text:
         logits[..., mask_id] = -np.inf
     filters = one.sampling.top_k, one.sampling.top_p
@@ -197,13 +197,13 @@ def changes(one: Case, row: int, steps, scores) -> np.ndarray:
     difference of two scores or twice that of two log-odds does.
     """
     order, drawn = one.decoded.orders[row], one.decoded.drawn[row]
-    kind, found = one.examples[0].kind, np.full(len(drawn), np.inf)
+    modality, found = one.examples[0].modality, np.full(len(drawn), np.inf)
     for number, step in enumerate(steps):
         logits, temperature = independent_logits(one, row, step), 0.8 * step.temperature
         gaps, sure = {}, {}
         for position in step.at:
             own = logits[position]
-            noise = gumbel(one.requests[row], kind, step.block, position, own.shape)
+            noise = gumbel(one.requests[row], modality, step.block, position, own.shape)
             score = own + noise * temperature
             gaps[position] = score.max(-1, keepdims=True) - score
             weight = np.exp(own - own.max(-1, keepdims=True))
@@ -217,7 +217,7 @@ def changes(one: Case, row: int, steps, scores) -> np.ndarray:
         for i, position in now:
             for code, gap in zip(drawn[position], gaps[position][committed[i]], strict=True):
                 found[position] = min(found[position], np.delete(gap, code).min())
-            for other in left if kind == "text" else ():
+            for other in left if modality == "text" else ():
                 own = sure[position][0, drawn[position, 0]]
                 least = np.maximum(gaps[other][0], (own - sure[other][0]) / 2).min()
                 found[position] = min(found[position], least)

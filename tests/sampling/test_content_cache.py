@@ -131,11 +131,11 @@ def test_parts_and_kept_rows_change_no_logit_and_no_token(name, asked):
     )
     plan = traces.plan(requests, settings)
     with traces._patched(parted=lambda *inputs, **_: [PromptPart(0, prompts.batched(*inputs))]):
-        wanted, canvas = traces.moments(model, requests, plan, settings)
+        wanted, responses = traces.moments(model, requests, plan, settings)
     kept = ContentCache()
     for options in ({}, {"content_cache": kept}, {"content_cache": kept}):
         found, ours = traces.moments(model, requests, plan, settings, **options)
-        np.testing.assert_array_equal(ours, canvas)
+        np.testing.assert_array_equal(ours, responses)
         for moment, expected in zip(found, wanted, strict=True):
             np.testing.assert_allclose(moment.logits, expected.logits, rtol=0, atol=TOLERANCE)
     rows = 0 if name == "dense" else 2 * settings.guidance_rows
@@ -173,9 +173,9 @@ def passed_of(requests, kept):
     settings = traces.settings_of("sparse", "image", SETTINGS, guidance=1.5)
     plan, rows = traces.plan(requests, settings), []
 
-    def counting(model, prompt, *, kind):
+    def counting(model, prompt, *, modality):
         rows.append(len(prompt.length))
-        return traces._pass_prompt(model, prompt, kind=kind)
+        return traces._pass_prompt(model, prompt, modality=modality)
 
     with traces._patched(**traces._quick() | {"pass_prompt": counting}):
         how = {"settings": settings, "content_cache": kept}
@@ -252,12 +252,12 @@ def test_what_was_used_longest_ago_is_let_go():
         assert not nothing.hits | nothing.misses | nothing.evicted
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_the_bytes_of_a_prompt_are_those_of_its_keys_and_values(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_the_bytes_of_a_prompt_are_those_of_its_keys_and_values(modality):
     prompt = tiny.prepare([edit(3), edit(20)], SETTINGS, 3)
-    cache = traces._pass_prompt(tiny.denoiser(SETTINGS), prompt, kind=kind)
+    cache = traces._pass_prompt(tiny.denoiser(SETTINGS), prompt, modality=modality)
     held = sum(x.nbytes for x in (*cache.joint, *cache.split))
-    assert state.prompt_bytes(SETTINGS, prompt, kind) == held
+    assert state.prompt_bytes(SETTINGS, prompt, modality) == held
 
 
 def state_of(requests, settings, kept):
@@ -268,7 +268,7 @@ def state_of(requests, settings, kept):
         tiny.denoiser(SETTINGS), inputs, plan, settings=settings, content_cache=kept
     )
     found = prefilled.state
-    whole = found.canvas, found.decoded_at, found.features, found.cache, found.passes
+    whole = found.responses, found.decoded_at, found.features, found.cache, found.passes
     return [np.asarray(leaf) for leaf in jax.tree.leaves(whole)]
 
 
@@ -279,16 +279,16 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "kind", "guided"),
+    ("name", "modality", "guided"),
     [("sparse", "text", 0), ("sparse", "image", 1), ("dense", "image", 0)],
 )
-def test_the_state_has_the_same_bits_with_and_without(name, kind, guided, number):
+def test_the_state_has_the_same_bits_with_and_without(name, modality, guided, number):
     """A question and an edit, alone and with another one, found in another order."""
-    how = {"vision": True, "source": kind == "image"}
-    requests = [tiny.request(kind, SETTINGS, i, words=9 + i, **how) for i in range(number)]
+    how = {"vision": True, "source": modality == "image"}
+    requests = [tiny.request(modality, SETTINGS, i, words=9 + i, **how) for i in range(number)]
     settings = traces.settings_of(
-        name, kind, SETTINGS, guidance=1.5 * guided, guidance_image=0.5 * guided,
-        has_source=kind == "image",
+        name, modality, SETTINGS, guidance=1.5 * guided, guidance_image=0.5 * guided,
+        has_source=modality == "image",
     )  # fmt: skip
     kept = ContentCache()
     for asked in (requests, requests, requests[::-1]):
@@ -324,9 +324,9 @@ def test_what_is_kept_is_not_overwritten_by_the_steps():
 def test_entries_are_found_only_for_their_model_and_the_kind_of_response():
     """The split layers write keys only for the decoded stream."""
     kept = ContentCache()
-    for kind in ("image", "text"):
-        settings = traces.settings_of("sparse", kind, SETTINGS, guidance=0.0)
-        requests = [tiny.request(kind, SETTINGS, 0, words=3)]
+    for modality in ("image", "text"):
+        settings = traces.settings_of("sparse", modality, SETTINGS, guidance=0.0)
+        requests = [tiny.request(modality, SETTINGS, 0, words=3)]
         plan = traces.plan(requests, settings, num_steps=2)
         for model in (tiny.denoiser(SETTINGS), jax.tree.map(jnp.copy, tiny.denoiser(SETTINGS))):
             with traces._patched(**traces._quick()):

@@ -17,11 +17,11 @@ SETTINGS = tiny.model_settings()
 DRAWS = 4000
 
 
-def rows_and_step(kind="image", stage="", attempt=0, draws=DRAWS):
-    """Returns a row of `draws` tokens to decode, and the settings of its kind."""
-    settings = tiny.step_settings(config.Sampling(), SETTINGS, kind)
+def rows_and_step(modality="image", stage="", attempt=0, draws=DRAWS):
+    """Returns a row of `draws` tokens to decode, and the settings of its modality."""
+    settings = tiny.step_settings(config.Sampling(), SETTINGS, modality)
     settings = dataclasses.replace(settings, temperature=1.0)
-    asked = tiny.asked_with(tiny.request(kind, SETTINGS, 3, words=2), attempt=attempt)
+    asked = tiny.asked_with(tiny.request(modality, SETTINGS, 3, words=2), attempt=attempt)
     rows = state.rows_of(tiny.sample_inputs([asked], SETTINGS, settings), settings, stage)
     return rows, tiny.step_at(jnp.arange(draws)[None]), settings
 
@@ -113,8 +113,8 @@ def test_no_two_things_made_of_one_seed_share_their_noise():
     """A layout, its image, a verdict, and the attempts of a reflection."""
     ways = [("text", "layout"), ("text", "text"), ("image", "image")]
     noises = []
-    for kind, stage in ways:
+    for modality, stage in ways:
         for attempt in (0, 1, 2):
-            rows, now, _ = rows_and_step(kind, stage, attempt, draws=4)
+            rows, now, _ = rows_and_step(modality, stage, attempt, draws=4)
             noises.append(tuple(np.asarray(draw.noise(rows.key, now, (3,))).ravel()))
     assert len(set(noises)) == 9

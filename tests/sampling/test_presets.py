@@ -21,12 +21,12 @@ TASKS = {"draw": 1.0, "layout": 1.0, "answer": 1.0, "check": 1.0}
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Returns a pipeline, and the calls of its sampler: kind, width of a step, temperature."""
+    """Returns a pipeline, and the calls of its sampler: modality, width of a step, temperature."""
     seen = []
 
     def sample(model, inputs, phases, *, settings, **_):
         temperature = inputs[0].request.temperature
-        seen.append((settings.kind, phases[0].decode.shape[-1], temperature))
+        seen.append((settings.modality, phases[0].decode.shape[-1], temperature))
         return np.stack([one.example.response for one in inputs])
 
     monkeypatch.setattr(engine.sample, "sample", sample)
@@ -53,7 +53,7 @@ def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
     for changes in ({}, {"layout_temperature": 0.7}):
         pipe.generate("a circle", sampling=config.Sampling(num_steps=2, **asked, **changes))
     pipe.ask(None, "why?", max_new_tokens=40, sampling=config.Sampling(**asked))
-    texts = [rest for kind, *rest in seen if kind == "text"]
+    texts = [rest for modality, *rest in seen if modality == "text"]
     assert texts == [[10, 0.2], [10, 0.7], [20, 0.2]]
 
 
@@ -61,17 +61,17 @@ def test_a_text_that_is_no_whole_blocks_has_as_many_steps_as_tokens(ran):
     """It is one block: earlier, more steps were silently cut, or refused although they fit."""
     pipe, _ = ran
     example = pipe.encoder.text_example("a", length=10)  # blocks have 8 tokens
-    pipe.decode([example], sampling=config.Sampling(text_steps=10))
+    pipe.sample([example], sampling=config.Sampling(text_steps=10))
     with pytest.raises(config.ConfigError, match="1 to 10 are allowed"):
-        pipe.decode([example], sampling=config.Sampling(text_steps=11))
+        pipe.sample([example], sampling=config.Sampling(text_steps=11))
 
 
-@pytest.mark.parametrize("name", options.SAMPLERS)
+@pytest.mark.parametrize("name", options.PUBLISHED)
 def test_published_samplers_have_names(ran, name):
     pipe, _ = ran
     for task, words in (("generate", "a"), ("ask", "why?")):
         (made,) = pipe.requests(task, words, sampler=name)
-        for field, value in options.SAMPLERS[name].items():
+        for field, value in options.PUBLISHED[name].items():
             assert getattr(made.sampling, field) == value
 
 
@@ -114,7 +114,7 @@ def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evalu
     settings = stand_ins.settings()
     asked = {"draw": "image", "text": "text"}
     examples = {
-        task: tiny.request(kind, settings.model, 0, words=2) for task, kind in asked.items()
+        task: tiny.request(modality, settings.model, 0, words=2) for task, modality in asked.items()
     }
     rows = suites.by_preset(settings, examples, 8, batch=1, names=("fast_dllm", "dense"))
     assert [(row.task, row.method) for row in rows] == [

@@ -20,14 +20,14 @@ VOCABULARY, CODES = 53, 29  # sizes that nothing else has
 SETTINGS = tiny.model_settings(vocab_size=VOCABULARY, codebook_size=CODES)
 
 
-def program(kind, name="sparse", form=lambda model: model):
+def program(modality, name="sparse", form=lambda model: model):
     """Returns the first phase's program as text, with its plan and its settings.
 
     Args:
         form: transforms the model.
     """
-    settings = traces.settings_of(name, kind, SETTINGS, guidance=2.0)
-    asked = [tiny.request(kind, SETTINGS, 0, words=3)]
+    settings = traces.settings_of(name, modality, SETTINGS, guidance=2.0)
+    asked = [tiny.request(modality, SETTINGS, 0, words=3)]
     plan = traces.plan(asked, settings, num_steps=2)
     seen, run_phase = [], sample.run_phase
 
@@ -77,17 +77,17 @@ def test_an_image_step_has_no_understanding_tokens():
     assert 16 not in slots - {width + SETTINGS.num_registers}  # the bucket of the prompt
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_what_is_thrown_away_changes_nothing(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_what_is_thrown_away_changes_nothing(modality):
     """Like the released code, this computes the whole text tower and its head for every token."""
-    plain, wasteful = program(kind, "dense"), program(kind, "dense", requests.discarding)
+    plain, wasteful = program(modality, "dense"), program(modality, "dense", requests.discarding)
     head = (SETTINGS.width, VOCABULARY)
     before, after = (made(text, VOCABULARY, but=[head]) for text, *_ in (plain, wasteful))
     assert after - before
-    if kind == "image":  # the prompt's slots and every cell of both rows
+    if modality == "image":  # the prompt's slots and every cell of both rows
         cells = sum(part.shape[-1] for part in (plain[1].clean, plain[1].decode, plain[1].rest))
         assert {shape[:2] for shape in after - before} == {(2, prompts.PROMPT_BUCKET + cells)}
-    asked = [tiny.request(kind, SETTINGS, 0, words=3)]
+    asked = [tiny.request(modality, SETTINGS, 0, words=3)]
     plan = [plain[1]]
     same = [
         traces.finished(model, asked, plan, plain[2], stop_early=False)
@@ -133,14 +133,14 @@ def compiled(monkeypatch):
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize(("kind", "guidance"), [("image", 0.0), ("image", 2.0), ("text", 0.0)])
-def test_programs_made_ahead_are_those_that_run(kind, guidance, compiled, monkeypatch):
+@pytest.mark.parametrize(("modality", "guidance"), [("image", 0.0), ("image", 2.0), ("text", 0.0)])
+def test_programs_made_ahead_are_those_that_run(modality, guidance, compiled, monkeypatch):
     """Nothing is traced after them, and what comes out has the same bits."""
     model_settings = tiny.model_settings(vocab_size=67, codebook_size=31)  # no test has compiled it
-    settings = traces.settings_of("sparse", kind, model_settings, guidance=guidance)
-    asked = [tiny.request(kind, model_settings, 0, words=3)]
+    settings = traces.settings_of("sparse", modality, model_settings, guidance=guidance)
+    asked = [tiny.request(modality, model_settings, 0, words=3)]
     plan = traces.plan(
-        asked, settings, num_steps=3, **({"max_phases": 2} if kind == "image" else {})
+        asked, settings, num_steps=3, **({"max_phases": 2} if modality == "image" else {})
     )
     model, make, numbers = tiny.denoiser(model_settings), calls.make, []
 

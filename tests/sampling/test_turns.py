@@ -24,7 +24,7 @@ from sparse_lavida_jax.tags import FIRST_BLOCK
 SETTINGS = tiny.model_settings()
 FOUR_CODES = tiny.model_settings(codes_per_token=4)
 SEEDS = (5, 6, 7)  # of three branches
-# By name: kind, model, preset, settings of steps, and how the request is made.
+# By name: modality, model, preset, settings of steps, and how the request is made.
 CASES = {
     "image": ("image", SETTINGS, "sparse", {}, {}),
     "guidance": ("image", SETTINGS, "sparse", {"guidance": 1.5}, {}),
@@ -43,16 +43,16 @@ CASES = {
 
 def setup(name):
     """Returns model, request, plan of one row, settings and stage of a case."""
-    kind, model, preset, changes, how = CASES[name]
+    modality, model, preset, changes, how = CASES[name]
     passes = changes.get("cell_passes", 1)
     options = {key: value for key, value in changes.items() if key != "cell_passes"}
     settings = traces.settings_of(
-        preset, kind, model, has_source=how.get("source", False), cell_passes=passes, **options
+        preset, modality, model, has_source=how.get("source", False), cell_passes=passes, **options
     )
     settings = dataclasses.replace(settings, head_tile=0)
-    request = tiny.request(kind, model, 3, words=3, **how)
+    request = tiny.request(modality, model, 3, words=3, **how)
     plan = traces.plan([request], settings, cell_passes=passes)
-    stage = "image" if kind == "image" else "layout"
+    stage = "image" if modality == "image" else "layout"
     return tiny.denoiser(model), request, plan, settings, stage
 
 

@@ -49,7 +49,7 @@ def test_a_text_response_is_whole_blocks_and_ends(encoder, task):
         example = encoder.scene_example(sample, extra_blocks=extra % 4)
         ids = example.response[:, 0]
         answer = encoder.tokenizer.encode(sample.answer)
-        assert example.kind == "text"
+        assert example.modality == "text"
         assert len(ids) % block == 0
         assert example.reach % block == 0
         assert ids[: len(answer)].tolist() == answer
@@ -134,7 +134,7 @@ def test_an_image_example_holds_image_source_prompt_plan_and_response_in_order(e
         [t.user_id], t.encode(sample.prompt), [t.end_of_turn_id, t.assistant_id],
         t.encode(sample.layout), [t.end_of_turn_id],
     ]  # fmt: skip
-    assert example.kind == "image"
+    assert example.modality == "image"
     np.testing.assert_array_equal(example.response[:, 0], sample.target.cells)
     np.testing.assert_array_equal(example.parts[2].codes[:, 0], sample.image.cells)
     side = encoder.model.vision.image_size
@@ -178,7 +178,7 @@ def test_a_whole_sequence_stands_where_the_example_does(encoder, task):
         np.testing.assert_array_equal(whole.source_position, row.source_position)
         tokens = dict(zip(row.position.tolist(), row.ids.tolist(), strict=True))
         place = row.response_position + np.arange(len(example.response))
-        if example.kind == "text":
+        if example.modality == "text":
             tokens |= dict(zip(place.tolist(), example.response[:, 0].tolist(), strict=True))
             assert len(made.codes) == 0
         else:
@@ -199,7 +199,7 @@ def test_everything_after_the_assistant_token_is_answered_but_what_is_given(enco
             laid_out(example, encoder).ids == encoder.tokenizer.assistant_id
         ]
         given = np.zeros(row.length, bool)
-        if example.kind == "text":
+        if example.modality == "text":
             start = laid_out(example, encoder).response_position
             given[start : start + len(example.given)] = example.given
         expected = (row.position > assistant) & ~given[row.position]

@@ -78,7 +78,7 @@ def test_rows_of_other_shapes_are_decoded_apart_and_told_by_number(pipe):
     told: list[Progress] = []
     result = served(pipe, made, callback=told.append)
     assert {state.rows for state in told} == {(0, 2), (1,)}
-    assert {len(state.canvas) for state in told} == {2, 1}
+    assert {len(state.responses) for state in told} == {2, 1}
     for row, record in enumerate(result.records):
         np.testing.assert_array_equal(pipe.replay(record, image).pixels[0], result.pixels[row])
 

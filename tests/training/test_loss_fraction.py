@@ -62,9 +62,9 @@ def tokenizer(tmp_path_factory) -> chat.ChatTokenizer:
     return chat.ChatTokenizer(path)
 
 
-def record(kind: str, number: int, side: int) -> Record:
+def record(modality: str, number: int, side: int) -> Record:
     """Returns a question about a photo of 768 x 768 pixels, or an image with a caption."""
-    if kind == "text":
+    if modality == "text":
         said = "word " * ANSWERS[number % len(ANSWERS)]
         asked = ("word " * 12,)
         return Record("understanding", "set", "1", asked, (said,), images=(PHOTO,), size=(800, 800))
@@ -75,13 +75,13 @@ def record(kind: str, number: int, side: int) -> Record:
     )  # fmt: skip
 
 
-def prepared_rows(settings: config.Config, tokenizer, kind: str) -> list[TrainingRow]:
+def prepared_rows(settings: config.Config, tokenizer, modality: str) -> list[TrainingRow]:
     """Returns rows of realistic length; making them needs no model."""
     side = settings.model.grid_size * settings.model.codes_side
     mixer, examples = Mixer(tokenizer, settings), []
-    for number in range(2 * len(ANSWERS) if kind == "text" else 1):
+    for number in range(2 * len(ANSWERS) if modality == "text" else 1):
         rng = np.random.default_rng(number)
-        examples.append(mixer.example(record(kind, number, side), rng))
+        examples.append(mixer.example(record(modality, number, side), rng))
     return [
         make_row(examples[i % len(examples)], settings, np.random.default_rng(i))
         for i in range(ROWS)
@@ -95,27 +95,27 @@ def with_loss(rows: list[TrainingRow]) -> int:
 def groups_of(settings: config.Config, tokenizer):
     """Yields for each group of a config what it predicts, some rows, and their common shape."""
     if settings.data.source == "prepared":
-        for kind in ("text", "image"):
-            rows = prepared_rows(settings, tokenizer, kind)
-            yield kind, rows, longest_of([row.length for row in rows], MixtureBatches.multiple)
+        for modality in ("text", "image"):
+            rows = prepared_rows(settings, tokenizer, modality)
+            yield modality, rows, longest_of([row.length for row in rows], MixtureBatches.multiple)
         return
     table = np.zeros((world.NUM_APPEARANCES + 1, settings.model.codes_per_token), int)
     encoder = dataclasses.replace(stand_ins.encoder(settings), appearance_codes=table)
     made = scene_batches.SceneBatches(settings, encoder)
     made.probe = 64
     for group in made.groups:
-        kind = "text" if group in TEXT_GROUPS else "image"
+        modality = "text" if group in TEXT_GROUPS else "image"
         rows = [made.row(group, number) for number in range(64)]
-        yield kind, rows, made.shape_of(group).rows[-1]
+        yield modality, rows, made.shape_of(group).rows[-1]
 
 
 def loss_fractions(settings: config.Config, tokenizer) -> dict[str, float]:
     """Returns `loss_fraction` as logged by a run, for text and for images."""
     losses, slots = collections.Counter(), collections.Counter()
-    for kind, rows, shape in groups_of(settings, tokenizer):
-        losses[kind] += with_loss(rows)
-        slots[kind] += len(rows) * (shape.understanding + shape.generation)
-    return {kind: losses[kind] / slots[kind] for kind in slots}
+    for modality, rows, shape in groups_of(settings, tokenizer):
+        losses[modality] += with_loss(rows)
+        slots[modality] += len(rows) * (shape.understanding + shape.generation)
+    return {modality: losses[modality] / slots[modality] for modality in slots}
 
 
 @pytest.mark.parametrize("name", LEAST)

@@ -36,9 +36,10 @@ def make_hole(dice: ArtDice, *, word: str) -> Sample | None:
     missing = tuple((one.name, one.box) for one in whole.things if hidden[one.cells].any())
     if not missing:
         return None
-    corners = (left, top, left + width, top + height)
+    steps = CELL_STEPS
+    box = (steps * left, steps * top, steps * (left + width), steps * (top + height))
     return Sample(
-        f"{drawn.prompt}, {word}{box_text(tuple(CELL_STEPS * at for at in corners))}",
+        f"{drawn.prompt}, {word}{box_text(box)}",
         dataclasses.replace(whole, hidden=tuple(map(tuple, np.argwhere(hidden).tolist()))),
         target=whole,
         layout=str(ArtLayout(missing)),

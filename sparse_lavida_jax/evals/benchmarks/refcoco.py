@@ -75,7 +75,7 @@ class RefCoco(Benchmark):
         if pipe.prompts.locates_in_one_step:
             length = len(examples[0].response)
             sampling = presets.one_pass(sampling, pipe.settings.model, length)
-        said = pipe.decode(examples, sampling=sampling, seed=seeds, shared=True)
+        said = pipe.sample(examples, sampling=sampling, seed=seeds, shared=True)
         outputs = []
         for item, image, ids in zip(items, shown, said, strict=True):
             height, width = image.shape[:2]

@@ -252,7 +252,7 @@ def committed(service: Service, state: Any, row: int, most: int | None) -> str:
     """Returns the text of an answer up to its first undecoded token; "" if there is none yet."""
     if state is None or state.stage != "text" or row not in state.rows:
         return ""
-    ids = state.canvas[state.rows.index(row)][:most]
+    ids = state.responses[state.rows.index(row)][:most]
     masked = (ids[:, 0] == state.mask_id).nonzero()[0]
     # An incomplete character decodes to a replacement character until its other tokens are there.
     return _text(service, ids[: masked[0]] if len(masked) else ids, most).rstrip("\ufffd").rstrip()

@@ -22,28 +22,28 @@ def full_precision():
         yield
 
 
-def moments(kind, device):
+def moments(modality, device):
     """The states and logits of a tiny sampler run on one device."""
     with jax.default_device(device):
-        settings = tiny.model_settings(codes_per_token=4 if kind == "image" else 1)
+        settings = tiny.model_settings(codes_per_token=4 if modality == "image" else 1)
         model = jax.device_put(tiny.denoiser(settings), device)
-        requests = [tiny.request(kind, settings, i, words=n) for i, n in enumerate((3, 12, 5))]
-        chosen = traces.settings_of("sparse", kind, settings)
-        phases = traces.plan(requests, chosen, num_steps=4 if kind == "image" else 3)
-        steps, canvas = traces.moments(model, requests, phases, chosen)
-        return steps, canvas, list(traces.training_logits(model, requests, steps, chosen))
+        requests = [tiny.request(modality, settings, i, words=n) for i, n in enumerate((3, 12, 5))]
+        chosen = traces.settings_of("sparse", modality, settings)
+        phases = traces.plan(requests, chosen, num_steps=4 if modality == "image" else 3)
+        steps, responses = traces.moments(model, requests, phases, chosen)
+        return steps, responses, list(traces.training_logits(model, requests, steps, chosen))
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_sampler_logits_are_training_logits_on_the_gpu(kind, gpu):
-    steps, _, trained = moments(kind, gpu)
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_sampler_logits_are_training_logits_on_the_gpu(modality, gpu):
+    steps, _, trained = moments(modality, gpu)
     for moment, logits in zip(steps, trained, strict=True):
         np.testing.assert_allclose(moment.logits, logits, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_the_gpu_predicts_what_the_cpu_predicts(kind, gpu):
-    here, there = (moments(kind, device)[0][0] for device in (gpu, jax.devices("cpu")[0]))
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_the_gpu_predicts_what_the_cpu_predicts(modality, gpu):
+    here, there = (moments(modality, device)[0][0] for device in (gpu, jax.devices("cpu")[0]))
     np.testing.assert_allclose(here.logits, there.logits, rtol=0, atol=TOLERANCE)
     assert np.abs(there.logits).max() > 0.1
 
@@ -69,8 +69,8 @@ def test_a_phase_runs_without_the_host(gpu):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "run_phase", guarded)
         inputs = tiny.sample_inputs(requests, model.settings, chosen)
-        canvas = sample.sample(model, inputs, phases, settings=chosen)
-    assert (canvas != settings.image_mask_id).all()
+        responses = sample.sample(model, inputs, phases, settings=chosen)
+    assert (responses != settings.image_mask_id).all()
 
 
 def test_training_steps_give_the_same_bits_twice(gpu):

@@ -283,7 +283,7 @@ def test_blocks_compile_with_and_without_a_kernel_and_memory_is_linear(device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "implementation"),
+    ("modality", "implementation"),
     [
         ("image", "pallas_gpu"),
         ("text", "pallas_gpu"),
@@ -291,9 +291,9 @@ def test_blocks_compile_with_and_without_a_kernel_and_memory_is_linear(device):
         ("image", "blockwise"),
     ],
 )
-def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind, implementation):
+def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(modality, implementation):
     """The segment program of `sample.py` at the release's widths, including kernels."""
-    told, _ = run(SEGMENT, kind, implementation)
+    told, _ = run(SEGMENT, modality, implementation)
     assert "copied:" not in told, told
 
 
@@ -314,10 +314,10 @@ def test_a_program_holds_two_modules_of_its_kernel_whatever_the_number_of_layers
     assert found == [["4", number], ["8", number]], told
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_layers_of_their_own_are_read_where_they_lie(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_layers_of_their_own_are_read_where_they_lie(modality):
     """Inside loops only products make arrays with the shape of a matrix."""
-    told, _ = run(WEIGHTS, kind, "by_layer")
+    told, _ = run(WEIGHTS, modality, "by_layer")
     assert "made:" not in told and "copied:" not in told, told
 
 

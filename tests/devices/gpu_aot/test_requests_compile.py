@@ -29,7 +29,7 @@ place = aot_requests.DEVICES["h200"].place()
 settings = config.read(pathlib.Path(sys.argv[2]))
 settings = aot_requests.with_kernels(settings)
 case = aot_requests.case_of(sys.argv[1], settings)
-task = "image" if case.example.kind == "image" else "both"
+task = "image" if case.example.modality == "image" else "both"
 model = aot_requests.model_types(settings.model, task, place)
 for program, _ in aot_requests.programs(case, model, place):
     text = program.lowered.as_text()
@@ -64,7 +64,7 @@ place = aot_requests.DEVICES["h200"].place()
 settings = config.read(pathlib.Path(sys.argv[2]))
 settings = aot_requests.with_layers(aot_requests.with_kernels(settings), 4)
 case = aot_requests.case_of(sys.argv[1], settings)
-task = "image" if case.example.kind == "image" else "both"
+task = "image" if case.example.modality == "image" else "both"
 model = aot_requests.model_types(settings.model, task, place, case.sampling.quantize)
 program, arguments = max(
     aot_requests.programs(case, model, place), key=lambda pair: pair[0].width

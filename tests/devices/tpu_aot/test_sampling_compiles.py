@@ -74,7 +74,7 @@ def test_a_step_sends_what_its_tokens_are_and_no_keys_of_the_prompt(programs):
 def test_products_take_60_percent_of_the_cycles_of_an_image(programs):
     """With the head and the draws. As loops over exchanges they took 27 % on a v5e."""
     _, phase = programs
-    bar = 0.6 if len(phase.inputs[1].canvas) == 1 else 0.59  # of eight images
+    bar = 0.6 if len(phase.inputs[1].responses) == 1 else 0.59  # of eight images
     assert hlo.product_cycles(phase.text) >= bar * hlo.cycles(phase.text) > 0
     sent = phase.exchanged()
     assert sent.get("collective-permute", 0) < sum(sent.values()) / 1000

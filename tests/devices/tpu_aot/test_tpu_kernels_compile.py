@@ -86,12 +86,12 @@ def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
     assert program.memory_analysis().temp_size_in_bytes < slots * wide * 2
 
 
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(kind):
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(modality):
     """The segment program of `sample.py` at the release's widths, including kernels."""
     sharding = described("v5p:2x2x1")
     model = phase_programs.settings(attention_implementation="pallas_tpu")
-    program = phase_programs.compiled(kind, model, sharding, "tpu")
+    program = phase_programs.compiled(modality, model, sharding, "tpu")
     assert phase_programs.in_place(program.hlo, program.cache_shapes)
     assert not phase_programs.copies(program.hlo, program.cache_shapes)
 
