@@ -126,7 +126,7 @@ def of_bundled_model(rows: Rows) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _figure(path: pathlib.Path, **options) -> Iterator[Any]:
+def figure(path: pathlib.Path, **options) -> Iterator[Any]:
     """Yields the axes of a figure, and writes it.
 
     Raises:
@@ -141,10 +141,10 @@ def _figure(path: pathlib.Path, **options) -> Iterator[Any]:
         raise config.ConfigError(
             "the report draws with matplotlib: pip install 'sparse-lavida-jax[plots]'."
         ) from error
-    figure, axes = pyplot.subplots(**options)
+    drawn, axes = pyplot.subplots(**options)
     yield axes
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
+    drawn.savefig(path, dpi=130, bbox_inches="tight")
+    pyplot.close(drawn)
 
 
 def plot(rows: Rows, path: pathlib.Path) -> None:
@@ -157,7 +157,7 @@ def plot(rows: Rows, path: pathlib.Path) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     ways = _grouped(rows)
     width = 1.5 + 0.9 * len(tasks) * max(len(ways) / 4, 1)
-    with _figure(path, figsize=(5, 3.4) if is_curve else (width, 3.2)) as axes:
+    with figure(path, figsize=(5, 3.4) if is_curve else (width, 3.2)) as axes:
         if is_curve:
             _plot_curve(axes, rows)
         else:

@@ -43,7 +43,7 @@ TIMED = flags.DEFINE_integer("timed", 9, "Turns that are timed; 0: none.", lower
 DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "Where what is done is kept.")
 
 MODEL, BATCH, CAPTIONS, SEED = "scenes", 16, 8, 20
-CHANGED = 16  # images of each setting that are changed, and proved with other words and seeds
+CHANGED = 80  # images of each setting that are changed, and proved with other words and seeds
 PLURALS = tuple(shape + ("es" if shape == "cross" else "s") for shape in world.SHAPES)
 PLANTED = ("code", "last code", "layout token", "pixel", "given cell")
 FREE = {"layout": False, "temperature": 1.0}
@@ -198,14 +198,15 @@ def drawn_images(pipe: SparseLaViDa, name: str, start: int) -> tuple[Result, Any
 
 
 def planted(
-    result: Result, what: str, rng: np.random.Generator, pipe: SparseLaViDa
+    result: Result, what: str, given: np.ndarray, rng: np.random.Generator, pipe: SparseLaViDa
 ) -> Result | None:
-    """Returns a copy of a result whose images have a fault each; None if this kind has no place."""
+    """Returns a copy of a result whose images have a fault each; None if this kind has no place.
+
+    Args:
+        given: cells of each image that were not drawn.
+    """
     records, pixels = copy.deepcopy([*result.records]), [one.copy() for one in result.pixels]
-    for one, image in zip(records, pixels, strict=True):
-        known = one["recipe"].get("known")
-        size = pipe.settings.model.grid_size
-        given = np.array(known).reshape(-1) if known else np.zeros(size**2, bool)
+    for one, own, image in zip(records, given, pixels, strict=True):
         if what == "layout token":
             if not one["decoded_at"]:
                 return None
@@ -215,23 +216,32 @@ def planted(
             y, x = rng.integers(image.shape[0], size=2)
             image[y, x] = 255 - image[y, x]
         else:
-            places = np.flatnonzero(given == (what == "given cell"))
+            places = np.flatnonzero(own == (what == "given cell"))
             if what == "last code":
                 how = config.build(config.Sampling, one["sampling"])
+                size = pipe.settings.model.grid_size
                 seed = one["seed"] if how.order_seed < 0 else how.order_seed
                 order = orders.order(how.order, size, size, seed)
-                places = order[~given[order]][-1:]
-            if not len(places) or one["recipe"].get("box") or one["task"] == "edit":
+                places = order[~own[order]][-1:]
+            if not len(places):
                 return None
             at = rng.choice(places)
             one["codes"][at][0] = (one["codes"][at][0] + int(rng.integers(1, 64))) % 64
     return dataclasses.replace(result, records=tuple(records), pixels=tuple(pixels))
 
 
+def given_cells(pipe: SparseLaViDa, result: Result, shown: Any) -> np.ndarray:
+    """Returns which cells of each image were not drawn."""
+    run = pipe.task_run(pipe.settings.sampling)
+    images = [None] * len(result.records) if shown is None else shown
+    made = [pipe.recorded(*one)[1] for one in zip(result.records, images, strict=True)]
+    return np.stack([run.image_example(request).given for request in made])
+
+
 def proved(pipe: SparseLaViDa, name: str, start: int) -> dict[str, Any]:
     """Returns what the proofs of one batch of images say, unchanged and changed."""
     result, shown = drawn_images(pipe, name, start)
-    rng = np.random.default_rng(start)
+    rng, given = np.random.default_rng(start), given_cells(pipe, result, shown)
     begin = time.perf_counter()
     whole = pipe.prove(result, shown=shown)
     seconds = time.perf_counter() - begin
@@ -247,7 +257,7 @@ def proved(pipe: SparseLaViDa, name: str, start: int) -> dict[str, Any]:
     if start >= CHANGED:
         return row
     for what in PLANTED:
-        spoiled = planted(result, what, rng, pipe)
+        spoiled = planted(result, what, given, rng, pipe)
         if spoiled is not None:
             found = pipe.prove(spoiled, shown=shown)
             row[what] = sum(not one.follows for one in found)

@@ -26,6 +26,8 @@ def current(values: Any) -> Any:
     `task`. Other values are not: `diffusion.blocks` may be "plan".
     """
     if isinstance(values, list):
+        if values and isinstance(values[0], int | float):
+            return values  # a record may hold a million codes
         return [NAMES.get(one, one) if isinstance(one, str) else current(one) for one in values]
     if not isinstance(values, dict):
         return values

@@ -156,11 +156,12 @@ class ArtRequest:
 
     @staticmethod
     def parse(text: str, sheet: Sheet | None = None) -> "ArtRequest":
-        """Reads a request in any of the languages.
+        """Reads a request in any of the languages; the rectangle to fill or extend is left out.
 
         Raises:
             GrammarError: it is none.
         """
+        text = _REGION.sub("", text)
         for language in LANGUAGES[1:]:
             if request := _parse_plain(text, language, sheet or load()):
                 return request
@@ -176,6 +177,7 @@ class ArtRequest:
         return ArtRequest(items, relation, style, background)
 
 
+_REGION = re.compile(r", (fill|extend)(<LOC_\d+>){4}$")
 _ENDED = rf"(.*?)(?: in ({'|'.join(STYLES)}) style)?(?: on a ({'|'.join(BACKGROUNDS)}) background)?"
 
 

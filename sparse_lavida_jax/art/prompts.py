@@ -6,30 +6,34 @@ import functools
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Bool, Int, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art import judge, tasks, vocabulary
+from sparse_lavida_jax.art import judge, sentences, tasks, vocabulary
+from sparse_lavida_jax.art.grammar import Art, ArtLayout
 from sparse_lavida_jax.art.sheet import Sheet, load
 from sparse_lavida_jax.art.tasks import caption
 from sparse_lavida_jax.art.world import (
     BACKGROUNDS,
-    CELL,
+    CELL_STEPS,
+    CELLS,
     IMAGE_SIZE,
-    STEP,
     ArtScene,
     Placed,
+    cells_of,
     render,
 )
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.prompting.protocol import Grid, Pixels
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary
+from sparse_lavida_jax.scenes.grammar import GrammarError
 from sparse_lavida_jax.scenes.prompts import Codec, ExampleMaker, ScenePrompts
+from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 COMMANDS = {task.command: name for name, task in tasks.TABLE.items() if task.command}
 EMPTY = ArtScene("white", ())
-WIDE = CELL // STEP  # steps per cell
+LAYOUTS = {"generate": "layout", "edit": "edit_layout"}  # other tasks: "fill_layout"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +55,18 @@ class ArtEncoder(ExampleMaker):
 
     def scene_codes(self, scene: Any) -> Int[np.ndarray, "l g"]:
         """Returns the codes of a scene, put together from those of its things."""
-        sides = IMAGE_SIZE // CELL
         empty = self._codes_of(scene.background, None)
-        grid = np.broadcast_to(empty, (sides, sides, *empty.shape[2:])).copy()
+        grid = np.broadcast_to(empty, (CELLS, CELLS, *empty.shape[2:])).copy()
         for thing in scene.things:
             # Where it begins in a cell counts, and not in which.
-            moved = dataclasses.replace(thing, y=thing.y % WIDE, x=thing.x % WIDE)
+            moved = dataclasses.replace(thing, y=thing.y % CELL_STEPS, x=thing.x % CELL_STEPS)
             grid[thing.cells] = self._codes_of(scene.background, moved)
-        return grid.reshape(sides**2, -1)
+        for cell in scene.hidden:
+            grid[cell] = empty[0, 0]
+        return grid.reshape(CELLS**2, -1)
+
+    def kept(self, sample: Sample) -> Bool[np.ndarray, " l"] | None:
+        return kept_cells(sample.layout or "")
 
     def _codes_of(self, background: str, thing: Placed | None) -> Int[np.ndarray, "y x g"]:
         """Returns the codes of an empty cell of a background, or of the cells of a thing."""
@@ -66,9 +74,8 @@ class ArtEncoder(ExampleMaker):
         if key not in self._kept:
             assert self.codec is not None
             scene = ArtScene(background, (thing,) if thing else ())
-            sides = IMAGE_SIZE // CELL
             codes = self.codec.encode(render(scene, IMAGE_SIZE, self.sheet)[None])[0]
-            grid = codes.astype(np.int32).reshape(sides, sides, -1)
+            grid = codes.astype(np.int32).reshape(CELLS, CELLS, -1)
             self._kept[key] = grid[thing.cells] if thing else grid[:1, :1]
         return self._kept[key]
 
@@ -82,11 +89,26 @@ def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> A
     return ArtEncoder(tokenizer, settings.data, settings.model, None, codec)
 
 
+def kept_cells(layout: str) -> Bool[np.ndarray, " l"] | None:
+    """Returns the cells that no box of a layout touches; None if it is not a layout."""
+    try:
+        entries = ArtLayout.parse(layout.strip()).entries
+    except GrammarError:
+        return None
+    kept = np.ones((CELLS, CELLS), bool)
+    for _, (x1, y1, x2, y2) in entries:
+        kept[cells_of(y1, y2), cells_of(x1, x2)] = False
+    return kept.reshape(-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class ArtPrompts(ScenePrompts):
     """The prompts of the art world."""
 
     describe = caption.PROMPT
+    answer_tokens = 24  # of an answer in two steps
+    world = "art"
+    _reader = staticmethod(sentences.read)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ArtPrompts":
@@ -103,7 +125,19 @@ class ArtPrompts(ScenePrompts):
         return f"this checkpoint was not trained to {task}: it was trained on {', '.join(trained)}."
 
     def lays_out(self, task: str) -> bool:
-        return task == "generate" and "layout" in self.encoder.data.tasks
+        return LAYOUTS.get(task, "fill_layout") in self.encoder.data.tasks
+
+    def kept_cells(self, layout: str) -> Bool[np.ndarray, " l"] | None:
+        return kept_cells(layout)
+
+    def replacement(self, wrong: str, right: str) -> str:
+        shown, wanted = Art.parse(wrong), Art.parse(right.partition(" ")[2])
+        if shown.name != wanted.name or shown.size != wanted.size:
+            return super().replacement(wrong, right)
+        plain = f"the {Art(shown.name, shown.size)}"
+        if shown.style != wanted.style:
+            return f"draw {plain} in {wanted.style} style"
+        return f"mirror {plain}"
 
     def erased(self, image: Pixels, mask: Grid) -> Pixels:
         """Returns an image whose masked cells have the colour of its background."""

@@ -12,6 +12,7 @@ from sparse_lavida_jax.art.grammar import Art, ArtRequest
 from sparse_lavida_jax.art.judge import SceneReading
 from sparse_lavida_jax.art.world import ArtScene, Placed
 from sparse_lavida_jax.scenes.grammar import GrammarError
+from sparse_lavida_jax.scenes.rules import CORRECT
 from sparse_lavida_jax.scenes.task import Sample
 
 
@@ -57,29 +58,44 @@ def assigned(phrases: Sequence[Art], things: Sequence[Placed]) -> list[int | Non
     return [found.get(number) for number in range(len(phrases))]
 
 
-def request_fault(request: ArtRequest, things: Sequence[Placed]) -> str:
+def faults(request: ArtRequest, things: Sequence[Placed]) -> list[str]:
     """Returns what is missing of a request, too many, or in the wrong place."""
     phrases = request.phrases
     found = assigned(phrases, things)
-    if missing := [phrase for phrase, place in zip(phrases, found, strict=True) if place is None]:
-        return f"{missing[0].times(1)} is missing"
-    if extra := [thing for number, thing in enumerate(things) if number not in found]:
-        return f"{Art.of(extra[0]).times(1)} is too many"
-    if request.relation:
+    missing = [phrase for phrase, place in zip(phrases, found, strict=True) if place is None]
+    extra = [thing for number, thing in enumerate(things) if number not in found]
+    listed = [
+        f"{_described(thing, phrase).times(1)} should be {phrase.times(1)}"
+        for phrase, thing in zip(missing, extra, strict=False)
+    ]
+    listed += [f"{phrase.times(1)} is missing" for phrase in missing[len(extra) :]]
+    listed += [f"{Art(thing.name).times(1)} is too many" for thing in extra[len(missing) :]]
+    if request.relation and not listed:
         first, second = (things[place] for place in found if place is not None)
         if not related(request.relation, first, second):
-            return f"the {first.name} is not {request.relation} the {second.name}"
-    return ""
+            listed = [f"the {first.name} is not {request.relation} the {second.name}"]
+    return listed
+
+
+def _described(thing: Placed, phrase: Art) -> Art:
+    """Describes a thing with what a phrase says of another one."""
+    shown = Art.of(thing)
+    said = (shown[i] if value is not None else None for i, value in enumerate(phrase[1:], 1))
+    return Art(thing.name, *said)
+
+
+def verdict(request: ArtRequest, scene: ArtScene) -> str:
+    """Returns "is correct", or everything that is wrong with a scene for a request."""
+    listed = faults(request, scene.things)
+    if request.background not in (None, scene.background):
+        listed.append(f"the background is {scene.background}, not {request.background}")
+    return ", ".join(listed) or CORRECT
 
 
 def drawn(sample: Sample, reading: SceneReading) -> str:
     """Judges an image drawn for a request."""
-    request = ArtRequest.parse(sample.prompt)
-    if reading.fault:
-        return reading.fault
-    if request.background not in (None, reading.background):
-        return f"the background is {reading.background}, not {request.background}"
-    return request_fault(request, reading.scene.things)
+    said = reading.fault or verdict(ArtRequest.parse(sample.prompt), reading.scene)
+    return "" if said == CORRECT else said
 
 
 def coherence(sample: Sample, reading: SceneReading) -> tuple[int, int, int]:

@@ -27,12 +27,13 @@ from sparse_lavida_jax.art.grammar import (
     plural,
 )
 from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, load
-from sparse_lavida_jax.art.tasks import ask, caption
+from sparse_lavida_jax.art.tasks import ask, caption, detect, infill, name, reason, retell
 from sparse_lavida_jax.art.world import BACKGROUNDS
 from sparse_lavida_jax.data.files import write_text
 from sparse_lavida_jax.prompting.tokenizer import train_byte_level
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary, listed, words_of
 from sparse_lavida_jax.scenes.grammar import RELATIONS
+from sparse_lavida_jax.scenes.rules import CORRECT
 from sparse_lavida_jax.scenes.tokenizer import LOCATION_TOKENS, SPECIAL_TOKENS, Tokenizer
 
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "art" / "tokenizer.json"
@@ -43,16 +44,19 @@ EXAMPLES = 300  # per task and split
 @functools.cache
 def of_sheet(sheet: Sheet) -> Vocabulary:
     """Returns the vocabulary of models that are trained on a sheet."""
-    names = [name for thing in sheet.things for name in (*thing.names, plural(thing.name))]
+    names = [one for thing in sheet.things for one in (*thing.names, plural(thing.name))]
     forms = [
         *(words for table in (JOINED, IN_STYLE, HOW_MANY, IS_THERE) for words in table.values()),
         *(words for wordings in EDITS.values() for words in wordings),
         *(word for words in YES_NO.values() for word in words),
         *ask.QUESTIONS.values(),
+        *reason.QUESTIONS.values(),
+        *(task.PROMPT for task in (caption, detect, infill, name, retell)),
     ]
     said = (
         *names, *forms, *NUMBERS, *SIDES, *RELATIONS, *MOVES, *SIZES, *STYLES, *BACKGROUNDS,
-        *map(str, range(6)), caption.PROMPT, NOTHING, "an facing thing on background where is the",
+        *map(str, range(6)), NOTHING, "an facing thing on background where is the",
+        f"check: fill extend {CORRECT} should be missing too many not",
     )  # fmt: skip
     groups = listed(list(dict.fromkeys(thing.group for thing in sheet.things)), "and")
     knows = (
@@ -72,8 +76,8 @@ def _some(sheet: Sheet) -> str:
 def corpus(sheet: Sheet) -> Iterator[str]:
     """Yields every name in every language, and texts of examples of every task."""
     for thing in sheet.things:
-        for name in thing.names:
-            yield from (name, f" {name}")
+        for spoken in thing.names:
+            yield from (spoken, f" {spoken}")
         yield from (f" {plural(thing.name)}", f"a {thing.name}")
     for task in tasks.TABLE:
         for split in tasks.SPLITS:

@@ -15,6 +15,9 @@ from sparse_lavida_jax.art.sheet import SIZES, Sheet, blended, load
 IMAGE_SIZE = 96  # pixels per side
 CELL = 8  # pixels per side of what one code describes
 STEP = 4  # pixels between places; a location token is one step
+CELLS = IMAGE_SIZE // CELL  # in a row
+CELL_STEPS = CELL // STEP
+MIRRORED = {"left": "right", "right": "left", "": ""}
 MOST_THINGS = 5
 BACKGROUNDS = {
     "white": (243, 243, 238),
@@ -57,23 +60,31 @@ class Placed:
     @property
     def cells(self) -> tuple[slice, slice]:
         """The rows and columns of the cells that its box touches."""
-        wide = CELL // STEP
-        rows, columns = (
-            slice(start // wide, -(-(start + self.side) // wide)) for start in (self.y, self.x)
-        )
-        return rows, columns
+        x1, y1, x2, y2 = self.box
+        return cells_of(y1, y2), cells_of(x1, x2)
 
     def __str__(self) -> str:
         facing = f" facing {self.facing}" if self.facing else ""
         return f"{self.size} {self.style} {self.name}{facing}"
 
 
+def cells_of(start: int, end: int) -> slice:
+    """Returns the cells that a range of steps touches."""
+    return slice(start // CELL_STEPS, -(-end // CELL_STEPS))
+
+
 @dataclasses.dataclass(frozen=True)
 class ArtScene:
-    """Things, in the order of their rows and columns, on a background."""
+    """Things, in the order of their rows and columns, on a background.
+
+    Attributes:
+        background: a key of `BACKGROUNDS`.
+        hidden: row and column of the cells that show the background alone.
+    """
 
     background: str
     things: tuple[Placed, ...]
+    hidden: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(background: str, things: "list[Placed] | tuple[Placed, ...]") -> "ArtScene":
@@ -107,6 +118,8 @@ def render(
                 f" {side // STEP} steps wide and high."
             )
         image[rows, columns] = blended(part, sprite)
+    for y, x in scene.hidden:
+        image[y * CELL : (y + 1) * CELL, x * CELL : (x + 1) * CELL] = BACKGROUNDS[scene.background]
     return image
 
 

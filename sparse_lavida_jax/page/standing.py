@@ -55,9 +55,8 @@ def standing(ticket: Ticket, pace: Pace) -> str:
     expected, share = pace.expected(ticket), 0.0
     said = ["Starting"]
     if state is not None:
-        said = [
-            f"{STAGE_LABELS.get(state.stage, state.stage)}: step {state.steps} of {state.total}"
-        ]
+        stage = STAGE_LABELS.get(state.stage, state.stage)
+        said = [f"{stage}: step {state.steps} of {state.total}"]
         share = state.steps / max(state.total, 1)
     if ticket.compiles:
         said.append("compiling, once for each size and option")

@@ -32,7 +32,6 @@ from sparse_lavida_jax.scenes.grammar import (
     Layout,
     Phrase,
     box_text,
-    cells_box,
     parse_box,
 )
 from sparse_lavida_jax.scenes.tasks import (
@@ -52,8 +51,8 @@ ONE_BOX_TOKENS = 8
 
 _NAME = re.compile(r"[a-z]")  # in a layout, whose boxes are in capitals
 _FAULT = re.compile(
-    r"^a (?P<wrong>[a-z ]+?) should be a (?P<right>[a-z ]+)$"
-    r"|^a (?P<missing>[a-z ]+) is missing$|^a (?P<extra>[a-z ]+) is too many$"
+    r"^an? (?P<wrong>[a-z0-9 -]+?) should be (?P<right>an? [a-z0-9 -]+)$"
+    r"|^(?P<missing>an? [a-z0-9 -]+) is missing$|^an? (?P<extra>[a-z0-9 -]+) is too many$"
 )
 
 
@@ -105,6 +104,11 @@ class ExampleMaker:
         codes = self.appearance_codes
         assert codes is not None
         return (codes() if callable(codes) else codes)[scene.appearances]
+
+    def kept(self, sample: tasks.Sample) -> Bool[np.ndarray, " l"] | None:
+        """Returns the cells that an edit leaves as they are."""
+        assert sample.image is not None and sample.target is not None
+        return sample.image.appearances == sample.target.appearances
 
     def text_example(
         self,
@@ -248,7 +252,7 @@ class ExampleMaker:
             )
         given = sample.known_grid
         if keeps and sample.image:  # a layout names the cells that change
-            given = sample.image.appearances == sample.target.appearances
+            given = self.kept(sample)
         return self.image_example(
             sample.prompt,
             self.scene_codes(sample.target),
@@ -281,6 +285,8 @@ class ScenePrompts(PromptFormat):
     fill_in = infill.PROMPT
     answer_tokens = ANSWER_TOKENS
     locates_in_one_step = False
+    world = "scenes"  # the source of data whose sentences are read
+    _reader = staticmethod(sentences.read)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
@@ -298,8 +304,8 @@ class ScenePrompts(PromptFormat):
 
     @property
     def _is_read(self) -> bool:
-        """Whether users' words become sentences of the small world."""
-        return self.encoder.data.source == "scenes"
+        """Whether users' words become sentences that are taught; other data has other words."""
+        return self.encoder.data.source == self.world
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -307,7 +313,7 @@ class ScenePrompts(PromptFormat):
 
     def read(self, task: str, text: str, seed: int) -> Reading:
         short = self._is_read and len(text) <= sentences.LONGEST
-        return (short and sentences.read(task, text, seed)) or super().read(task, text, seed)
+        return (short and self._reader(task, text, seed)) or super().read(task, text, seed)
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks
@@ -365,9 +371,10 @@ class ScenePrompts(PromptFormat):
     def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
         """Returns words that ask to inpaint (the mask) or outpaint (the rectangle of the image)."""
         word, cells = ("fill", mask) if task == "inpaint" else ("extend", ~mask)
-        rows, columns = np.nonzero(cells)
-        corners = ((rows.min(), columns.min()), (rows.max(), columns.max()))
-        box = box_text(cells_box(*(int(y * mask.shape[1] + x) for y, x in corners)))
+        steps = (LOCATIONS - 1) // len(mask)  # of a cell
+        rows, columns = (steps * at for at in np.nonzero(cells))
+        ends = rows.max() + steps, columns.max() + steps
+        box = box_text((int(columns.min()), int(rows.min()), int(ends[1]), int(ends[0])))
         # The prompts of the small world already contain it.
         return prompt if prompt.endswith(f"{word}{box}") else f"{prompt}, {word}{box}"
 
@@ -382,11 +389,19 @@ class ScenePrompts(PromptFormat):
         self._check_layout(layout)
         given = None if mask is None else ~mask
         if given is None and layout is not None and self.encoder.data.edit_keeps:
-            given = kept_cells(layout)
+            given = self.kept_cells(layout)
         example = self.encoder.image_example(
             instruction, codes, layout=layout, image=self._seen(image), source=codes, given=given
         )
         return self._fits(instruction, example)
+
+    def kept_cells(self, layout: str) -> Bool[np.ndarray, " l"] | None:
+        """Returns the cells that the layout of an edit does not name; None: it is not a layout."""
+        try:
+            named = Layout.parse(layout.strip()).appearances
+        except GrammarError:
+            return None
+        return np.array([cell not in named for cell in range(world.NUM_CELLS)])
 
     # Text.
 
@@ -445,8 +460,12 @@ class ScenePrompts(PromptFormat):
         if match is None or "edit" not in self.encoder.data.tasks:
             return None
         if match["wrong"]:
-            return f"replace the {match['wrong']} with a {match['right']}"
-        return f"add a {match['missing']}" if match["missing"] else f"remove the {match['extra']}"
+            return self.replacement(match["wrong"], match["right"])
+        return f"add {match['missing']}" if match["missing"] else f"remove the {match['extra']}"
+
+    def replacement(self, wrong: str, right: str) -> str:
+        """Returns the instruction to make a thing what it should be: "a red circle"."""
+        return f"replace the {wrong} with {right}"
 
     def ends(self) -> set[int]:
         return {self.tokenizer.end_of_text_id}
@@ -511,15 +530,6 @@ class ScenePrompts(PromptFormat):
         if used > (most := self.encoder.data.max_prompt_len):
             raise too_long(prompt, used, most)
         return example
-
-
-def kept_cells(layout: str) -> Bool[np.ndarray, " l"] | None:
-    """Returns the cells that the layout of an edit does not name; None if it is not a layout."""
-    try:
-        named = Layout.parse(layout.strip()).appearances
-    except GrammarError:
-        return None
-    return np.array([cell not in named for cell in range(world.NUM_CELLS)])
 
 
 def _box(text: str, size: tuple[int, int]) -> Box | None:

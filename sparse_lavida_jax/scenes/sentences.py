@@ -125,7 +125,7 @@ class _Things:
     faults: list[str]
 
 
-def _same(text: str) -> str:
+def same_words(text: str) -> str:
     """Returns a text in small letters, without punctuation, with taught words where it can."""
     text = text.casefold()
     for pattern, word in _SAME:
@@ -140,7 +140,7 @@ def _letter(word: str) -> str:
 def _things(text: str) -> _Things:
     faults: list[str] = []
     said: list[str] = []
-    for word in re.findall(r"(?:left|right) of\b|\S+", _same(text)):
+    for word in re.findall(r"(?:left|right) of\b|\S+", same_words(text)):
         if not _letter(word) and word not in _EMPTY:
             faults.append(f"'{word[:LONGEST_NAMED]}'")
             near = _NEAR.get(word, _NEAR.get(word.removesuffix("s"), ""))
@@ -301,11 +301,16 @@ _CHANGES = (
 )
 
 
-def _changed(text: str, dice: Dice) -> Read:
-    """Reads how an image should be changed."""
-    said, faults = _same(text), list[str]()
+def with_taught_verb(said: str) -> str:
+    """Returns an instruction that starts with a verb that is taught, if it starts with another."""
     for verb, others in _VERBS.items():
         said = re.sub(rf"^(?:{others})\b", verb, said)
+    return said
+
+
+def _changed(text: str, dice: Dice) -> Read:
+    """Reads how an image should be changed."""
+    said, faults = with_taught_verb(same_words(text)), list[str]()
     for kind, pattern in _CHANGES:
         if match := re.fullmatch(pattern, said):
             found = {name: value for name, value in match.groupdict().items() if value}
@@ -359,7 +364,7 @@ _ENDS = (
 
 def _asked(text: str, dice: Dice) -> Read:
     """Reads a question about an image."""
-    said, faults = _same(text), list[str]()
+    said, faults = same_words(text), list[str]()
     if said in _WHOLE:
         return f"{said}?" if text.rstrip().endswith("?") else said, faults
     if said.startswith("check "):
@@ -429,10 +434,15 @@ def read(task: str, text: str, seed: int) -> Reading | None:
     """
     if (reader := _READERS.get(task)) is None:
         return None
-    sentence, faults = reader(text, Dice(seed, "unsaid", 0))
+    return reading_of(lambda number: reader(text, Dice(number, "unsaid", 0)), seed)
+
+
+def reading_of(reader: Callable[[int], Read], seed: int) -> Reading:
+    """Returns the sentence of a reader, which takes a seed, with a warning about its faults."""
+    sentence, faults = reader(seed)
     if not faults:
         return Reading(sentence)
-    sentence, faults = reader(text, Dice(0, "unsaid", 0))  # one warning for images of many seeds
+    sentence, faults = reader(0)  # one warning for images of many seeds
     named = [*dict.fromkeys(faults)]
     if len(named) > MOST_NAMED + 1:
         named[MOST_NAMED:] = [f"{len(named) - MOST_NAMED} more"]

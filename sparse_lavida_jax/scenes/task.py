@@ -2,13 +2,12 @@
 """The definition of a task of the small world: examples, judge, and where it appears."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
-
-from sparse_lavida_jax.scenes.world import GRID
 
 # Tasks with sequences of about the same length share a group; a batch holds a single group.
 TEXT_GROUPS = ("write", "answer", "tell")
@@ -31,7 +30,10 @@ class Sample(NamedTuple):
 
     @property
     def known_grid(self) -> Bool[np.ndarray, "y x"] | None:
-        return None if self.known is None else np.array(self.known).reshape(GRID, GRID)
+        if self.known is None:
+            return None
+        side = math.isqrt(len(self.known))
+        return np.array(self.known).reshape(side, side)
 
 
 def layout_sample(sample: Sample) -> Sample:

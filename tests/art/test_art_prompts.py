@@ -14,6 +14,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.art import prompts, sheet, tasks, vocabulary, world
 from sparse_lavida_jax.art.art_batches import ArtBatches
 from sparse_lavida_jax.art.dice import ArtDice
+from sparse_lavida_jax.art.grammar import ArtEdit
 from sparse_lavida_jax.art.world import ArtScene
 from sparse_lavida_jax.models.vq import VQModel
 from sparse_lavida_jax.scenes import scene_batches as scene_batches
@@ -95,15 +96,54 @@ def test_a_run_on_art_makes_batches_of_all_tasks(given, tokenizer, monkeypatch):
 def test_the_prompts_are_those_of_the_art_world(given, language):
     assert given.prompts == "art"
     assert language.refusal("generate") == language.refusal("ground") == ""
-    assert "was not trained to inpaint" in language.refusal("inpaint")
-    assert language.lays_out("generate")
-    assert not language.lays_out("edit")
+    assert "was not trained to converse" in language.refusal("converse")
+    assert all(map(language.lays_out, ("generate", "edit", "inpaint")))
 
 
 def test_an_image_is_erased_to_its_own_background(language):
     scene = ArtDice(0, "erased", 3).scene(3, 5)
     erased = language.erased(world.render(scene), np.ones((12, 12), bool))
     assert (erased == world.render(ArtScene(scene.background, ()))).all()
+
+
+@pytest.mark.parametrize("task", ["inpaint", "outpaint"])
+def test_holes_are_asked_for_and_shown_as_in_training(language, task):
+    for index in range(8):
+        sample = tasks.sample(task, 0, index)
+        hole, whole = ~sample.known_grid, world.render(sample.target)
+        bare = sample.prompt[: sample.prompt.rindex(", ")]
+        assert language.fill_words(task, bare, hole) == sample.prompt
+        assert (language.erased(whole, hole) == world.render(sample.image)).all()
+        codes = HashCodec().encode(world.render(sample.image)[None])[0]
+        assert (language.encoder.scene_codes(sample.image) == codes).all()
+
+
+def test_the_layout_of_an_edit_keeps_what_it_does_not_touch(language):
+    for index in range(40):
+        sample = tasks.sample("edit", 0, index)
+        kept = language.encoder.kept(sample)
+        assert (kept == language.kept_cells(sample.layout)).all()
+        codes = [language.encoder.scene_codes(one) for one in (sample.image, sample.target)]
+        assert (codes[0] == codes[1])[kept].all() and 0 < kept.sum() < 144
+    assert language.kept_cells("a dragon") is None
+
+
+@pytest.mark.parametrize(
+    "verdict, instruction",
+    [
+        ("a cat should be an owl", "replace the cat with an owl"),
+        ("a twemoji cat should be a fluent cat", "draw the cat in fluent style"),
+        ("a cat facing left should be a cat facing right", "mirror the cat"),
+        ("a jack-o-lantern is missing", "add a jack-o-lantern"),
+        ("an owl is too many", "remove the owl"),
+        ("the bear is not below the cat", None),
+        ("is correct", None),
+    ],
+)
+def test_a_verdict_is_corrected_by_an_instruction(language, verdict, instruction):
+    assert language.correction(verdict) == instruction
+    if instruction:
+        assert str(ArtEdit.parse(instruction)) == instruction
 
 
 def test_all_words_of_examples_are_known():
@@ -118,7 +158,7 @@ def test_all_words_of_examples_are_known():
 
 
 def test_texts_are_short(tokenizer):
-    longest = {"prompt": 24, "answer": 40, "layout": 40}
+    longest = {"prompt": 40, "answer": 40, "layout": 40}
     for task in tasks.TABLE:
         for index in range(60):
             sample = tasks.sample(task, 1, index)

@@ -38,9 +38,14 @@ def sample(
             f" one of {', '.join(SPLITS)}."
         )
     sheet, held_out = sheet or load(), split == "held_out"
+    make, others = TABLE[task].make, TABLE[task].made_of
+    if others:
+        made = make(sample(others[index % len(others)], seed, index, split, sheet))
+        assert made is not None
+        return made._replace(task=task)
     draw = dice.ArtDice(seed, f"art/{split}/{task}", index, held_out=held_out, sheet=sheet)
     while True:
-        if (made := TABLE[task].make(draw)) is None:
+        if (made := make(draw)) is None:
             continue
         if is_held_out(made, sheet) == held_out:
             return _answered(made)._replace(task=task, held_out=held_out)

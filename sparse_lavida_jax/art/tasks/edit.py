@@ -8,11 +8,9 @@ from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.grammar import EDITS, MOVES, NOTHING, Art, ArtEdit, ArtLayout
 from sparse_lavida_jax.art.judge import SceneReading, unclear
 from sparse_lavida_jax.art.sheet import STYLES
-from sparse_lavida_jax.art.world import MOST_THINGS, ArtScene, Placed, overlap
+from sparse_lavida_jax.art.world import MIRRORED, MOST_THINGS, ArtScene, Placed, overlap
 from sparse_lavida_jax.scenes.grammar import RELATIONS
 from sparse_lavida_jax.scenes.task import Sample, Task
-
-OTHER_SIDE = {"left": "right", "right": "left", "": ""}
 
 
 def make(dice: ArtDice) -> Sample | None:
@@ -82,7 +80,7 @@ def changed(edit: ArtEdit, old: Placed, dice: ArtDice | None = None) -> Placed |
         case "restyle":
             return dataclasses.replace(old, style=edit.style or "")
         case "mirror":
-            return dataclasses.replace(old, facing=OTHER_SIDE[old.facing])
+            return dataclasses.replace(old, facing=MIRRORED[old.facing])
     return None
 
 

@@ -18,7 +18,7 @@ def judge(sample: Sample, output: str) -> str:
     request = ArtRequest.parse(sample.prompt)
     items = tuple((count, Art(phrase.name, phrase.size)) for count, phrase in request.items)
     plain = ArtRequest(items, request.relation)
-    return rules.request_fault(plain, ArtLayout.parse(output).things)
+    return ", ".join(rules.faults(plain, ArtLayout.parse(output).things))
 
 
 TASK = Task(make, judge, "write")
