@@ -21,7 +21,7 @@ from absl import flags, logging
 
 from benchmarks import ablation_report, command
 from benchmarks.comparison import SUITE, Study
-from benchmarks.record import Bench, read_rows
+from benchmarks.measurements import Bench, read_rows
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.programs.folder import keep_programs

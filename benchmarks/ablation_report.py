@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import record, table
+from benchmarks import measurements, table
 from benchmarks.comparison import SUITE
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
@@ -73,11 +73,11 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
         ConfigError: there are no rows, or the existing file has no such comments.
     """
     by_name = collections.defaultdict(list)
-    for row in newest(record.read_rows(SUITE)):
+    for row in newest(measurements.read_rows(SUITE)):
         by_name[row["ablation"]].append(row)
     if not by_name:
         raise config.ConfigError(
-            f"there is no row in {record.RESULTS}/*/{SUITE}: run"
+            f"there is no row in {measurements.RESULTS}/*/{SUITE}: run"
             " --config=configs/ablation_registers.py or another first."
         )
     parts = []
@@ -90,7 +90,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
             summary(rows),
             f"![{name}](../{name}.png)",
         ]
-    if speed := of_bundled_model(record.read_rows("sampling")):
+    if speed := of_bundled_model(measurements.read_rows("sampling")):
         parts += [
             "## What do cache and truncation bring?",
             "`python -m benchmarks.sampling --batch=1`, and with 2 and 4, with the"

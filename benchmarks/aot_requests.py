@@ -43,7 +43,7 @@ from jax.sharding import NamedSharding
 
 from benchmarks import hlo, suites, table, work
 from benchmarks.described import DEVICES, DescribedGpu
-from benchmarks.record import Bench
+from benchmarks.measurements import Bench
 from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config, sample
 from sparse_lavida_jax.models import fuse, parameters, quantize, vq

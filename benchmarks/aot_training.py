@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from benchmarks import aot, command, hlo, objectives, table
 from benchmarks.aot_requests import IMPLEMENTATION, unchecked
 from benchmarks.described import DEVICES, DescribedGpu
-from benchmarks.record import Bench
+from benchmarks.measurements import Bench
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.training import flops, loss, memory

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from benchmarks import command, hlo, record, suites, work
+from benchmarks import command, hlo, measurements, suites, work
 from benchmarks.described import DEVICES
-from benchmarks.record import ROOT
+from benchmarks.measurements import ROOT
 from sparse_lavida_jax import config
 from sparse_lavida_jax.inference import whole_plan
 
@@ -31,7 +31,7 @@ PASSES = (1, 2, 3, 4, 5, 8)  # of which seconds are predicted
 def main(_: list[str]) -> None:
     """Writes the rows."""
     jax.config.update("jax_platforms", "cpu")  # a GPU that is here is left alone
-    bench = record.Bench(SUITE)
+    bench = measurements.Bench(SUITE)
     for rows in (predicted, compiled):
         for name, row in rows():
             path = bench.write(name, {"model": "lavida_o", **row}, name=f"lavida_o/{name}")
@@ -88,7 +88,7 @@ def compiled(layers: int = 6) -> Iterator[tuple[str, dict[str, Any]]]:
     more, fewer = found
     cost = aot_requests.extrapolated(more, fewer, (settings.model.num_layers - layers) // 2)
     kinds = {kind: cost[f"{kind}_s"] for kind in ("products", "copies", "others")}
-    (loop,) = [x for x in record.read_rows(aot_requests.SUITE) if x["request"] == "image"]
+    (loop,) = [x for x in measurements.read_rows(aot_requests.SUITE) if x["request"] == "image"]
     of_loop = {kind: loop["predicted_by_kind"][kind] for kind in kinds}
     yield "image_1024/compiled", {
         "method": "compiled", "layers_compiled": f"{layers} and {layers - 2}", "rates": rates,

@@ -27,8 +27,8 @@ import numpy as np
 from absl import flags, logging
 
 from benchmarks import command, device_time, methods, table, timing, tune
+from benchmarks.measurements import Bench
 from benchmarks.methods import Case, Program
-from benchmarks.record import Bench
 from sparse_lavida_jax.kernels import attention, shapes
 
 SHAPES = flags.DEFINE_list(

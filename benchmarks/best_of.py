@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from benchmarks import command, record
+from benchmarks import command, measurements
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals.scorers import wilson_interval
 from sparse_lavida_jax.inference.requests import Request
@@ -40,7 +40,7 @@ Try = dict[str, Any]  # whether it is right and accepted, and its tokens, those 
 
 def main(_: list[str]) -> None:
     """Measures the bundled model, and writes a row for each task and number of tries."""
-    bench, path = record.Bench("best_of"), pathlib.Path(PROGRESS.value)
+    bench, path = measurements.Bench("best_of"), pathlib.Path(PROGRESS.value)
     path.parent.mkdir(parents=True, exist_ok=True)
     keep_programs()
     pipe = SparseLaViDa.from_pretrained("scenes")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The card of a scored model: `python -m benchmarks.quality --card=FOLDER`."""
 
-from benchmarks.record import read_rows
+from benchmarks.measurements import read_rows
 from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.sampling import presets

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.record import Bench, differing, path_of, read_row
+from benchmarks.measurements import Bench, differing, path_of, read_row
 from sparse_lavida_jax import config, old_names, schema, train
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from benchmarks import command, record
+from benchmarks import command, measurements
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import wilson_interval
@@ -65,7 +65,8 @@ class Case(NamedTuple):
 def main(_: list[str]) -> None:
     """Measures the new rows, and writes them and the table of all."""
     keep_programs()
-    pipe, bench = SparseLaViDa.from_pretrained(MODEL, batch_size=BATCH), record.Bench("firsts")
+    pipe = SparseLaViDa.from_pretrained(MODEL, batch_size=BATCH)
+    bench = measurements.Bench("firsts")
     for name, case in CASES.items():
         found = measured(pipe, name, case)
         path = bench.write(
@@ -307,8 +308,8 @@ SCORED = {
 
 def table() -> str:
     """Returns the table of all subsets, from the committed rows."""
-    quality = {(one["model"], one["task"]): one for one in record.read_rows("quality")}
-    own = {one["method"]: one for one in record.read_rows("firsts")}
+    quality = {(one["model"], one["task"]): one for one in measurements.read_rows("quality")}
+    own = {one["method"]: one for one in measurements.read_rows("firsts")}
     lines = []
     for row in TABLE:
         scored = [(*one, quality[TWIN, one[1]]) for one in SCORED.get(row[:3], ())]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from benchmarks import command, record, suites, timing
+from benchmarks import command, measurements, suites, timing
 from sparse_lavida_jax import config
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
@@ -40,7 +40,7 @@ ASKED: dict[str, tuple[str, tuple[str, str], dict[str, Any]]] = {
 
 def main(_: list[str]) -> None:
     """Measures the bundled model, or counts the requests of a config."""
-    bench, model = record.Bench("content_cache"), "scenes"
+    bench, model = measurements.Bench("content_cache"), "scenes"
     if CONFIG.value:
         settings = config.read(pathlib.Path(CONFIG.value))
         model = settings.name

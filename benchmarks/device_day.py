@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import table
-from benchmarks.record import read_rows
+from benchmarks.measurements import read_rows
 from sparse_lavida_jax.evals.circumstances import device
 
 

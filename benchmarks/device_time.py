@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import record, requests
+from benchmarks import measurements, requests
 from benchmarks.suites import RequestCase
 
 SUITE = "profile"
@@ -84,7 +84,7 @@ def values_of(found: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 def measure(subject: requests.Subject, cases: Sequence[RequestCase]) -> str:
     """Profiles one request of every row, and writes each row; returns the id of the run."""
-    bench = record.Bench(SUITE)
+    bench = measurements.Bench(SUITE)
     for case in cases:
         timed = requests.Timed(subject, case)
         split: dict[str, float] = {}

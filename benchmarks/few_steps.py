@@ -24,7 +24,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float
 
-from benchmarks import ablation_report, command, record
+from benchmarks import ablation_report, command, measurements
 from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.presets import RowRequest
@@ -46,10 +46,10 @@ FIGURE = pathlib.Path(__file__).parents[1] / "docs" / "few_steps.png"
 def main(_: list[str]) -> None:
     """Does a part."""
     if PART.value == "figure":
-        draw_figure(record.read_rows("few_steps"))
+        draw_figure(measurements.read_rows("few_steps"))
         return
     pipe = SparseLaViDa.from_pretrained(MODEL.value, batch_size=BATCH)
-    bench = record.Bench("few_steps")
+    bench = measurements.Bench("few_steps")
     for row in gap_rows(pipe):
         name = f"gap/{row['given']}/{row['order']}/{row['schedule']}/k{row['steps']}"
         path = bench.write(name, {"model": MODEL.value, **row}, name=f"{MODEL.value}/{name}")

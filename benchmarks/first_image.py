@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from absl import flags, logging
 
-from benchmarks import command, record, requests, suites
+from benchmarks import command, measurements, requests, suites
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -56,7 +56,7 @@ def main(_: list[str]) -> None:
 def _measure(state: str, prefilled: float) -> None:
     """Draws one image and writes a row."""
     split = {"imports": time.time() - prefilled}
-    compiled = record.compiled()
+    compiled = measurements.compiled()
     if CONFIG.value:
         task, settings = "first image", config.read(pathlib.Path(CONFIG.value))
         model = settings.name
@@ -76,7 +76,7 @@ def _measure(state: str, prefilled: float) -> None:
         "compilations_kept": compiled.kept,
         "note": "from the start of the process to the last pixel",
     }
-    path = record.Bench("first_image").write(f"{task}/{state}", row, name=f"{model}/{state}")
+    path = measurements.Bench("first_image").write(f"{task}/{state}", row, name=f"{model}/{state}")
     told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in split.items())
     print(f"{path.name}: {row['total_s']:.1f} s ({told})", flush=True)
 

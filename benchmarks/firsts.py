@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 from absl import flags
 
-from benchmarks import command, record
+from benchmarks import command, measurements
 from benchmarks.timing import in_turn
 from sparse_lavida_jax import config, orders
 from sparse_lavida_jax.evals.scorers import wilson_interval
@@ -66,7 +66,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def main(_: list[str]) -> None:
     """Measures a part, and writes its rows."""
     keep_programs()
-    pipe, bench = SparseLaViDa.from_pretrained(MODEL, batch_size=BATCH), record.Bench("firsts")
+    pipe = SparseLaViDa.from_pretrained(MODEL, batch_size=BATCH)
+    bench = measurements.Bench("firsts")
     parts = {"surprise": surprise_rows, "prove": prove_rows, "costs": cost_rows}
     for row in parts[PART.value](pipe, COUNT.value):
         name = f"{PART.value}/{row['method']}"

@@ -32,7 +32,7 @@ from flax import nnx
 from jaxtyping import Int
 
 from benchmarks import command
-from benchmarks.record import Bench, path_of, read_rows
+from benchmarks.measurements import Bench, path_of, read_rows
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack

@@ -16,7 +16,7 @@ import sys
 from absl import flags, logging
 
 from benchmarks import card, command
-from benchmarks.record import Bench
+from benchmarks.measurements import Bench
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals import exact, scorers

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import record, suites, timing, work
+from benchmarks import measurements, suites, timing, work
 from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.models import fuse, quantize, vq
@@ -103,7 +103,7 @@ class Timed:
         self.decoder = subject.decoder
         if subject.codec is not None and case.without == "vq_dtype":
             self.decoder = vq.for_decoding(subject.codec, "float32")
-        held, compiled = _peak_bytes(), record.compiled()
+        held, compiled = _peak_bytes(), measurements.compiled()
         before, kept, begin = len(compiled.seconds), compiled.kept, time.perf_counter()
         self.first = self.request(0)
         own = compiled.seconds[before:]
@@ -116,9 +116,9 @@ class Timed:
 
     def timed(self, turn: int) -> Split:
         """Runs a request, and counts what it compiles."""
-        before = len(record.compiled().seconds)
+        before = len(measurements.compiled().seconds)
         split = self.request(turn)
-        self.compilations_timed += len(record.compiled().seconds) - before
+        self.compilations_timed += len(measurements.compiled().seconds) - before
         return split
 
     def request(self, turn: int) -> Split:
@@ -129,7 +129,7 @@ class Timed:
         """
         case, model, settings = self.case, self.model, self.model.settings
         split: Split = dict.fromkeys(SPLIT, 0.0)
-        compiling = record.compiled().seconds
+        compiling = measurements.compiled().seconds
         last, counted = time.perf_counter(), len(compiling)
 
         def ends(part: str) -> None:
@@ -352,7 +352,7 @@ def run_suite(
     Raises:
         ConfigError: an existing row was measured in another way and would be lost.
     """
-    bench = record.Bench(suite)
+    bench = measurements.Bench(suite)
     how = {
         "model": subject.settings.name,
         "settings": hashlib.sha256(repr(subject.settings).encode()).hexdigest()[:12],
@@ -361,8 +361,8 @@ def run_suite(
         "variant": variant,
     }
     wanted = {f"{case.id}/{variant}" if variant else case.id: case for case in cases}
-    paths = {row_id: record.path_of(suite, f"{how['model']}/{row_id}") for row_id in wanted}
-    there = {id_: record.read_row(path) for id_, path in paths.items() if path.exists()}
+    paths = {row_id: measurements.path_of(suite, f"{how['model']}/{row_id}") for row_id in wanted}
+    there = {id_: measurements.read_row(path) for id_, path in paths.items() if path.exists()}
     _refuse_to_lose(there, subject.vq_dtype)
     if missing:
         bench, done = _newest_run(bench, there, how)
@@ -387,7 +387,7 @@ def run_suite(
 
 
 def _refuse_to_lose(there: dict[str, Row], vq_dtype: str) -> None:
-    now = (record.circumstances()["software"]["xla_flags"], vq_dtype)
+    now = (measurements.circumstances()["software"]["xla_flags"], vq_dtype)
     for row_id, row in there.items():
         found = (row["software"]["xla_flags"], row.get("vq_dtype", vq_dtype))
         if found != now:
@@ -398,15 +398,15 @@ def _refuse_to_lose(there: dict[str, Row], vq_dtype: str) -> None:
 
 
 def _newest_run(
-    bench: record.Bench, there: dict[str, Row], how: Row
-) -> tuple[record.Bench, set[str]]:
+    bench: measurements.Bench, there: dict[str, Row], how: Row
+) -> tuple[measurements.Bench, set[str]]:
     """Returns the run to continue, and its rows; rows are compared within a run."""
-    now = record.circumstances()
+    now = measurements.circumstances()
     expected = how | {"code": bench.source["code"], "software": now["software"]}
     expected["host_cores"] = now["device"]["host_cores"]
     done: set[str] = set()
     for row_id, row in sorted(there.items(), key=lambda pair: pair[1]["created"], reverse=True):
-        other = record.differing(row | {"host_cores": row["device"]["host_cores"]}, expected)
+        other = measurements.differing(row | {"host_cores": row["device"]["host_cores"]}, expected)
         if not done and not other:
             bench = dataclasses.replace(bench, run=row["run"])
         if not other and row["run"] == bench.run:

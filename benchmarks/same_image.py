@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from benchmarks import command, record
+from benchmarks import command, measurements
 from sparse_lavida_jax import orders
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -41,7 +41,7 @@ DONE = flags.DEFINE_string("resume", "runs/same_image.jsonl", "Where what is don
 MODEL, BATCH, SEED = "scenes", 16, 57
 PASSED = 128
 KINDS: dict[str, dict[str, Any]] = {"layout": {}, "free": {"layout": False, "temperature": 1.0}}
-KEPT = record.RESULTS / "cpu" / "firsts" / "same_image.npz"
+KEPT = measurements.RESULTS / "cpu" / "firsts" / "same_image.npz"
 DRAWN = ("codes", "layout_tokens", "decoded_at")  # of a record
 MARGINS = ("image_margins", "layout_margins")
 Rows = dict[str, np.ndarray]
@@ -58,7 +58,7 @@ def main(_: list[str]) -> None:
         KEPT.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(KEPT, allow_pickle=False, **kept)
         return
-    bench = record.Bench("firsts")
+    bench = measurements.Bench("firsts")
     for kind, rows in made.items():
         number = len(rows["codes"])
         before = {key: kept[f"{kind} {key}"][:number] for key in rows}

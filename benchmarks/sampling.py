@@ -28,7 +28,7 @@ import sys
 import numpy as np
 from absl import flags, logging
 
-from benchmarks import command, device_time, record, requests, suites, table
+from benchmarks import command, device_time, measurements, requests, suites, table
 from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
@@ -78,7 +78,7 @@ def main(_: list[str]) -> None:
         subject, cases = _random_subject() if RANDOM.value else _trained_subject()
         if PROFILE.value:
             run = device_time.measure(subject, cases)
-            rows = [row for row in record.read_rows(device_time.SUITE) if row["run"] == run]
+            rows = [row for row in measurements.read_rows(device_time.SUITE) if row["run"] == run]
             print(f"\n{table.table(device_time.SUITE, rows)}")
             return
         how = {"variant": VARIANT.value, "missing": MISSING.value, "minutes": MINUTES.value}
@@ -86,7 +86,7 @@ def main(_: list[str]) -> None:
     except (model_folder.CheckpointError, config.ConfigError) as error:
         sys.exit(f"benchmarks.sampling: {error}")
     if not SUITE.value:
-        rows = [row for row in record.read_rows(suite) if row["run"] == run]
+        rows = [row for row in measurements.read_rows(suite) if row["run"] == run]
         print(f"\n{table.table('sampling_seconds', rows)}")
 
 

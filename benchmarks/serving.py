@@ -288,7 +288,7 @@ def main() -> None:
         with started([f"--checkpoint={asked.checkpoint}", *asked.option]) as server:
             measure("this", *server)
     # Last, because it occupies the device.
-    from benchmarks.record import Bench
+    from benchmarks.measurements import Bench
 
     bench = Bench("serving")
     for row_id, values in rows:

@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Array, Int
 
-from benchmarks import command, record, requests, suites
+from benchmarks import command, measurements, requests, suites
 from benchmarks.timing import in_turn
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
@@ -95,7 +95,7 @@ class Subject:
 def main(_: list[str]) -> None:
     """Measures every model, and writes its rows."""
     keep_programs()
-    bench = record.Bench(SUITE)
+    bench = measurements.Bench(SUITE)
     for model in MODELS.value:
         for name, row in measured(model):
             path = bench.write(f"{model}/{name}", {"model": model, **row})

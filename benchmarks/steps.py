@@ -22,7 +22,7 @@ from typing import Any
 from absl import flags
 from flax import nnx
 
-from benchmarks import command, record
+from benchmarks import command, measurements
 from benchmarks.timing import times
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -48,7 +48,7 @@ def main(_: list[str]) -> None:
     settings = config.read(pathlib.Path(CONFIG.value))
     if EXAMPLES.value:
         row = {"task": "make_examples", "method": settings.name, **_made(settings)}
-        path = record.Bench("steps").write(f"{settings.name}/examples", row)
+        path = measurements.Bench("steps").write(f"{settings.name}/examples", row)
         print(f"{path.name}: {row['median_s']:.3f} s of CPU for {row['examples']} examples")
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def main(_: list[str]) -> None:
         "steps_a_second": rate,
         "note": "of a whole run, from its first reported step",
     }
-    path = record.Bench("steps").write(settings.name, row)
+    path = measurements.Bench("steps").write(settings.name, row)
     print(f"{path.name}: {rate:.2f} steps a second ({steps} in {seconds:.0f} s)", flush=True)
 
 

@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.record import read_rows
+from benchmarks.measurements import read_rows
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import wilson_interval

@@ -23,7 +23,7 @@ from absl import flags, logging
 from flax import nnx
 
 from benchmarks import aot, command, objectives
-from benchmarks.record import Bench
+from benchmarks.measurements import Bench
 from benchmarks.table import table
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder

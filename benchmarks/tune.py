@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from benchmarks import methods
+from benchmarks.measurements import commit
 from benchmarks.methods import HEAD_DIM, Case
-from benchmarks.record import commit
 from sparse_lavida_jax.data.files import write_json
 from sparse_lavida_jax.kernels import attention, devices, shapes
 from sparse_lavida_jax.kernels.tile_lists import GpuSizes, TileSizes

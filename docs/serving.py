@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from benchmarks import record
+from benchmarks import measurements
 from sparse_lavida_jax.data import markdown
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -86,7 +86,7 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 
 def main() -> None:
     """Writes the tables and the plot."""
-    rows, page = record.read_rows("serving"), HERE / "log" / "2026-11-load.md"
+    rows, page = measurements.read_rows("serving"), HERE / "log" / "2026-11-load.md"
     text = markdown.with_part(page.read_text(), BEGIN, END, table(rows))
     page.write_text(markdown.with_part(text, TURNS_BEGIN, TURNS_END, turns(rows)))
     plot(rows, HERE / "serving.png")

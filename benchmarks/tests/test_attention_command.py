@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import attention, methods, record, timing
+from benchmarks import attention, measurements, methods, timing
 from sparse_lavida_jax.evals import circumstances
 from sparse_lavida_jax.kernels import attention as kernel_entry
 from sparse_lavida_jax.kernels import devices, shapes
@@ -59,7 +59,7 @@ def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
     everywhere, results = methods.methods, tmp_path / "package" / "bench" / "results"
     results.mkdir(parents=True)
     monkeypatch.setattr(kernel_entry, "device_kernel", lambda: "pallas_tpu")
-    monkeypatch.setattr(record, "RESULTS", results)
+    monkeypatch.setattr(measurements, "RESULTS", results)
     monkeypatch.setattr(methods, "HEADS", 1)
     monkeypatch.setattr(methods, "CALLS", 2)
     monkeypatch.setattr(methods, "IN_FLIGHT", 2)
@@ -71,7 +71,7 @@ def test_a_run_writes_every_row_as_it_is_measured_and_ends_with_the_bars(
     )
     attention.FLAGS(["bench", "--runs=5", "--shapes=decode_mid", "--batches=1"])
     attention.main([])
-    rows = {(row["task"], row["method"]): row for row in record.read_rows("attention")}
+    rows = {(row["task"], row["method"]): row for row in measurements.read_rows("attention")}
     task, told = "decode_mid/forward", capsys.readouterr().out
     kernel = rows[task, "kernel"]
     measured = {method for of, method in rows if of == task}

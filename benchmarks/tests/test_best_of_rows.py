@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import best_of, record
+from benchmarks import best_of, measurements
 
 
 def one(right, accepted):
@@ -46,7 +46,7 @@ def test_finished_items_are_read_again(tmp_path):
 def test_the_page_has_the_numbers_of_the_rows():
     page = pathlib.Path(__file__).parents[2] / "docs/log/2026-11-best-of.md"
     text = page.read_text()
-    for row in record.read_rows("best_of"):
+    for row in measurements.read_rows("best_of"):
         if "ranked" in row["method"]:
             assert f"| {row['method']} | {row['share']:.3f} |".replace("| 0.", "| .") in text
             continue

@@ -11,7 +11,7 @@ import pytest
 import stand_ins
 import tiny
 
-from benchmarks import ablation_report, comparison, record
+from benchmarks import ablation_report, comparison, measurements
 from benchmarks.comparison import Study
 from sparse_lavida_jax import config, train
 from sparse_lavida_jax.checkpoints import model_folder
@@ -22,7 +22,7 @@ from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("ablation_*.py"))
-COMMITTED = record.RESULTS
+COMMITTED = measurements.RESULTS
 QUICKLY = {"train_steps": 2, "eval_prompts": 0, "init_from": ""}
 
 
@@ -30,7 +30,7 @@ QUICKLY = {"train_steps": 2, "eval_prompts": 0, "init_from": ""}
 def _quick(monkeypatch, tmp_path):
     monkeypatch.setattr(data_batches, "LENGTH_PROBE", 16)
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path / "results")
     with stand_ins.quick_compilation():
         yield
 
@@ -137,7 +137,7 @@ def compared():
 
 def measured(way, folder):
     study = Study(shared(), compared(), folder / "runs")
-    rows = study.measure(record.Bench(comparison.SUITE), way, 3)
+    rows = study.measure(measurements.Bench(comparison.SUITE), way, 3)
     return [(row["way"], row["sampled"], row["total"]) for row in rows]
 
 
@@ -160,13 +160,13 @@ def test_a_way_is_trained_and_scored_once(tmp_path):
     assert measured("one", tmp_path) == [("one", "", 2), ("one", "steps", 2)]
     assert measured("one", tmp_path) == measured("two", tmp_path) == []
     assert trained.read_text() == before
-    rows = record.read_rows(comparison.SUITE)
+    rows = measurements.read_rows(comparison.SUITE)
     (of_one_step,) = (row for row in rows if row["sampled"])
     assert of_one_step["sampling"]["num_steps"] == 1
     assert of_one_step["passes"]["image"] == 1
     assert all(row["passes"]["image"] > 1 for row in rows if not row["sampled"])
     # A row from another training, or with other prompts, is measured again.
-    path = record.path_of(comparison.SUITE, "tried/one//draw/s3")
+    path = measurements.path_of(comparison.SUITE, "tried/one//draw/s3")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"training": "ablation_other_s3"}))
     assert measured("one", tmp_path) == [("one", "", 2)]
     assert measured("one", tmp_path) == []
@@ -247,7 +247,7 @@ def test_the_report_is_written_between_its_marks(tmp_path):
     pytest.importorskip("matplotlib", reason="the report needs pip install '.[plots]'")
     with pytest.raises(config.ConfigError, match=r"no row in .* run --config="):
         ablation_report.write_report(tmp_path)
-    folder = record.RESULTS / "cpu" / comparison.SUITE
+    folder = measurements.RESULTS / "cpu" / comparison.SUITE
     folder.mkdir(parents=True)
     for number, one in enumerate(ROWS):
         (folder / f"{number}.json").write_text(json.dumps(one))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import device_day, device_time, record
+from benchmarks import device_day, device_time, measurements
 
 KIND = "NVIDIA H200"
 
@@ -47,10 +47,10 @@ def test_the_profiler_reports_what_a_program_runs():
 
 
 def test_the_table_of_a_day_has_every_bar_and_what_was_measured_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path)
 
     def write(suite, row_id, **values):
-        path = record.path_of(suite, row_id, values.pop("kind", KIND))
+        path = measurements.path_of(suite, row_id, values.pop("kind", KIND))
         path.parent.mkdir(parents=True, exist_ok=True)
         row = {
             "suite": suite, "id": row_id, "created": "2026-12-01", "model": "lavida_o", "run": "a",

@@ -4,7 +4,7 @@
 import pathlib
 import types
 
-from benchmarks import firsts, record
+from benchmarks import firsts, measurements
 
 PAGES = pathlib.Path(__file__).parents[2] / "docs/log"
 
@@ -30,7 +30,7 @@ def test_a_prompt_is_a_pass_and_so_is_a_whole_plan():
 
 def test_the_page_of_costs_has_the_numbers_of_the_rows():
     text = (PAGES / "2026-11-firsts-costs.md").read_text()
-    rows = [row for row in record.read_rows("firsts") if row["id"].startswith("costs/")]
+    rows = [row for row in measurements.read_rows("firsts") if row["id"].startswith("costs/")]
     assert {row["use"] for row in rows} >= {"generate", "prove", "surprise"}
     for row in rows:
         cells = [row["images"], row["passes"], row["tokens"]]

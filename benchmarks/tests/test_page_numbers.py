@@ -10,7 +10,7 @@ import pytest
 from benchmarks import (
     ablation_report,
     learning,
-    record,
+    measurements,
     table,
 )
 
@@ -27,19 +27,19 @@ def on_one_line(text):
 
 
 def test_ways_to_train_are_compared_as_measured():
-    shown = learning.summary(record.read_rows("learning"))
+    shown = learning.summary(measurements.read_rows("learning"))
     assert shown in page("docs/log/2026-11-ways-to-train.md")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CHECKOUT.glob("configs/ablation_*")))
 def test_the_tables_of_the_ablations_are_those_of_the_rows(name):
-    newest = ablation_report.newest(record.read_rows(ablation_report.SUITE))
+    newest = ablation_report.newest(measurements.read_rows(ablation_report.SUITE))
     rows = [row for row in newest if row["ablation"] == name]
     assert ablation_report.summary(rows) in page("docs/log/2026-11-ablations.md")
 
 
 def test_the_speed_of_the_bundled_model_is_that_of_the_rows():
-    rows = ablation_report.of_bundled_model(record.read_rows("sampling"))
+    rows = ablation_report.of_bundled_model(measurements.read_rows("sampling"))
     shown = table.table("sampling", rows)
     assert shown in page("docs/log/2026-11-ablations.md")
     (faster,) = re.findall(r"draw, 4, 8 \| sparse \| \d+ \| ([\d.]+)", shown)
@@ -49,12 +49,12 @@ def test_the_speed_of_the_bundled_model_is_that_of_the_rows():
 
 @pytest.mark.parametrize("name", ["content_cache", "content_cache_counted"])
 def test_what_is_kept_between_requests_saves_what_the_rows_say(name):
-    shown = table.table(name, record.read_rows("content_cache")).strip()
+    shown = table.table(name, measurements.read_rows("content_cache")).strip()
     assert shown in page("docs/log/2026-11-content-cache.md")
 
 
 def test_training_steps_of_the_full_model_are_those_that_were_compiled():
-    rows = [row for row in record.read_rows("aot") if row["task"] == "train_step"]
+    rows = [row for row in measurements.read_rows("aot") if row["task"] == "train_step"]
     assert rows
     for row in map(table.View, rows):
         exchanged, formula = row["exchanged"] / 1e9, row["expected_bytes"]["total"] / 1e9
@@ -65,7 +65,7 @@ def of_release(part, layers):
     """Returns the row of a part of the rehearsal."""
     (found,) = (
         row
-        for row in record.read_rows("rehearsal")
+        for row in measurements.read_rows("rehearsal")
         if (row["part"], row["layers"], row["size"]) == (part, layers, "release")
     )
     return found
@@ -83,7 +83,7 @@ def test_load_times_are_those_of_the_rows():
 def test_full_size_is_as_it_was_measured():
     rows = [
         row
-        for row in record.read_rows("rehearsal")
+        for row in measurements.read_rows("rehearsal")
         if (row["size"], row["layers"]) == ("release", 32)
     ]
     assert table.table("full_size", table.full_size(rows)) in page("docs/speed.md")
@@ -112,7 +112,7 @@ def test_the_memory_of_a_conversion_is_that_of_the_rows():
 
 
 def test_the_cheaper_loss_is_taken_as_it_was_compiled():
-    rows = record.read_rows("aot_loss")
+    rows = measurements.read_rows("aot_loss")
     assert table.table("aot_loss", rows) in page(COMPILED)
     pairs = {}
     for row in rows:
@@ -129,14 +129,14 @@ def test_the_cheaper_loss_is_taken_as_it_was_compiled():
 
 
 def test_what_a_step_costs_is_as_it_was_compiled():
-    rows = record.read_rows("aot_training")
+    rows = measurements.read_rows("aot_training")
     assert table.table("aot_training", rows) in page(COMPILED)
 
 
 def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
     share = {
         row["model"]: f"{row['share']:.2f}".lstrip("0")
-        for row in record.read_rows("quality")
+        for row in measurements.read_rows("quality")
         if row["task"] == "draw" and row["method"] == "sparse"
     }
     told = f"It draws {share['scenes_long']} of its prompts correctly"
@@ -147,7 +147,7 @@ def test_shares_that_are_drawn_correctly_are_those_of_the_rows():
 
 
 def test_layouts_of_four_images_are_those_of_the_row():
-    drawn = (row for row in record.read_rows("quality") if row["task"] == "draw/4 images")
+    drawn = (row for row in measurements.read_rows("quality") if row["task"] == "draw/4 images")
     rows = {row["method"]: row for row in drawn}
     row, told = rows["sparse"], on_one_line(page("docs/log/2026-11-bundled-model.md"))
     right = f"{row['share']:.3f}".lstrip("0")
@@ -158,7 +158,7 @@ def test_layouts_of_four_images_are_those_of_the_row():
 
 
 def test_the_whole_request_on_a_cpu_is_that_of_the_rows():
-    rows = record.read_rows("cpu")
+    rows = measurements.read_rows("cpu")
     sparse = next(table.View(row) for row in rows if row["method"] == "sparse")
     sparse["other"] = table.row_of(rows, sparse, "dense_lean")
     ratio = sparse["other"]["tokens"]["useful"] / sparse["tokens"]["useful"]

@@ -12,7 +12,7 @@ import jax
 import pytest
 from flax import nnx
 
-from benchmarks import command, record, requests, suites, timing
+from benchmarks import command, measurements, requests, suites, timing
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models.denoiser import Denoiser
 
@@ -24,7 +24,7 @@ IDS = [f"t2i256/{name}/b1" for name in ("sparse", "dense_lean", "dense_released"
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Returns a function that runs the suite and returns the measured rows."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(timing, "calibrate", dict)
     row = {"median_s": 1.0, "split_s": {"loop": 1.0}, "floor_s": 0.5, "compile_s": 9.0}
 
@@ -53,7 +53,7 @@ def run(tmp_path, monkeypatch):
 
 
 def rows():
-    return {row["id"]: row for row in record.read_rows("headline")}
+    return {row["id"]: row for row in measurements.read_rows("headline")}
 
 
 def test_a_benchmark_says_that_it_starts_and_that_it_was_stopped(monkeypatch, capsys):
@@ -81,7 +81,7 @@ def test_what_is_missing_is_measured_in_the_same_run(run):
 
 def test_rows_of_other_code_are_measured_again(run, monkeypatch, capsys):
     run()
-    monkeypatch.setattr(record, "code", lambda: "other")
+    monkeypatch.setattr(measurements, "code", lambda: "other")
     assert run(missing=True) == IDS
     assert "t2i256/sparse/b1 is measured again: other code" in capsys.readouterr().out
     assert len({row["run"] for row in rows().values()}) == 1
@@ -93,7 +93,7 @@ def test_rows_of_two_runs_are_not_taken_for_one(run):
     assert run(breaks_off_after=1) == IDS[:1]
     for row in rows().values():  # so that one run is newer even if both were fast
         year = "2002" if row["id"] == IDS[0] else "2001"
-        path = record.path_of("headline", f"speed_cpu/{row['id']}")
+        path = measurements.path_of("headline", f"speed_cpu/{row['id']}")
         path.write_text(json.dumps(row | {"created": year}))
     assert run(missing=True) == IDS[1:]
     assert len({row["run"] for row in rows().values()}) == 1
@@ -103,7 +103,7 @@ def test_models_of_one_shape_of_request_have_rows_of_their_own(run):
     other = dataclasses.replace(SMALL, name="other")
     run()
     assert run(other, missing=True) == IDS
-    assert sorted(row["model"] for row in record.read_rows("headline")) == (
+    assert sorted(row["model"] for row in measurements.read_rows("headline")) == (
         ["other"] * 3 + ["speed_cpu"] * 3
     )
     # Another size under the same name is a different model.

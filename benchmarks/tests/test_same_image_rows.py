@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from benchmarks import record, same_image
+from benchmarks import measurements, same_image
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/log/2026-11-same-image.md"
 
@@ -56,5 +56,5 @@ def test_images_of_other_layouts_are_not_compared():
 
 
 def test_the_page_has_the_table_of_the_rows():
-    rows = [row for row in record.read_rows("firsts") if row["id"].startswith("same/")]
+    rows = [row for row in measurements.read_rows("firsts") if row["id"].startswith("same/")]
     assert rows and same_image.summary(rows) in PAGE.read_text()

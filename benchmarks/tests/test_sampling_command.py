@@ -34,8 +34,8 @@ def get_config():
 PROGRAM = """
 import pathlib, sys
 from absl import app
-from benchmarks import record, sampling
-record.RESULTS = pathlib.Path(sys.argv.pop())
+from benchmarks import measurements, sampling
+measurements.RESULTS = pathlib.Path(sys.argv.pop())
 app.run(sampling.main)
 """
 

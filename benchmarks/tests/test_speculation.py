@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from benchmarks import aot_whole_plan, record, speculation
+from benchmarks import aot_whole_plan, measurements, speculation
 from sparse_lavida_jax import config
 from sparse_lavida_jax.inference.engine import Engine
 
@@ -69,8 +69,8 @@ def test_what_is_predicted_has_a_pass_of_the_operations_of_the_loop():
 
 
 def test_the_page_has_the_numbers_of_the_rows():
-    text = (record.ROOT / "docs/log/2026-11-speculation.md").read_text()
-    rows = [row for row in record.read_rows("speculation") if row["model"] != "lavida_o"]
+    text = (measurements.ROOT / "docs/log/2026-11-speculation.md").read_text()
+    rows = [row for row in measurements.read_rows("speculation") if row["model"] != "lavida_o"]
     assert f"{sum(row['images'] for row in rows):,} results (" in text
     assert len(rows) >= 16
     for row in rows:
@@ -84,8 +84,8 @@ def test_the_page_has_the_numbers_of_the_rows():
 
 
 def test_the_page_has_what_is_predicted():
-    text = (record.ROOT / "docs/log/2026-11-speculation.md").read_text()
-    rows = [row for row in record.read_rows("speculation") if "break_even" in row]
+    text = (measurements.ROOT / "docs/log/2026-11-speculation.md").read_text()
+    rows = [row for row in measurements.read_rows("speculation") if "break_even" in row]
     assert len(rows) == 3
     for row in rows:
         seconds = [row["loop_s"], *(n * row["pass_s"] for n in (1, *aot_whole_plan.PASSES[1:]))]

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import record, table
+from benchmarks import measurements, table
 
 LOG = pathlib.Path(__file__).parents[2] / "docs" / "log"
 ROUNDING = (LOG / "2026-11-rounding.md").read_text()
@@ -13,10 +13,10 @@ TPUS = (LOG / "2026-11-described-tpus.md").read_text()
 
 
 def test_the_table_of_8_bits_is_that_of_the_rows():
-    assert table.table("quantized", record.read_rows("quant")) in ROUNDING
+    assert table.table("quantized", measurements.read_rows("quant")) in ROUNDING
 
 
-@pytest.mark.parametrize("row", record.read_rows("vq"), ids=lambda row: row["model"])
+@pytest.mark.parametrize("row", measurements.read_rows("vq"), ids=lambda row: row["model"])
 def test_grey_levels_are_those_of_the_rows(row):
     assert row["codes_agreement"] == 1
     assert (
@@ -26,7 +26,7 @@ def test_grey_levels_are_those_of_the_rows(row):
 
 
 def compiled_for_tpus():
-    return [row for row in record.read_rows("aot") if row["task"] in ("prefill", "phase")]
+    return [row for row in measurements.read_rows("aot") if row["task"] in ("prefill", "phase")]
 
 
 @pytest.mark.parametrize("row", compiled_for_tpus(), ids=lambda row: row["id"])

@@ -10,7 +10,7 @@ import jax
 import pytest
 import stand_ins
 
-from benchmarks import record
+from benchmarks import measurements
 from sparse_lavida_jax.checkpoints import model_folder, room, stores
 from sparse_lavida_jax.cli import doctor
 from sparse_lavida_jax.convert.settings import settings_from
@@ -175,7 +175,7 @@ LOADED = {
 
 def held():
     """Returns the bytes that a request holds besides the parameters, by column of the table."""
-    of = {row["request"]: row["bytes"] for row in record.read_rows("aot_memory")}
+    of = {row["request"]: row["bytes"] for row in measurements.read_rows("aot_memory")}
     tokenizer = of.pop("tokenizer")
     whole = {name: sum(one.values()) for name, one in of.items()}
     decoding, coding = tokenizer["decode"], max(tokenizer["encode"], tokenizer["decode"])

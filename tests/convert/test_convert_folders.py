@@ -16,7 +16,7 @@ import safetensors.numpy
 import torch_folder
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import record
+from benchmarks import measurements
 from sparse_lavida_jax.checkpoints import manifest, model_folder, named_arrays, stores, tensors
 from sparse_lavida_jax.convert import from_torch, names, to_torch
 from sparse_lavida_jax.convert.settings import ConvertError
@@ -691,7 +691,7 @@ def test_damage_that_the_store_chokes_on_is_one_sentence(
 
 
 def test_memory_was_measured_and_does_not_grow_with_the_layers():
-    rows = [row for row in record.read_rows("rehearsal") if row["part"] == "convert"]
+    rows = [row for row in measurements.read_rows("rehearsal") if row["part"] == "convert"]
     peaks = {row["layers"]: row["peak_host_memory_bytes"] for row in rows}
     assert len(peaks) >= 2
     assert max(peaks.values()) <= 1.05 * min(peaks.values())

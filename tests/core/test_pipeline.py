@@ -243,7 +243,7 @@ def batches(monkeypatch):
     return seen, sample.prompt_lens
 
 
-def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batches):
+def test_examples_of_one_length_are_sampled_together_and_come_back_in_order(batches):
     given = stand_ins.settings()
     made = pipeline.SparseLaViDa(
         tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
@@ -253,7 +253,7 @@ def test_examples_of_one_length_are_decoded_together_and_come_back_in_order(batc
         made.encoder.text_example(" red" * (i + 1), length=length)
         for i, length in enumerate(lengths)
     ]
-    responses = made.decode(examples, seed=70)
+    responses = made.sample(examples, seed=70)
     seen, prompt_lens = batches
     # The last batch is padded with its last row; row i has seed 70 + i in any batch.
     assert seen == [[(1, 70), (3, 72)], [(2, 71), (4, 73)], [(5, 74), (5, 74)]]

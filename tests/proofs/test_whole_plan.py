@@ -77,7 +77,7 @@ def case(name: str) -> Case:
     examples = [tiny.request(modality, model, i, **row) for i, row in enumerate(rows)]
     requests = [RowRequest(seed=5 + i, attempt=i, **scales) for i in range(len(rows))]
     made = engine.Engine(tiny.denoiser(model), 2, tiny.TEXT_BLOCK_LEN)
-    return Case(made, examples, requests, sampling, made.decode(examples, requests, sampling))
+    return Case(made, examples, requests, sampling, made.sample(examples, requests, sampling))
 
 
 CASES = (
