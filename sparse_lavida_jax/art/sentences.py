@@ -77,7 +77,7 @@ def _any(words: object) -> str:
 
 
 @dataclasses.dataclass
-class _Said:
+class _ReadRequest:
     """What a text says of things; 0 of a kind: any number of several."""
 
     items: list[tuple[int, Art]]
@@ -86,10 +86,10 @@ class _Said:
     background: str | None = None
 
     @classmethod
-    def read(cls, text: str, faults: list[str], sheet: Sheet) -> "_Said":
+    def read(cls, text: str, faults: list[str], sheet: Sheet) -> "_ReadRequest":
         """Reads a text in any order of words; adds to the faults what it does not understand."""
         read, count, art = cls([]), None, Art()
-        for kind, word in _said(text, faults, sheet):
+        for kind, word in _meanings(text, faults, sheet):
             match kind:
                 case "name":
                     name, several = _names(sheet)[word]
@@ -117,7 +117,7 @@ class _Said:
         return read
 
 
-def _said(text: str, faults: list[str], sheet: Sheet) -> Iterator[tuple[str, str]]:
+def _meanings(text: str, faults: list[str], sheet: Sheet) -> Iterator[tuple[str, str]]:
     """Yields the words of a text that mean something, with their kinds."""
     for match in _words(sheet).finditer(same_words(text)):
         kind, word = match.lastgroup or "", match[match.lastgroup or 0]
@@ -135,14 +135,14 @@ def _drawn(text: str, dice: ArtDice) -> Read:
     faults: list[str] = []
     try:
         asked = ArtRequest.parse(text, dice.sheet)
-        read = _Said([*asked.items], asked.relation, asked.style, asked.background)
+        read = _ReadRequest([*asked.items], asked.relation, asked.style, asked.background)
     except GrammarError:
-        asked, read = None, _Said.read(text, faults, dice.sheet)
+        asked, read = None, _ReadRequest.read(text, faults, dice.sheet)
     fitted = _fitted(read, faults, dice)
     return text if asked == fitted else str(fitted), faults
 
 
-def _fitted(read: _Said, faults: list[str], dice: ArtDice) -> ArtRequest:
+def _fitted(read: _ReadRequest, faults: list[str], dice: ArtDice) -> ArtRequest:
     """Returns the nearest request of a kind that is taught."""
     sheet, items = dice.sheet, [(count or dice.between(2, 3), one) for count, one in read.items]
     if not items:
@@ -175,7 +175,7 @@ def _one(text: str, dice: ArtDice, faults: list[str], more: tuple[str, ...] = ("
         more: what a taught sentence may say of it beside its name.
     """
     before = len(faults)
-    read = _Said.read(text, faults, dice.sheet)
+    read = _ReadRequest.read(text, faults, dice.sheet)
     if not read.items:
         if len(faults) == before:
             faults.append(f"'{text[:LONGEST_NAMED]}'")
