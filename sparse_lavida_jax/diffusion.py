@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time, blocks and corruption: how a clean response becomes a training pass.
 
-Paper Sec. 3.3 and 7.1. Everything up to `Corrupted` is pure NumPy with an explicit generator and
-runs on the host, so that the random bits of an example depend only on its index.
+Paper Sec. 3.3 and 7.1. All of it is NumPy on the host. Random bits come from the generator of the
+row, so that they depend only on its number.
 
 Three block assignments (config `diffusion.blocks`):
 
-* `plan`, used by our configs: every step of a sampler's plan (order, counts) at once. Each block
+* `plan`, in our configs for training: every step of a sampler's plan (order, counts) at once, where
+  small steps are merged (`diffusion.merge_cells`). Each block
   is there twice: clean, for later ones, and masked, with an M of its own; the last one only masked.
   Every cell is predicted once, with weight 1: the sum is the sampler's negative log likelihood
   under the whole plan, so the plan is the only random draw (docs/method.md). Of a text
   with more than `text_masked_blocks` steps, so many are chosen at random.
-* `schedule`: draws a plan, then the step k that contains a uniform t, so with probability |C_k|/L.
+* `schedule`: of a plan, the step k that contains a uniform t, so with probability |C_k|/L.
   Clean tokens get the step that decoded them (M = k-1), the first masked block is C_k and further
   ones are cut from the rest of the order; other masked tokens are left out (truncation lemma). A
   kept token has weight L / (kept tokens). For N = 1 and blocks of the sampler's own sizes, this is
@@ -143,7 +144,7 @@ def schedule_blocks(
     settings: config.Diffusion,
     merge_cells: int,
 ) -> Blocks:
-    """Takes one step of a sampler's plan over an image response, and later steps as rivals.
+    """Takes one step of a sampler's plan over an image response, and some of the steps after it.
 
     Args:
         order: positions in the order in which the plan decodes them (all that are not given).
@@ -447,7 +448,7 @@ class CorruptedRow(NamedTuple):
     Attributes:
         response: clean ids of a text response (g = 1) or codes of an image response.
         modality: of the response; its registers are in the same stream.
-        full_attention: every token in block 0 and no registers (LaViDa-O).
+        full_attention: no registers (LaViDa-O); `stack` then puts every token in block 0.
     """
 
     prompt: PromptRow
@@ -519,7 +520,7 @@ def corrupt_together(rows: Sequence[CorruptedRow]) -> Streams:
         columns = map(np.concatenate, zip(*in_prompt, strict=True))
         laid, totals = Tokens.of_prompt(*columns, weight_by_code=weight_by_code), [0.0] * len(rows)
         if numbers:
-            answers, of_answers = _answers([rows[i] for i in numbers])
+            answers, of_answers = _response_streams([rows[i] for i in numbers])
             laid = Tokens.joined([laid, answers])
             example = np.concatenate([example, np.array(numbers)[of_answers]])
             for i in numbers:
@@ -528,7 +529,7 @@ def corrupt_together(rows: Sequence[CorruptedRow]) -> Streams:
     return Streams(*streams)
 
 
-def _answers(rows: Sequence[CorruptedRow]) -> tuple[Tokens, Int[np.ndarray, " s"]]:
+def _response_streams(rows: Sequence[CorruptedRow]) -> tuple[Tokens, Int[np.ndarray, " s"]]:
     """Returns the tokens of responses that are not left out, their registers, and whose they are.
 
     A text has tokens [s], an image [s g].

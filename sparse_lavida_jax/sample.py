@@ -229,7 +229,7 @@ def prefill_batch(
     most = None if content_cache is None else content_cache.most_bytes
     batch = prepared(model, inputs, phases, most_kept=most, **how)
     cache = content_cache if most else None
-    return batch.passed(run_phase, cache, until) if phases else batch.prefilled
+    return batch.passed(run_phase, cache, until) if phases else batch.batch
 
 
 def advance(

@@ -18,7 +18,7 @@ assignment of up to six tokens:
 Examples that share a row (`segment`) never see each other: the tokens of each are closed too, so
 the results are the same as in a row of its own.
 
-The functions on NumPy arrays run on the host (grain workers); the model takes a `TokenTags`,
+The functions on NumPy arrays run on the host (worker processes); the model takes a `TokenTags`,
 never a mask.
 """
 

@@ -155,7 +155,7 @@ class Knowing(pipelines.SparseLaViDa):
     def __init__(self, given: config.Config, samples: Iterable[tasks.Sample], *, ignorant=False):
         self.settings, self.prompts = given, prompts(given)
         self.engine = Engine(tiny.denoiser(given.model), 2, given.data.text_block_len)
-        self.ignorant = ignorant
+        self.ignorant, self.codec = ignorant, Codec()
         self.images, self.answers, self.calls = {}, {}, []
         for sample in samples:
             shown = None if sample.image is None else world.render(sample.image)
@@ -181,7 +181,8 @@ class Knowing(pipelines.SparseLaViDa):
     def sample(self, examples, *, seed=0, **_):
         self.calls.append(("sample", seed))
         if self.ignorant:
-            return [e.response * 0 + self.settings.model.text_mask_id for e in examples]
+            nothing = {"text": self.settings.model.text_mask_id, "image": world.EMPTY}
+            return [e.response * 0 + nothing[e.modality] for e in examples]
         return [self._answer(example) for example in examples]
 
     def _answer(self, example):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From examples to the arrays of a training pass: rows, shared rows, and batches.
 
-`make_row` lays out an example, draws its blocks and masks it. `TrainingRow.batch` sorts and pads
-rows, and stacks them into `Corrupted`, the input of the loss.
+`make_row` lays out an example and draws its blocks. `TrainingRow.batch` masks rows, sorts and pads
+them, and stacks them into `Corrupted`, the input of the loss.
 
 Several short examples may share a row (`data.packing`). Each is a segment that sees only itself
 (`visibility.visible`), so a packed batch has the same losses and gradients as its examples in rows
-of their own. Packing is the last step on the host, after tokens that training drops are gone.
+of their own. They are combined by their lengths without the tokens that training leaves out.
 The number of examples per row is fixed, which keeps the numbers of rows and of images static;
 examples are combined so that all rows have about the same length.
 """
@@ -97,12 +97,13 @@ class Row(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRow(Row):
-    """An example in one training pass.
+    """An example with the blocks that one training pass gives its tokens.
 
     Attributes:
         example: the clean example.
         blocks: of the response.
-        tokens: of both streams, masked; some of the prompt may be dropped.
+        tokens: of both streams, with their blocks, not masked yet; some of the prompt may be
+            dropped.
     """
 
     example: Example
@@ -162,8 +163,10 @@ def make_row(example: Example, settings: config.Config, rng: np.random.Generator
         drop_source=rng.random() < settings.data.source_drop,
         room_after=_room_after(example, settings.data, rng),
     )
-    is_full = settings.diffusion.attention == "full"
-    tokens = CorruptedRow(prompt, example.response, example.modality, blocks, model, is_full)
+    without_registers = settings.diffusion.attention == "full"
+    tokens = CorruptedRow(
+        prompt, example.response, example.modality, blocks, model, without_registers
+    )
     length = RowShape(*tokens.lengths)
     return TrainingRow(length, example.views, tokens.predicts, example, blocks, tokens)
 
@@ -186,7 +189,7 @@ def _room_after(example: Example, data: config.Data, rng: np.random.Generator) -
 def given_of(
     example: Example, settings: config.Config, rng: np.random.Generator
 ) -> Bool[np.ndarray, " l"]:
-    """With probability `given`, marks a random rectangle or set of spans as given."""
+    """With probability `given`, marks a random rectangle, all but one, or a span as given."""
     given = example.given
     if given.nonzero()[0].size or rng.random() >= settings.data.given:
         return given

@@ -4,8 +4,8 @@
 Such a reply is, for text, the right answer that is most frequent among prompts of the same kind;
 for an image, the one that was shown, unchanged; for a place, that of any object of the scene. A
 score near this level means that a model learned the form of an answer and nothing more.
-`tests/evals/test_evals.py` counts most levels again. Tasks that are missing here have no such
-level: what is left out of a sentence (`infill`) can be guessed from the words around it.
+`tests/evals/test_evals.py` counts most levels again. Two tasks are missing: what is left out of a
+sentence (`infill`) can be guessed from the words around it, and `quiz` was not counted.
 """
 
 # By task, and by task/held_out; with where the number comes from.

@@ -29,7 +29,7 @@ class TaskResult:
         correct, total: prompts answered correctly, and asked.
         columns: (correct, total) for each column of a task, and for each part of "edit".
         attribute_precision: share of drawn objects whose shape and colour were asked for; None for
-            tasks without images.
+            tasks that do not draw from words.
         reasons: the most common reasons for a score of 0, with their counts.
     """
 
@@ -82,6 +82,11 @@ def answer(
     if known:
         fill = pipe.inpaint if task == "inpaint" else pipe.outpaint
         return list(fill(shown, prompts, known=known, as_written=True, **how).pixels)
+    if tasks.TABLE[task].is_image and tasks.TABLE[task].command is None:
+        # No command asks for it: it is asked as in training, without a layout.
+        examples = [pipe.encoder.scene_example(sample, with_layout=False) for sample in samples]
+        dtype = (sampling or pipe.settings.sampling).vq_dtype
+        return list(pipe.codec.to_pixels(np.stack(pipe.sample(examples, **how)), None, dtype))
     if tasks.TABLE[task].is_image:
         how["as_written"] = True
         drawn = pipe.edit(shown, prompts, **how) if shown else pipe.generate(prompts, **how)

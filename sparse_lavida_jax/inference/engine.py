@@ -43,7 +43,7 @@ class SampleOutput:
         tokens: the number of tokens each passed through the network (`costs.costs`).
         shared: how many of these stand for later rows of its batch too, which do not count them.
         drawn: the tokens of each as its steps drew them, also after an end-of-text.
-        orders: the block in which each token was decoded; `whole_plan.UNTOLD` for those that
+        decoded_at: the block in which each token was decoded; `whole_plan.UNTOLD` for those that
             depend on when a batch stopped: after the step in which a text ended.
     """
 
@@ -52,7 +52,7 @@ class SampleOutput:
     tokens: list[int]
     shared: list[int]
     drawn: list[Int[np.ndarray, "_l g"]] = dataclasses.field(default_factory=list)
-    orders: list[Int[np.ndarray, " _l"]] = dataclasses.field(default_factory=list)
+    decoded_at: list[Int[np.ndarray, " _l"]] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -184,7 +184,7 @@ class Engine:
         Args:
             requests, sampling, stage, programs: as for `sample`.
             responses: whole ones, each with a token that is not given.
-            orders: the block of each token (`SampleOutput.orders`); None: as planned, for images.
+            orders: `SampleOutput.decoded_at`; None: as planned, for images.
             tolerance: see `whole_plan.scores`.
             most_logits: of the steps of a batch.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the record in a PNG of ours of how it was drawn, before anything is drawn from it.
 
-`inference/engine.py` writes the record. Whoever passed the file on may have changed it.
+`inference/tasks.py` writes the record. Whoever passed the file on may have changed it.
 """
 
 import dataclasses

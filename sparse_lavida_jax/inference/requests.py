@@ -35,7 +35,7 @@ NO_WORDS = "a"  # for checks of a request to draw after a layout alone
 ROUNDS = 3  # the default limit on attempts of "reflect"
 BRANCHES = 4  # of an image, by default
 
-# Ids of the tokens of a layout, and the block in which each was decoded (`SampleOutput.orders`).
+# Ids of the tokens of a layout, and where each was decoded (`SampleOutput.decoded_at`).
 DrawnLayout = tuple[tuple[int, ...], tuple[int, ...]]
 
 

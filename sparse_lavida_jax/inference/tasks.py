@@ -162,7 +162,7 @@ class TaskRun:
         if stage == "image":
             self.buckets = sampled.buckets
         if stage == "layout":
-            pairs = zip(sampled.drawn, sampled.orders, strict=True)
+            pairs = zip(sampled.drawn, sampled.decoded_at, strict=True)
             drawn = [(tuple(ids[:, 0].tolist()), tuple(at.tolist())) for ids, at in pairs]
             self.layouts |= zip(rows, drawn, strict=False)  # nothing, if nothing was drawn
         tokens = self.layout_tokens if stage == "layout" else self.tokens

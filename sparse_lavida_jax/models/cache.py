@@ -3,8 +3,8 @@
 
 There are two static buffers. That of the joint layers has two regions, understanding tokens [0:u)
 then generation tokens [u:t); that of the split layers has only the region of the decoded stream.
-Heads are merged in the last axis. Keys are stored rotated. Tags are the real step numbers,
-append-only. Every pass writes its tokens contiguously at one offset shared by all rows; what it
+Heads are merged in the last axis. Keys are stored rotated. Tags are the blocks of the tokens. Every
+pass writes its tokens contiguously at one offset shared by all rows; what it
 leaves after the committed ones is overwritten by the next pass, and no token sees it until then.
 """
 
@@ -215,7 +215,7 @@ class KVCache:
             understanding_len=text,
         )
 
-    def commit(self, count: Int[Array, ""] | int) -> "KVCache":
+    def advance(self, count: Int[Array, ""] | int) -> "KVCache":
         """Keeps the first `count` slots of this pass; the next pass overwrites the others."""
         return dataclasses.replace(self, offset=self.offset + count)
 

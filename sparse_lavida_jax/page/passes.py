@@ -108,7 +108,7 @@ def _costs(state: Progress, row: int, *, dense: bool = False) -> list[costs.Step
     assert state.settings is not None
     plan, settings = state.plan, state.settings
     if dense:
-        is_open = settings.preset.passes_given | (state.decoded_at >= FIRST_BLOCK)
+        is_open = settings.preset.given_in_steps | (state.decoded_at >= FIRST_BLOCK)
         whole = np.where(is_open, np.arange(is_open.shape[1]), plans.PAD_POSITION)
         settings = dataclasses.replace(settings, preset=presets.preset("dense"))
         plan = [part.dense(whole) for part in plan]

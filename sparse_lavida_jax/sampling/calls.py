@@ -11,11 +11,11 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.attention import (
@@ -46,6 +46,7 @@ from sparse_lavida_jax.sampling.state import (
     NOT_DECODED,
     Features,
     Prompts,
+    Rows,
     SamplerState,
     apart,
     capacity,
@@ -110,7 +111,7 @@ class PrefilledBatch:
     Attributes:
         responses: the initial responses, on the host.
         prompts: what steps need of them, on the device.
-        program: the key of the compiled programs.
+        settings: of the steps, compiled in.
         state: None if nothing is left to decode.
         phases: the steps, padded to what the kernels need.
         split_phases: see `sample.sample`.
@@ -118,7 +119,7 @@ class PrefilledBatch:
 
     responses: Int[np.ndarray, "b l g"]
     prompts: Prompts
-    program: StepSettings
+    settings: StepSettings
     state: SamplerState | None
     phases: Sequence[Steps] = ()
     split_phases: bool = False
@@ -129,7 +130,7 @@ class PrefilledBatch:
         Args:
             draws: recorded random numbers of its steps (`draw.Draws`); None: there are none.
         """
-        end, options = len(phase.block), dict[str, Any](settings=self.program)
+        end, options = len(phase.block), dict[str, Any](settings=self.settings)
         if draws is not None:
             options["draws"] = draws
         if not self.split_phases:
@@ -152,10 +153,19 @@ class PhaseCall:
     options: dict[str, Any]
 
     @property
-    def program(self) -> Hashable:
-        """What its program depends on, within a batch."""
+    def shapes(self) -> Hashable:
+        """What its compiled program depends on, within a batch."""
         leaves, structure = jax.tree.flatten(self.steps)
         return tuple(x.shape for x in leaves), structure
+
+
+class BatchArrays(NamedTuple):
+    """What every program of a batch starts from, on the device."""
+
+    model: Denoiser
+    responses: Int[Array, "b l g"]
+    decoded_at: Int[Array, "b l"]
+    rows: Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +173,9 @@ class Prepared:
     """A batch laid out, before its prefill.
 
     Attributes:
-        prefilled: without a state.
+        batch: as it is before its prefill, without a state.
         constants: of the model.
-        arrays: the model, the responses, when each token was decoded, and the values of the rows.
+        arrays: what every program starts from.
         parts: of the prompt, each of one shape.
         one_by_one: whether each part is passed by itself, before the first step.
         prompt_len: slots of the decoded stream's prompt in the longest part.
@@ -174,9 +184,9 @@ class Prepared:
         pixels: of the images, if they are encoded by themselves; else they are in the prompt.
     """
 
-    prefilled: PrefilledBatch
+    batch: PrefilledBatch
     constants: ModelConstants
-    arrays: tuple = ()
+    arrays: BatchArrays
     parts: Sequence[PromptPart] = ()
     one_by_one: bool = False
     prompt_len: int = 0
@@ -192,23 +202,23 @@ class Prepared:
         Args:
             until: the block before which steps are going to be run.
         """
-        model, prefilled = self.arrays[0], self.prefilled
+        model, batch = self.arrays.model, self.batch
         with over_mesh(model):
             if jax.sharding.get_abstract_mesh().empty and side_by_side.are_made_ahead():
-                phases = [phase for phase in prefilled.phases if phase.block[0] < until]
+                phases = [phase for phase in batch.phases if phase.block[0] < until]
                 phase_calls = {
-                    call.program: call for part in phases for call in prefilled.phase_calls(part)
+                    call.shapes: call for part in phases for call in batch.phase_calls(part)
                 }
                 calls = self.all_calls(run_phase, [*phase_calls.values()])
                 make(calls, 2 * len(self.parts) + 2 + len(phase_calls))
             state = finish(self.calls(cache), Call.__call__)
-        return dataclasses.replace(prefilled, state=state)
+        return dataclasses.replace(batch, state=state)
 
     def forked(self, state: SamplerState) -> PrefilledBatch:
         """Returns the batch with rows that all go on from the state of one row."""
-        with over_mesh(self.arrays[0]):
-            copies = forked(state, self.arrays[3], copies=len(self.prefilled.responses))
-        return dataclasses.replace(self.prefilled, state=copies)
+        with over_mesh(self.arrays.model):
+            copies = forked(state, self.arrays.rows, copies=len(self.batch.responses))
+        return dataclasses.replace(self.batch, state=copies)
 
     def all_calls(
         self, run_phase: Callable[..., Any], phase_calls: Sequence[PhaseCall]
@@ -220,7 +230,7 @@ class Prepared:
         """
         state = yield from self.calls()
         for call in phase_calls:
-            given = self.arrays[0], state, call.steps, self.prefilled.prompts
+            given = self.arrays.model, state, call.steps, self.batch.prompts
             state = yield Call(run_phase, given, call.options)
         return state
 
@@ -242,7 +252,7 @@ class Prepared:
             first += [part.first + i for i in range(keeps * len(part.prompt.length) or 1)]
         joining = {
             "first": tuple(first),
-            "modality": self.prefilled.program.modality,
+            "modality": self.batch.settings.modality,
             "capacity": self.room,
             "prompt_len": self.prompt_len,
         }
@@ -284,7 +294,7 @@ class Prepared:
         )
         found = None if cache is None else cache.get("vision", names)
         if found is None:
-            found = yield Call(see, (self.arrays[0], self.pixels), {})
+            found = yield Call(see, (self.arrays.model, self.pixels), {})
             if cache is not None:
                 cache.add("vision", names, found)
         return found
@@ -293,13 +303,13 @@ class Prepared:
     def _pass_options(self) -> dict[str, Any]:
         """The options of the call that passes a part."""
         if self.one_by_one:
-            return {"modality": self.prefilled.program.modality}
-        return {"settings": self.prefilled.program, "capacity": self.room}
+            return {"modality": self.batch.settings.modality}
+        return {"settings": self.batch.settings, "capacity": self.room}
 
     @functools.cached_property
     def _by(self) -> tuple[Hashable, ...]:
         """What makes the entries of a cache, and by which they are found."""
-        return weakref.ref(self.arrays[0]), self.constants.attention, self.constants.step
+        return weakref.ref(self.arrays.model), self.constants.attention, self.constants.step
 
     @functools.cached_property
     def _images(self) -> list[str]:
@@ -335,16 +345,17 @@ def prepared(
             f"the plan is for {phases[0].decode.shape[1]} rows, got {len(inputs)} requests."
         )
     rows = rows_of(inputs, settings, stage)
-    program = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
+    compiled_in = dataclasses.replace(settings, greedy=not np.any(rows.temperature))
+    decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     if not phases:
-        return Prepared(PrefilledBatch(responses, (), program, None), constants)
+        arrays = BatchArrays(model, responses, decoded_at, rows)
+        return Prepared(PrefilledBatch(responses, (), compiled_in, None), constants, arrays)
     with over_mesh(model):
         alone = jax.sharding.get_abstract_mesh().empty
     keeping = alone and most_kept is not None
     parts = _parts(inputs, constants.settings, settings, prompt_len, keeping=keeping, alone=alone)
     if split_phases is None:
         split_phases = side_by_side.are_made_ahead()
-    decoded_at = np.where(given, GIVEN_BLOCK, NOT_DECODED).astype(np.int32)
     if settings.uses_cache and constants.query_multiple > 1:
         phases = [plans.in_groups(phase, constants.query_multiple) for phase in phases]
     lengths, own = lengths_of(inputs, prompt_len), STREAMS.index(RESPONSE_STREAM[settings.modality])
@@ -359,8 +370,8 @@ def prepared(
         and prompt_bytes(constants.settings, part.prompt, settings.modality) <= (most_kept or 0)
     )
     on_device, rows = jax.device_put((_for_steps(parts, settings), rows))
-    prefilled = PrefilledBatch(responses, on_device, program, None, phases, split_phases)
-    arrays = model, responses, decoded_at, rows
+    prefilled = PrefilledBatch(responses, on_device, compiled_in, None, phases, split_phases)
+    arrays = BatchArrays(model, responses, decoded_at, rows)
     pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
     how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
     return Prepared(prefilled, constants, arrays, parts, one_by_one, lengths[own], **how)

@@ -25,7 +25,7 @@ FEW = 1024  # codes; more of them need precise noise, or rare codes would be dra
 
 @flax.struct.dataclass
 class Draws:
-    """The random numbers of a step, which depend only on (seed of the row, step, position).
+    """The random numbers of a step, which depend only on (key of the row, block, position).
 
     A subclass replays recorded numbers; its arrays have an entry for each step.
     """

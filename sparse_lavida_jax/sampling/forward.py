@@ -101,7 +101,7 @@ def _pass(
     )
     if cache is not None:
         cache = dataclasses.replace(cache, reach=None)
-        cache = cache.commit(before if now.refreshes else kept)
+        cache = cache.advance(before if now.refreshes else kept)
     candidates = hidden["understanding" if is_text else "generation"]
     candidates = candidates[:, before : before + decode_len]
     return candidates.reshape(rows, -1, *candidates.shape[1:]), cache
@@ -202,6 +202,6 @@ def tables_ahead(
     stored = cache.tagged(clean.reshape(clean.shape[0], -1)) if stays else cache
 
     def tables_of(i, *tags) -> StepTables:
-        return model.step_tables(TokenTags(*tags), stored.commit(i * stays))
+        return model.step_tables(TokenTags(*tags), stored.advance(i * stays))
 
     return jax.vmap(tables_of)(jnp.arange(phase.block.shape[0]), *tags)

@@ -74,7 +74,7 @@ def image_plan(
 
     Args:
         cells: an order; one for all rows or one per row. Without `given`, one means one row.
-        given: cells known beforehand. If any row has one, decoding starts at block 2 in all rows.
+        given: cells known beforehand.
         merge: the least number of cells that a step decodes (`merged`).
     """
     if given is None:
@@ -124,7 +124,7 @@ class Steps:
         guided: whether guidance acts.
         refreshes: whether a step passes the prompt and refills the cache.
         registers: how many a step passes.
-        reach: how many slots of the cache a step reads (`models.cache.KVCache`); None: all.
+        reach: how many slots of the decoded stream's region of the cache a step reads; None: all.
     """
 
     block: Int[AnyArray, "*n"]
@@ -496,7 +496,7 @@ class TextPasses:
     Attributes:
         passes_clean: "newest": the previous text block; "all": all previous ones, in every step.
         passes_rest: whether text blocks to be decoded later are passed too, masked.
-        passes_given: whether given tokens are passed like all others; otherwise they are in the
+        given_in_steps: whether given tokens are passed like all others; otherwise they are in the
             prompt's pass.
         refreshes: Fast-dLLM's caches. The first step of a text block is a phase of its own that
             passes everything; what it has in `clean` stays in the cache for the other steps:
@@ -508,7 +508,7 @@ class TextPasses:
 
     passes_clean: PassesClean = "newest"
     passes_rest: bool = False
-    passes_given: bool = False
+    given_in_steps: bool = False
     refreshes: bool = False
     leftovers: bool = False
 
@@ -530,7 +530,7 @@ class TextPasses:
             newest: tokens that the previous text block decoded.
         """
         steps, length = len(block), masked.shape[1]
-        passed = masked | self.passes_given
+        passed = masked | self.given_in_steps
         if self.leftovers:
             decode = _repeat(passed, steps, length)
             return [_phase(block, decode, count, candidates=(later <= 0)[decode][..., None])]

@@ -55,7 +55,7 @@ class Preset:
         return self.full_attention and self.cache_response
 
     @functools.cached_property
-    def passes_given(self) -> bool:
+    def given_in_steps(self) -> bool:
         """Whether given tokens are passed like the rest of the response rather than cached."""
         return self.full_attention and self.cache_prompt
 
@@ -413,7 +413,7 @@ def _text_plan(
         shift=sampling.text_shift,
         passes_clean="newest" if chosen.cache_response and not refreshes else "all",
         passes_rest=not chosen.truncate,
-        passes_given=chosen.passes_given,
+        given_in_steps=chosen.given_in_steps,
         refreshes=refreshes,
         leftovers=settings.released and chosen.full_attention and not refreshes,
         block_order=_block_order(sampling, given.shape[1] // block_len),

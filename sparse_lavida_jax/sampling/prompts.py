@@ -77,7 +77,7 @@ class SampleInput:
 
     Attributes:
         request: how it is sampled.
-        text, image: prompt, and given tokens unless steps pass them (`Preset.passes_given`).
+        text, image: prompt, and given tokens unless steps pass them (`Preset.given_in_steps`).
         response_position: position of the first response token.
         length: L, where register positions start.
     """
@@ -100,8 +100,8 @@ def sample_input(
     example: Example, request: RowRequest, model: config.Model, settings: StepSettings
 ) -> SampleInput:
     """Lays out an example on the host, with all guidance rows."""
-    given_passed = not settings.preset.passes_given
-    known, text, image = np.flatnonzero(example.given & given_passed), [], []
+    given_in_prompt = not settings.preset.given_in_steps
+    known, text, image = np.flatnonzero(example.given & given_in_prompt), [], []
     for dropped in drops(settings.guidance_rows, settings.edit_guidance):
         row = prompt_row(
             example.parts,
@@ -191,7 +191,11 @@ def parted(
 
     def shape_of(number: int) -> tuple[tuple[int, int], bool, int]:
         own = range(number * b, (number + 1) * b)
-        keeps = keeping and number + 1 < len(shapes) and not (rows.see(own) or rows.draw(own))
+        keeps = (
+            keeping
+            and number + 1 < len(shapes)
+            and not (rows.has_vision(own) or rows.has_cells(own))
+        )
         return shapes[number], keeps, apart * number
 
     parts = []
@@ -254,11 +258,11 @@ class _Rows:
         length = np.array([one.length for one in inputs] * number, np.int32)
         return cls(text, image, pixels, position, length, model)
 
-    def see(self, rows: range) -> bool:
+    def has_vision(self, rows: range) -> bool:
         """Whether any of some rows contains an image for the vision tower."""
         return any((self.text[row].index >= 0).any() for row in rows)
 
-    def draw(self, rows: range) -> bool:
+    def has_cells(self, rows: range) -> bool:
         """Whether any of some rows contains cells: of a source, or given."""
         return any(len(self.image[row].index) for row in rows)
 
@@ -271,7 +275,7 @@ class _Rows:
         return Prompt(
             _stack(self.text[own], self.model.end_of_text_id, lengths[0]),
             _stack(self.image[own], self.model.image_mask_id, lengths[1]) if lengths[1] else None,
-            self.pixels if self.see(rows) else None,
+            self.pixels if self.has_vision(rows) else None,
             self.response_position[own],
             self.length[own],
         )

@@ -44,7 +44,7 @@ class Rows:
     """Values of each row, other than its prompt; none of them is compiled in.
 
     Attributes:
-        key: noise depends on (key of the row, step, position) and on nothing else.
+        key: of its seed, the stage and the attempt; noise depends on (key, block, position) alone.
         temperature: 0 takes the most probable token or code.
         guidance, guidance_image: scales; read only if the settings have guidance rows.
         ends_from: for a text, the first position at which it may end.
@@ -202,7 +202,7 @@ def prefill(
     cache = model.empty_cache(prompt.length.shape[0], *capacity, region)
     if settings.caches_prompt:
         cache, seen = _written(model, prompt, seen, cache), None
-        cache = cache.commit(padded_lengths(prompt)[STREAMS.index(region)])
+        cache = cache.advance(padded_lengths(prompt)[STREAMS.index(region)])
     return SamplerState(responses, decoded_at, rows, seen, cache, passes)
 
 
@@ -252,7 +252,7 @@ def gather(
     capacity: tuple[int, int],
     prompt_len: int,
 ) -> SamplerState:
-    """Returns the state that `prefill` would, from parts of the batch passed one by one.
+    """Returns the state that `prefill` would, from caches of prompts, new or kept.
 
     Args:
         parts: whole, or as the caches of their rows.
@@ -266,7 +266,7 @@ def gather(
     )
     for row, own in zip(first, caches, strict=True):
         cache = cache.with_rows(row, own)
-    cache = cache.commit(prompt_len)
+    cache = cache.advance(prompt_len)
     return SamplerState(responses, decoded_at, rows, None, cache, jnp.int32(0))
 
 

@@ -50,6 +50,7 @@ class SceneBatches(Batches):
     remedy = "raise data.max_sequence_len, or leave the tasks with long examples out of data.tasks."
     multiple = 8
     world: ClassVar[Any] = tasks  # the package of its tasks
+    stream = ""  # of random numbers: a lesson has its own, so that no example comes twice
     tasks_of = GROUPS
 
     def __init__(self, settings: config.Config, encoder: ExampleMaker, **share: int):
@@ -112,7 +113,9 @@ class SceneBatches(Batches):
         for lesson in sorted(data.lessons.values(), key=lambda one: one.until):
             taught = dataclasses.replace(data, tasks=lesson.tasks, lessons={})
             settings = dataclasses.replace(self.settings, data=taught)
-            lessons.append((lesson.until, type(self)(settings, self.encoder, **share)))
+            batches = type(self)(settings, self.encoder, **share)
+            batches.stream = f"lesson until {lesson.until}/"
+            lessons.append((lesson.until, batches))
         shapes = data.shapes or ("lesson" if jax.default_backend() == "cpu" else "run")
         if shapes == "run" and self._takes_one_shape:
             self._kinds = _pad_alike([*(batches for _, batches in lessons), self])
@@ -132,7 +135,7 @@ class SceneBatches(Batches):
         # Step by step instead of row by row: a processor is faster at what it has just done.
         pool = PhiloxPool() if self.released else _POOL  # then rows keep their generators
         rngs = [
-            _generator(self.settings.seed, group, number, attempt, pool, place)
+            _generator(self.settings.seed, self.stream + group, number, attempt, pool, place)
             for place, number in enumerate(numbers)
         ]
         up_to = self._shares_up_to[group]
@@ -196,12 +199,12 @@ _POOL = PhiloxPool()
 
 
 def _generator(
-    seed: int, group: str, index: int, attempt: int, pool: PhiloxPool = _POOL, place: int = 0
+    seed: int, stream: str, index: int, attempt: int, pool: PhiloxPool = _POOL, place: int = 0
 ) -> np.random.Generator:
     """Returns an independent counter-based generator for a row, from a place of a pool.
 
     The low words of the counter advance within a row: with `index` there, a row would get the
     numbers of the one before it.
     """
-    high, low = divmod((seed << 32) ^ zlib.crc32(group.encode()), 2**64)
+    high, low = divmod((seed << 32) ^ zlib.crc32(stream.encode()), 2**64)
     return np.random.Generator(pool.at(place, (low, high), (0, 0, index, attempt)))

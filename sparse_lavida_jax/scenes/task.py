@@ -21,7 +21,7 @@ class Sample(NamedTuple):
     image: Any = None  # input of the model: a scene of its world, or None
     answer: str | None = None  # a correct response of a text task
     target: Any = None  # a correct response of an image task: a scene, or None
-    layout: str | None = None  # the layout of `target`, for an image task
+    layout: str | None = None  # of `target`, or of what an edit changes and a hole lacks
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
     column: str | None = None  # the kind of request or question: `draw.COLUMNS`, `answer.COLUMNS`

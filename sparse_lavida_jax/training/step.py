@@ -173,9 +173,9 @@ def gradient(
 ) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
     """Returns loss, values to log, and the gradient, computed a few rows at a time.
 
-    Every part of a batch is divided by the divisors of the whole (design of the loss in
-    `diffusion.py`), so the parts add up to the same result. Rows are dealt to the microbatches in
-    turn, so that each has rows from every device.
+    Every part of a batch is divided by the divisors of the whole (docs/method.md), so the parts add
+    up to the same result. Rows are dealt to the microbatches in turn, so that each has rows from
+    every device.
 
     Args:
         frozen: the part of the model that gets no gradient, if `params` are not all of it.

@@ -56,7 +56,7 @@ def test_presets_of_text_cache_under_full_attention(name, letters):
     text = presets.step_settings(asked, SETTINGS, "text")
     assert dataclasses.astuple(text.preset) == (*(letter in letters for letter in "prt"), True)
     assert text.num_registers == 0
-    assert text.preset.passes_given
+    assert text.preset.given_in_steps
     assert text.preset.refreshes == ("r" in letters)
     assert presets.step_settings(asked, SETTINGS, "image").preset == presets.preset("sparse")
 

@@ -291,16 +291,30 @@ def test_lessons_come_first_one_after_another():
     batches = make_batches(data={"tasks": {"draw": 1.0}, "lessons": lessons}).dataset()
     predicted = [batches[step].predicts for step in range(6)]
     assert predicted == ["understanding"] * 3 + ["generation"] * 3
-    early, late = (
-        make_batches(data={"tasks": {name: 1.0}}).dataset() for name in ("answer", "point")
-    )
-    stand_ins.assert_equal(batches[1], early[1])
-    stand_ins.assert_equal(batches[2], late[2])
+    for step, until, task in ((1, 2, "answer"), (2, 3, "point")):
+        lesson = make_batches(data={"tasks": {task: 1.0}})
+        lesson.stream = f"lesson until {until}/"
+        stand_ins.assert_equal(batches[step], lesson.dataset()[step])
     alone = make_batches(data={"tasks": {"draw": 1.0}}).dataset()
     stand_ins.assert_equal(batches[3], alone[0])
     resumed = batches[2:]
     stand_ins.assert_equal(resumed[0], batches[2])
     stand_ins.assert_equal(resumed[1], batches[3])
+
+
+def test_no_example_of_a_lesson_comes_again():
+    """Rows of lessons and of the mixture have numbers of their own, though both count from 0."""
+    tasks_ = {"draw": 1.0}
+    lessons = {name: {"until": until, "tasks": tasks_} for name, until in (("a", 2), ("b", 4))}
+    batches = make_batches(data={"tasks": tasks_, "lessons": lessons}).dataset()
+    made = [batches[number] for number in range(8)]
+    pairs = [
+        pair
+        for one in made
+        for pair in zip(one.understanding.tokens, one.image_target, strict=True)
+    ]
+    rows = [words.tobytes() + codes.tobytes() for words, codes in pairs]
+    assert len(rows) == len(set(rows)) == 48
 
 
 def test_lessons_that_cannot_be_are_refused():

@@ -160,6 +160,17 @@ def test_tasks_that_show_different_things_are_asked_in_their_own_way():
     }  # fmt: skip
 
 
+def test_an_image_task_without_a_command_is_asked_as_in_training(monkeypatch):
+    """A command would refuse a model that did not learn another task, or write a layout first."""
+    lone = dataclasses.replace(tasks.TABLE["edit"], command=None)
+    monkeypatch.setitem(tasks.TABLE, "edit", lone)
+    samples = asked("edit")
+    pipe = stand_ins.Knowing(SETTINGS, samples)
+    assert exact.evaluate(pipe, "edit", PROMPTS).share == 1
+    assert {call for call, _ in pipe.calls} == {"sample"}
+    assert exact.evaluate(stand_ins.Knowing(SETTINGS, [], ignorant=True), "edit", 3).share == 0
+
+
 @pytest.mark.parametrize("task", [name for name in tasks.TASKS if not tasks.TABLE[name].is_image])
 def test_the_space_for_an_answer_holds_the_longest(task):
     samples = asked(task, count=300)

@@ -100,7 +100,7 @@ def loop_of(requests, segments, asked, model=None):
         inputs = tiny.sample_inputs(requests, model.settings, asked)
         prefilled = sample.prefill_batch(model, inputs, segments, settings=asked)
     steps = jax.tree.map(jnp.asarray, segments[0])
-    run = functools.partial(sample.run_phase.__wrapped__, settings=prefilled.program)
+    run = functools.partial(sample.run_phase.__wrapped__, settings=prefilled.settings)
     program = jax.make_jaxpr(run)(model, prefilled.state, steps, prefilled.prompts)
     loops = [e for e in program.eqns if e.primitive.name in ("while", "scan")]
     return loops[-1]

@@ -54,7 +54,7 @@ def test_queries_and_keys_are_rotated_and_stored_as_by_the_layers(kind, head_dim
     settings = tiny.model_settings(
         num_heads=heads, head_dim=head_dim, width=512, num_layers=5, compute_dtype="bfloat16"
     )
-    cache = KVCache.empty(settings, B, 20, 24, decodes).commit(jnp.int32(5))
+    cache = KVCache.empty(settings, B, 20, 24, decodes).advance(jnp.int32(5))
     qkv = drawn(B, S, 3 * heads * head_dim)
     turn = layers.rotary(jnp.arange(B * S).reshape(B, S) % 17, head_dim, 5e5)
 

@@ -49,7 +49,7 @@ def test_passes_are_kept_up_to_what_is_committed_and_then_overwritten(decodes):
     tags, keys = [PAD_BLOCK] * (UNDERSTANDING + GENERATION), [0.0] * (UNDERSTANDING + GENERATION)
     offset = 0
     for value, (block, kept) in enumerate([([0, 0, 0], 2), ([1, 5], 1), ([2, 6], 0), ([7], 1)], 1):
-        cache = write(cache, decodes, block, value).commit(kept)
+        cache = write(cache, decodes, block, value).advance(kept)
         tags[start + offset : end] = [PAD_BLOCK] * (end - start - offset)
         for i, number in enumerate(block):
             tags[start + offset + i], keys[start + offset + i] = number, float(value)
@@ -67,7 +67,7 @@ def test_passes_are_kept_up_to_what_is_committed_and_then_overwritten(decodes):
 
 
 def test_the_other_stream_is_written_at_the_start_of_its_region_every_time():
-    cache = write(empty("generation"), "generation", [1, 1], 1.0).commit(2)
+    cache = write(empty("generation"), "generation", [1, 1], 1.0).advance(2)
     for value in (2.0, 3.0):
         cache = write(cache, "understanding", [0, 0, 0], value)
         np.testing.assert_array_equal(
@@ -81,7 +81,7 @@ def test_the_other_stream_is_written_at_the_start_of_its_region_every_time():
 
 
 def test_a_region_can_be_filled_to_its_last_slot():
-    cache = write(empty("generation"), "generation", [1] * 6, 1.0).commit(6)
+    cache = write(empty("generation"), "generation", [1] * 6, 1.0).advance(6)
     cache = write(cache, "generation", [2, 2, 2], 2.0)
     np.testing.assert_array_equal(cache.split[0][0, 0, :, 0], [1] * 6 + [2] * 3)
     np.testing.assert_array_equal(cache.block[0, UNDERSTANDING:], [1] * 6 + [2] * 3)
@@ -89,7 +89,7 @@ def test_a_region_can_be_filled_to_its_last_slot():
 
 def test_cache_is_carried_through_jit_and_loops():
     def body(i, cache):
-        return write(cache, "generation", [3, 9], 4.0).commit(1)
+        return write(cache, "generation", [3, 9], 4.0).advance(1)
 
     cache = jax.jit(lambda cache: jax.lax.fori_loop(0, 4, body, cache))(empty("generation"))
     assert int(cache.offset) == 4
@@ -105,7 +105,7 @@ def test_a_program_of_many_steps_runs_the_first_of_them(decodes, number):
     """
     kept, steps = (1, 6) if decodes == "understanding" else (2, 6)
     tags = jnp.arange(2, 2 + steps * kept, dtype=jnp.int32)
-    first = write(empty(decodes), decodes, [0], 1.0).commit(1)
+    first = write(empty(decodes), decodes, [0], 1.0).advance(1)
     whole = jnp.broadcast_to(tags, (BATCH, steps * kept))
 
     @jax.jit
@@ -117,7 +117,7 @@ def test_a_program_of_many_steps_runs_the_first_of_them(decodes, number):
             own = jax.lax.dynamic_slice(whole, (0, i * kept), (BATCH, kept))
             cache = write(cache, decodes, own[0], 4.0 + i)
             before = jnp.arange(cache.block.shape[1]) < cache._start(decodes) + kept
-            return cache.commit(kept), same & jnp.where(before, cache.block == ahead.block, True)
+            return cache.advance(kept), same & jnp.where(before, cache.block == ahead.block, True)
 
         same = jnp.ones(cache.block.shape, bool)
         return *jax.lax.fori_loop(0, number, body, (cache, same)), ahead
@@ -127,7 +127,7 @@ def test_a_program_of_many_steps_runs_the_first_of_them(decodes, number):
     one_by_one = first
     for i in range(number):
         one_by_one = write(one_by_one, decodes, tags[i * kept : (i + 1) * kept], 4.0 + i)
-        one_by_one = one_by_one.commit(kept)
+        one_by_one = one_by_one.advance(kept)
     for ours, expected in zip(*map(jax.tree.leaves, (cache, one_by_one)), strict=True):
         np.testing.assert_array_equal(ours, expected)
     start, end = (0, UNDERSTANDING) if decodes == "understanding" else (UNDERSTANDING, 14)
@@ -136,7 +136,7 @@ def test_a_program_of_many_steps_runs_the_first_of_them(decodes, number):
 
 
 def test_slots_after_the_tags_are_emptied():
-    cache = write(empty("generation"), "generation", [1, 1, 5, 5], 1.0).commit(2)
+    cache = write(empty("generation"), "generation", [1, 1, 5, 5], 1.0).advance(2)
     ahead = cache.tagged(jnp.full((BATCH, 1), 2))
     np.testing.assert_array_equal(ahead.block[0, UNDERSTANDING:], [1, 1, 2, *[PAD_BLOCK] * 6])
 

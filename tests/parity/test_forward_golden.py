@@ -86,7 +86,7 @@ def with_cached_prefix(model, ids, n):
         merged.text_stream(ids[:, n:], at=at),
         None,
         wanted="understanding",
-        cache=cache.commit(n),
+        cache=cache.advance(n),
     )
     return model.text_logits(hidden["understanding"])
 
@@ -111,7 +111,7 @@ def test_a_block_of_a_cached_sequence_is_replaced(case):
     slots = np.arange(cache.block.shape[1])
     inside = (slots >= start) & (slots < stop)
     cache = dataclasses.replace(
-        cache.commit(length), block=jnp.where(inside[None], jnp.int32(PAD_BLOCK), cache.block)
+        cache.advance(length), block=jnp.where(inside[None], jnp.int32(PAD_BLOCK), cache.block)
     )
     new = merged.text_stream(given.inputs["dual_block_ids"], at=np.arange(start, stop)[None])
     hidden, _ = run(model, new, None, wanted="understanding", cache=cache)

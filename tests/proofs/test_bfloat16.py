@@ -35,7 +35,7 @@ def logits(model, requests, settings, plan):
         inputs = tiny.sample_inputs(requests, model.settings, settings)
         prefilled = sample.prefill_batch(model, inputs, plan, settings=settings)
     now = jax.tree.map(jnp.asarray, plan[0])[0]
-    found, _ = _step_logits(model, prefilled.state, now, prefilled.prompts, prefilled.program)
+    found, _ = _step_logits(model, prefilled.state, now, prefilled.prompts, prefilled.settings)
     return np.asarray(found), np.asarray(now.decode)
 
 

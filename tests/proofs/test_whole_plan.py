@@ -45,7 +45,7 @@ class Case:
     def scored(self):
         """Returns the steps and scores of each row, of one pass."""
         modality = self.examples[0].modality
-        orders = self.decoded.orders if modality == "text" else None
+        orders = self.decoded.decoded_at if modality == "text" else None
         how = self.examples, self.requests, self.sampling, self.decoded.drawn, orders
         return self.engine.scores(*how, stage=modality)
 
@@ -155,7 +155,7 @@ def independent_logits(one: Case, row: int, step: whole_plan.Step) -> np.ndarray
 
 
 def order_of(one: Case, row: int) -> np.ndarray:
-    order = np.array(one.decoded.orders[row])
+    order = np.array(one.decoded.decoded_at[row])
     return np.where(order == whole_plan.UNTOLD, 2**20, order)
 
 
@@ -166,7 +166,7 @@ def test_a_whole_plan_has_the_sampler_s_draws_and_the_papers_probabilities(name)
     assert difference(one, scored) < TOLERANCE
     for row, (steps, scores) in enumerate(scored):
         number = np.array([step.block for step in steps])[scores.step]
-        order = one.decoded.orders[row]
+        order = one.decoded.decoded_at[row]
         committed = scores.decided & (order[scores.at] == number)[:, None]
         assert scores.deficit[committed].max() < TOLERANCE
         given = one.examples[row].given
@@ -181,7 +181,7 @@ def test_a_whole_plan_has_the_sampler_s_draws_and_the_papers_probabilities(name)
 def test_a_text_step_commits_its_surest_draws():
     one = case("answer")
     for row, (steps, scores) in enumerate(one.scored()):
-        order = one.decoded.orders[row]
+        order = one.decoded.decoded_at[row]
         for number, step in enumerate(steps):
             own = scores.step == number
             taken = own & (order[scores.at] == step.block)
@@ -196,7 +196,7 @@ def changes(one: Case, row: int, steps, scores) -> np.ndarray:
     Every code that could be drawn is tried, in float64: what is committed, and when, changes if the
     difference of two scores or twice that of two log-odds does.
     """
-    order, drawn = one.decoded.orders[row], one.decoded.drawn[row]
+    order, drawn = one.decoded.decoded_at[row], one.decoded.drawn[row]
     modality, found = one.examples[0].modality, np.full(len(drawn), np.inf)
     for number, step in enumerate(steps):
         logits, temperature = independent_logits(one, row, step), 0.8 * step.temperature
@@ -228,7 +228,7 @@ def changes(one: Case, row: int, steps, scores) -> np.ndarray:
 def test_margins_are_what_logits_must_change_by(name):
     one, row = case(name), 0
     steps, scores = one.scored()[row]
-    order = one.decoded.orders[row] if name == "answer" else None
+    order = one.decoded.decoded_at[row] if name == "answer" else None
     stage = proofs._stage("any", steps, scores, one.decoded.drawn[row], order, TOLERANCE)
     expected = changes(one, row, steps, scores)
     margins = np.array([np.inf if x is None else x for x in stage.margins])
@@ -243,7 +243,7 @@ def test_margins_are_what_logits_must_change_by(name):
 def test_the_pass_has_as_many_tokens_as_the_steps():
     """Each cell is passed once masked, and all but those of the last step once clean."""
     steps, _ = case("draw").scored()[0]
-    blocks = whole_plan.blocks_of(steps, case("draw").decoded.orders[0])
+    blocks = whole_plan.blocks_of(steps, case("draw").decoded.decoded_at[0])
     present = (blocks.block != whole_plan.ABSENT).sum()
     assert present == 2 * tiny.IMAGE_LEN - len(steps[-1].at)
 

@@ -367,7 +367,7 @@ def test_a_text_block_follows_a_schedule_of_its_own_masked_tokens():
 
 
 def test_the_dual_cache_keeps_everything_outside_the_text_block():
-    parts = plans.text_plan(6, 2, 2, passes_clean="all", refreshes=True, passes_given=True)
+    parts = plans.text_plan(6, 2, 2, passes_clean="all", refreshes=True, given_in_steps=True)
     assert [part.refreshes for part in parts] == [True, False] * 3
     assert [part.clean[0, 0].tolist() for part in parts[::2]] == [
         [2, 3, 4, 5], [0, 1, 4, 5], [0, 1, 2, 3],
@@ -388,7 +388,7 @@ def test_the_prefix_cache_keeps_what_stands_before_the_text_block():
 def test_given_text_is_passed_where_it_is_not_in_the_prompt():
     given = np.array([[False, True, False, False, True, True]])
     options = {"passes_clean": "all", "passes_rest": True}
-    first, second = plans.text_plan(6, 2, 2, given, passes_given=True, **options)
+    first, second = plans.text_plan(6, 2, 2, given, given_in_steps=True, **options)
     assert first.decode[0, 0].tolist() == [0, 1]
     assert first.rest[0, 0].tolist() == [2, 3, 4, 5]
     assert first.count[:, 0].tolist() == [1]

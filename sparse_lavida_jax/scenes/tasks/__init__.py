@@ -28,7 +28,7 @@ from sparse_lavida_jax.scenes.task import Judgement, Sample, Task, judged_task
 from sparse_lavida_jax.scenes.world import COLOURS, SHAPES
 
 # The order decides which task a random number picks. These keep their places, so that runs can be
-# repeated; new ones follow by the alphabet.
+# repeated. Others follow by the alphabet.
 _FIXED_ORDER = (
     "layout", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption",
     "infill", "detect", "locate", "name", "quiz", "edit_layout", "fill_layout", "draw", "edit",

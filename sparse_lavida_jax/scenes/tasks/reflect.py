@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says whether a scene is what was asked for, and if not, what is wrong."""
+"""Checks a scene against a request: says whether it is what was asked for, else what is wrong."""
 
 import dataclasses
 
