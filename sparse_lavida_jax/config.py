@@ -280,7 +280,8 @@ class Data(Section):
     # in a lesson; "run": all whose rows have the same streams; "": "lesson" on a CPU, else "run".
     shapes: Literal["", "lesson", "run"] = ""
     length_buckets: Positive = 1  # static lengths of the batches of a group, a program each
-    max_sequence_len: Size = 8192  # from here on, of prepared records: tokens, with images
+    max_sequence_len: Size = 8192  # tokens of an example, with images
+    # From here on, of prepared records.
     micro_condition: bool = True  # prompts state sizes and measures of images (spec Sec. 5.4)
     # Loss weight of the codes inside the boxes of an edit (the mean over the masked codes of an
     # image is 1): 1 as released, 5 where the release turns it on (spec Sec. 9.3).

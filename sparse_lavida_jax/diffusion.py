@@ -75,8 +75,8 @@ class Blocks(NamedTuple):
         masked_blocks: the masked blocks; each gets its own registers.
         weight: loss weight of each token and copy, 0 if it is not predicted.
         total: what the weights of a response are divided by (L, or the number of predicted tokens).
-        known: codes of masked cells that are shown to the model and have no loss; None if training
-            has none (`partly_known`).
+        known: codes of partly masked cells that are shown and have no loss; None if training has
+            none (`partly_known`).
         code_weight: the weight of each code of an image relative to its other codes
             (`Data.edit_area_weight`); None: all equal.
         copies: the index, in the response, of the token that each copy repeats.
@@ -101,7 +101,10 @@ class Blocks(NamedTuple):
 
     @property
     def last_clean(self) -> list[int]:
-        """The last clean block that each block may look back to, from block 0 on."""
+        """The last clean block that each block may look back to, from block 0 on, or a later one.
+
+        `tags.make_tags` takes the smaller of this and the block.
+        """
         end = max((self.num_clean, *self.masked_blocks))
         masked = range(self.num_clean + 1, end + 1)
         clean = [self.num_clean] * (self.num_clean + 1)
@@ -239,6 +242,11 @@ def semi_autoregressive_blocks(
 class _Steps(NamedTuple):
     """Steps of a plan, whatever its order; all fields but those described are as in `Blocks`.
 
+    Six cells in three steps of two: C_1 and C_2 are clean in blocks 2 and 3, and C_1 to C_3 masked
+    in blocks 4, 5 and 6, whose horizons are 1, 2 and 3. Then `of_order` is 2 2 3 3 6 6, `copied` is
+    0 1 2 3 and `of_copies` 4 4 5 5. With the order 4 1 0 5 2 3, `Blocks.block` is 3 2 6 6 2 3 for
+    cells 0 to 5, and 4 4 5 5 for the copies of cells 4, 1, 0 and 5.
+
     Attributes:
         of_order: block of each token in its own place, in the plan's order.
         copied: where in that order the copied tokens are.
@@ -273,7 +281,7 @@ class _Steps(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _image_plan(sizes: tuple[int, ...], merge_cells: int) -> _Steps:
     merged = orders.merged(np.array(sizes), merge_cells).tolist()
-    return _whole_plan(tuple((size,) for size in merged), "mean")
+    return _whole_plan(tuple((size,) for size in merged), "mean")  # for whole cells as "1/t"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -416,7 +424,7 @@ class Tokens:
         tokens: ids [s] of the understanding stream, codes [s g] of the generation stream.
         index: as in `tags.Stream`.
         position, block: tags.
-        last_clean: the last clean block that each token sees, in addition to its own block.
+        last_clean: as in `Blocks`, of each token.
         target, weight: the value to predict, and its weight in the loss.
     """
 

@@ -40,7 +40,9 @@ StreamNames = Literal["understanding", "generation", "both"]
 
 PROMPT_BLOCK = 0
 GIVEN_BLOCK = 1  # known cells, a prefix, words of a template: clean before the first step
-FIRST_BLOCK = GIVEN_BLOCK + 1  # of decoding, even if nothing is given: step i is block i + 2
+# Of decoding, even if nothing is given. The paper counts steps from 1, the code from 0: C_k is what
+# step k - 1 decodes, in block k + 1.
+FIRST_BLOCK = GIVEN_BLOCK + 1
 NO_FEATURE = -1  # an understanding token that is text
 NO_EMBEDDING = -2  # an understanding token whose embedding is zeros (`Blank`)
 NO_CELL = -1  # a generation token that is not a cell of an image (registers, padding)

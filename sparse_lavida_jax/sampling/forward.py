@@ -155,7 +155,7 @@ def _prompt_again(prompt: Prompt, now: Steps, settings: StepSettings) -> dict[st
 
 
 def _join(response: Stream, prompt: Stream | None, clean_len: int) -> Stream:
-    """[clean | prompt | others]: committed tokens come first, so that they stay contiguous."""
+    """[clean | prompt | others]: what the cache keeps comes first, in slots next to each other."""
     if prompt is None:
         return response
     first, second = (
