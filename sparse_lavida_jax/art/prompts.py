@@ -10,7 +10,7 @@ from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art import judge, tasks, vocabulary
-from sparse_lavida_jax.art.sheet import Sheet, load
+from sparse_lavida_jax.art.sheet import SIZES, Sheet, load
 from sparse_lavida_jax.art.tasks import caption
 from sparse_lavida_jax.art.world import (
     BACKGROUNDS,
@@ -66,8 +66,8 @@ class ArtEncoder(ExampleMaker):
         if key not in self._kept:
             assert self.codec is not None
             scene = ArtScene(background, (thing,) if thing else ())
-            sides = IMAGE_SIZE // CELL
-            codes = self.codec.encode(render(scene, IMAGE_SIZE, self.sheet)[None])[0]
+            sides = -(-(max(SIZES.values()) + STEP) // CELL)  # cells that hold any thing
+            codes = self.codec.encode(render(scene, CELL * sides, self.sheet)[None])[0]
             grid = codes.astype(np.int32).reshape(sides, sides, -1)
             self._kept[key] = grid[thing.cells] if thing else grid[:1, :1]
         return self._kept[key]

@@ -29,8 +29,9 @@ class HashCodec:
     is_grey = False
 
     def encode(self, pixels):
-        cells = pixels.reshape(len(pixels), 12, 8, 12, 8, 3).swapaxes(2, 3)
-        cells = cells.reshape(len(pixels), 144, -1).astype(np.int64)
+        sides = pixels.shape[1] // 8
+        cells = pixels.reshape(len(pixels), sides, 8, sides, 8, 3).swapaxes(2, 3)
+        cells = cells.reshape(len(pixels), sides**2, -1).astype(np.int64)
         return (cells @ np.arange(1, 193) % 1024)[..., None]
 
 
