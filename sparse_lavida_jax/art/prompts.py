@@ -21,10 +21,12 @@ from sparse_lavida_jax.art.world import (
     Placed,
     render,
 )
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.prompting.protocol import Grid, Pixels
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary
 from sparse_lavida_jax.scenes.prompts import Codec, ExampleMaker, ScenePrompts
+from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 COMMANDS = {task.command: name for name, task in tasks.TABLE.items() if task.command}
@@ -48,6 +50,15 @@ class ArtEncoder(ExampleMaker):
         side = self.model.vision.image_size
         pixels = render(EMPTY if self.data.blind else scene, IMAGE_SIZE, self.sheet)
         return resize(pixels, (side, side))
+
+    def scene_example(self, sample: Sample, **how: Any) -> Example:
+        example = super().scene_example(sample, **how)
+        if sample.window is None:
+            return example
+        sides = IMAGE_SIZE // CELL
+        learned = np.zeros((sides, sides), bool)
+        learned[sample.window] = True
+        return dataclasses.replace(example, learned=learned.reshape(-1))
 
     def scene_codes(self, scene: Any) -> Int[np.ndarray, "l g"]:
         """Returns the codes of a scene, put together from those of its things."""

@@ -27,7 +27,7 @@ from sparse_lavida_jax.art.grammar import (
     plural,
 )
 from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, load
-from sparse_lavida_jax.art.tasks import ask, caption
+from sparse_lavida_jax.art.tasks import ask, caption, locate, name
 from sparse_lavida_jax.art.world import BACKGROUNDS
 from sparse_lavida_jax.data.files import write_text
 from sparse_lavida_jax.prompting.tokenizer import train_byte_level
@@ -43,7 +43,7 @@ EXAMPLES = 300  # per task and split
 @functools.cache
 def of_sheet(sheet: Sheet) -> Vocabulary:
     """Returns the vocabulary of models that are trained on a sheet."""
-    names = [name for thing in sheet.things for name in (*thing.names, plural(thing.name))]
+    names = [one for thing in sheet.things for one in (*thing.names, plural(thing.name))]
     forms = [
         *(words for table in (JOINED, IN_STYLE, HOW_MANY, IS_THERE) for words in table.values()),
         *(words for wordings in EDITS.values() for words in wordings),
@@ -52,7 +52,8 @@ def of_sheet(sheet: Sheet) -> Vocabulary:
     ]
     said = (
         *names, *forms, *NUMBERS, *SIDES, *RELATIONS, *MOVES, *SIZES, *STYLES, *BACKGROUNDS,
-        *map(str, range(6)), caption.PROMPT, NOTHING, "an facing thing on background where is the",
+        *map(str, range(6)), caption.PROMPT, name.PROMPT, locate.PROMPT, NOTHING,
+        "an facing thing on background where is the",
     )  # fmt: skip
     groups = listed(list(dict.fromkeys(thing.group for thing in sheet.things)), "and")
     knows = (
@@ -72,8 +73,8 @@ def _some(sheet: Sheet) -> str:
 def corpus(sheet: Sheet) -> Iterator[str]:
     """Yields every name in every language, and texts of examples of every task."""
     for thing in sheet.things:
-        for name in thing.names:
-            yield from (name, f" {name}")
+        for called in thing.names:
+            yield from (called, f" {called}")
         yield from (f" {plural(thing.name)}", f"a {thing.name}")
     for task in tasks.TABLE:
         for split in tasks.SPLITS:

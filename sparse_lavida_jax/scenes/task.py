@@ -12,7 +12,7 @@ from sparse_lavida_jax.scenes.world import GRID
 
 # Tasks with sequences of about the same length share a group; a batch holds a single group.
 TEXT_GROUPS = ("write", "answer", "tell")
-IMAGE_GROUPS = ("draw", "edit")
+IMAGE_GROUPS = ("draw", "part", "edit")
 
 
 class Sample(NamedTuple):
@@ -25,6 +25,7 @@ class Sample(NamedTuple):
     layout: str | None = None  # the layout of `target`, for an image task
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
+    window: tuple[slice, slice] | None = None  # rows and columns of `target` that are learned
     column: str | None = None  # the kind of request or question: `draw.COLUMNS`, `answer.COLUMNS`
     held_out: bool = False
     task: str = ""

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.art import codebook, pictures
+from sparse_lavida_jax.art import codebook, training_images
 from sparse_lavida_jax.art.cells import BLOCK, CellModel, Painter, is_near_things
 from sparse_lavida_jax.art.sheet import Sheet
 from sparse_lavida_jax.models import vq
@@ -51,7 +51,7 @@ def fit(
     model = CellModel(settings.vq, rngs=nnx.Rngs(settings.seed))
     contents = codebook.fit(sheet, settings.vq.codebook_size, console.print)
     model.codebook = nnx.Param(jnp.asarray(contents, jnp.float16))
-    scenes = pictures.Pictures.of(sheet, np.asarray(model.codebook, np.float32))
+    scenes = training_images.TrainingImages.of(sheet, np.asarray(model.codebook, np.float32))
     painter = jax.tree.map(jnp.copy, model.painter)
     opt_state = optimizer.init(painter)  # pyright: ignore[reportArgumentType]  it is a pytree
     run, steps = _make_step(model, optimizer), settings.train.train_steps

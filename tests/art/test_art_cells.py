@@ -11,7 +11,7 @@ import rich.console
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art import judge, pictures, sheet, world
+from sparse_lavida_jax.art import judge, sheet, training_images, world
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.models.image_codec import ImageCodec
@@ -96,7 +96,7 @@ def test_the_painter_learns_one_thing():
     settings = config.Config(vq=vq_settings, train=train, optimizer=optimizer)
     console = rich.console.Console(file=io.StringIO())
     fitted = train_painter.fit(settings, one, train_vq._optimizer(settings), console)
-    scenes = pictures.Pictures.of(one, np.asarray(fitted.codebook, np.float32))
+    scenes = training_images.TrainingImages.of(one, np.asarray(fitted.codebook, np.float32))
     images, codes, weights = scenes.batch(np.random.default_rng(5), 4)
     assert len(np.unique(weights[codes < len(world.BACKGROUNDS)])) < len(np.unique(weights))
     assert (vq.encode_images(fitted, images, batch=4) == codes).mean() > 0.98

@@ -128,7 +128,7 @@ def test_a_layout_names_things_places_and_sizes_only():
 # Examples.
 
 
-@pytest.mark.parametrize("task", tasks.TABLE)
+@pytest.mark.parametrize("task", tasks.TASKS)
 def test_correct_responses_are_scored_as_correct_and_others_not(task):
     count = 4 if tasks.TABLE[task].is_image else 12
     for split in tasks.SPLITS:

@@ -3,9 +3,11 @@
 
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.grammar import ArtLayout
+from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.grammar import spans_of
 from sparse_lavida_jax.scenes.task import Sample, Task
 
+PROMPT = "where are these?"
 MOST_FOUND = 4  # things
 
 
@@ -16,7 +18,7 @@ def make(dice: ArtDice) -> Sample:
     order = {name: place for place, name in enumerate(dice.several(names, len(names)))}
     things = sorted(scene.things, key=lambda thing: (order[thing.name], thing))
     text = str(ArtLayout(tuple((thing.name, thing.box) for thing in things)))
-    return Sample("where are these?", scene, text, given=spans_of(r",? [^<,]+", text))
+    return Sample(PROMPT, scene, text, given=spans_of(r",? [^<,]+", text))
 
 
-TASK = Task(make, None, "tell")
+TASK = Task(make, judges.exact, "tell")

@@ -5,9 +5,11 @@ from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.grammar import Art
 from sparse_lavida_jax.art.judge import unclear
 from sparse_lavida_jax.art.world import Placed
+from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.grammar import box_text, spans_of
 from sparse_lavida_jax.scenes.task import Sample, Task
 
+PROMPT = "what is there?"
 MOST_NAMED = 3  # things, so that the answer is no longer than the longest layout
 
 
@@ -15,7 +17,7 @@ def make(dice: ArtDice) -> Sample:
     scene = dice.scene(low=2)
     things = dice.several(scene.things, min(len(scene), MOST_NAMED))
     text = ",".join(f" {_look(dice, thing)}{box_text(thing.box)}" for thing in things)
-    return Sample("what is there?", scene, text, given=spans_of(r"(<LOC_\d+>)+,?", text))
+    return Sample(PROMPT, scene, text, given=spans_of(r"(<LOC_\d+>)+,?", text))
 
 
 def _look(dice: ArtDice, thing: Placed) -> Art:
@@ -27,4 +29,4 @@ def _look(dice: ArtDice, thing: Placed) -> Art:
     return Art(thing.name, None, style or None, facing or None)
 
 
-TASK = Task(make, None, "tell")
+TASK = Task(make, judges.exact, "tell")

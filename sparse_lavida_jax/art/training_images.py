@@ -21,7 +21,7 @@ LARGE, ONE_SMALL, FILLED = 0.55, 0.15, 0.85  # shares: of quarters, of quarters,
 
 
 @dataclasses.dataclass(frozen=True)
-class Pictures:
+class TrainingImages:
     """Every look on every background, and its codes.
 
     Attributes:
@@ -35,7 +35,7 @@ class Pictures:
     codes: list[Int[np.ndarray, "n _l _y _x"]]
 
     @staticmethod
-    def of(sheet: Sheet, contents: Contents) -> "Pictures":
+    def of(sheet: Sheet, contents: Contents) -> "TrainingImages":
         looks, pixels, codes = [], [], []
         books = [contents[..., :3] + (1 - contents[..., 3:] / 255) * one for one in COLOURS]
         for size in sheet.sprites:
@@ -56,7 +56,7 @@ class Pictures:
             looks.append(one)
             pixels.append(np.stack(drawn))
             codes.append(np.stack(found).reshape(len(COLOURS), *one.points.shape[:3]))
-        return Pictures(looks, pixels, codes)
+        return TrainingImages(looks, pixels, codes)
 
     def batch(
         self, rng: np.random.Generator, count: int
