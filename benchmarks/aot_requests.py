@@ -176,14 +176,12 @@ def programs(
     settings, plan = case.settings(model.settings), case.plan(model.settings)
     inputs = case.sample_inputs(model.settings, range(case.batch))
     batch = calls.prepared(model, inputs, plan, settings=settings, split_phases=True)
-    phase_calls = [
-        call for phase in batch.prefilled.phases for call in batch.prefilled.phase_calls(phase)
-    ]
+    phase_calls = [call for phase in batch.batch.phases for call in batch.batch.phase_calls(phase)]
     runs, steps = collections.Counter(), collections.Counter()
     for call in phase_calls:
-        runs[call.program] += 1
-        steps[call.program] += int(call.options["number"])
-    first = {call.program: call for call in reversed(phase_calls)}
+        runs[call.shapes] += 1
+        steps[call.shapes] += int(call.options["number"])
+    first = {call.shapes: call for call in reversed(phase_calls)}
     widths = [call.steps.width for call in first.values()]
     keys = [*first]
     found: list[tuple[LoweredProgram, tuple]] = []

@@ -233,7 +233,7 @@ class Timed:
         def logits(model: Denoiser) -> np.ndarray:
             prefilled = sample.prefill_batch(model, inputs, plan, settings=settings)
             found, _ = _step_logits(
-                model, prefilled.state, now, prefilled.prompts, prefilled.program
+                model, prefilled.state, now, prefilled.prompts, prefilled.settings
             )
             return np.asarray(found)[np.asarray(now.decode) >= 0]
 

@@ -203,8 +203,9 @@ class Model(Section):
 class VQ(Section):
     """The image tokenizer: convolutional encoder, codebook, decoder (spec Sec. 3)."""
 
-    # "cells", ours: four codes that add up to a cell of art (`art.cells`); all below is ignored
-    # except the sizes of images and codebook.
+    # "cells", ours: four codes for a cell of art, and a painter of `layers_per_block` layers of
+    # `latent_channels` (`art.cells`); of all below, only those and the sizes of images and codebook
+    # are used.
     kind: Literal["convolutions", "cells"] = "convolutions"
     image_size: Size = 96  # pixels per side
     channels: Sizes = (16, 16, 32, 48, 64)  # one entry per resolution

@@ -1,50 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image tokenizer of real art: four codes for each cell, which add up to its contents.
+"""The image tokenizer of real art: a code for each block of 4x4 pixels, four to a cell.
 
-A code stands for colours and opacities of a whole cell, one set for each of the four places in the
-cell (additive quantisation: Babenko and Lempitsky, CVPR 2014). The first code names the background
-too, so that a drawing has the same codes on all of them but in the first place:
+A code stands for the colours and opacities of a block; the first codes are the backgrounds. No code
+depends on another cell. In the other direction, a network that sees the neighbours of a block adds
+what its code leaves out:
 
-    pixels = sum of colours + (1 - sum of opacities) * background
+    pixels = colours + (1 - opacities) * background + what the network adds
 
-No cell depends on another one, in either direction.
+The background is the most common one among the codes.
 """
 
 import einops
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art.world import BACKGROUNDS, CELL
 
-PLACES = 4  # codes of a cell, 2x2
-ROUNDS = 6  # of the search for the codes of a cell
+BLOCK = CELL // 2  # pixels per side of what one code describes
 LEVELS = 255
-
-
-def contents_of(codebook_size: int) -> int:
-    """Returns how many contents the first code of a cell can name, on each background."""
-    return codebook_size // len(BACKGROUNDS)
+OUT_START = 0.1  # deviation of the last layer's start, relative to the usual one; ours
 
 
 class CellModel(nnx.Module):
     """Converts an image to codes, and back: it has the methods of `models.vq.VQModel`."""
 
     def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
-        del rngs  # it is fitted (`art.codebook.fit`), not trained from random numbers
-        # Colours are weighted by opacity; the last channel is the opacity. In levels of 255.
-        shape = (settings.codebook_size, PLACES, CELL, CELL, 4)
+        # Fitted (`art.codebook.fit`). Colours are weighted by opacity; the last channel is the
+        # opacity. In levels of 255.
+        shape = (settings.codebook_size, BLOCK, BLOCK, 4)
         self.codebook = nnx.Param(jnp.zeros(shape, jnp.float16))
+        self.painter = Painter(settings, rngs=rngs)
         self.settings = settings
 
     def encode(self, pixels: Float[Array, "b h w 3"]) -> Int[Array, "b y x"]:
-        """Returns codes of images in [0, 1], 2x2 for each cell.
+        """Returns the codes of images in [0, 1], 2x2 for each cell.
 
-        From an empty cell on each background, one code after another is replaced by the best one,
-        `ROUNDS` times around; then the background with the least error is taken, of equal ones the
-        first.
+        The codes of a cell are the nearest ones on the background on which its error is least, of
+        equal ones the first.
 
         Raises:
             ValueError: a side of the images is not a multiple of `CELL`.
@@ -56,52 +51,108 @@ class CellModel(nnx.Module):
                 f" sides must be multiples of {CELL}. Resize or crop them first."
             )
         cut = "b (y i) (x j) c -> (b y x) (i j c)"
-        cells = einops.rearrange(LEVELS * pixels.astype(jnp.float32), cut, i=CELL, j=CELL)
-        colours = jnp.array([*BACKGROUNDS.values()], jnp.float32)
-        errors, codes = jax.lax.map(lambda colour: self._on(colour, cells), colours)
-        best = jnp.argmin(errors, axis=0)
-        codes = jnp.take_along_axis(codes, best[None, :, None], axis=0)[0]
-        codes = codes.at[:, 0].add(best * contents_of(self.settings.codebook_size))
-        spread = "(b y x) (p q) -> b (y p) (x q)"
-        return einops.rearrange(codes, spread, y=height // CELL, x=width // CELL, p=2)
+        blocks = einops.rearrange(LEVELS * pixels.astype(jnp.float32), cut, i=BLOCK, j=BLOCK)
+        errors, codes = jax.lax.map(lambda colour: self._on(colour, blocks), _colours())
+        grid = "n (b y x) -> n b y x"
+        sides = dict(y=height // BLOCK, x=width // BLOCK)
+        errors, codes = (einops.rearrange(one, grid, **sides) for one in (errors, codes))
+        cells = einops.reduce(errors, "n b (y p) (x q) -> n b y x", "sum", p=2, q=2)
+        best = einops.repeat(jnp.argmin(cells, axis=0), "b y x -> 1 b (y 2) (x 2)")
+        return jnp.take_along_axis(codes, best, axis=0)[0]
 
     def _on(
-        self, colour: Float[Array, "3"], cells: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Int[Array, "n g"]]:
-        """Returns the squared errors and the codes of cells on one background."""
-        codebook = self.codebook.astype(jnp.float32)
-        drawn = codebook[..., :3] - codebook[..., 3:] * colour[None, None, None, None] / LEVELS
-        books = einops.rearrange(drawn, "c g i j k -> g c (i j k)")
-        counts = contents_of(len(codebook)), *[len(codebook)] * (PLACES - 1)
-        tables = [book[:count] for book, count in zip(books, counts, strict=True)]
-        norms = [jnp.sum(table**2, axis=1) for table in tables]
-        rest = cells - jnp.tile(colour, CELL**2)[None]
-        codes = jnp.zeros((len(cells), PLACES), jnp.int32)
-
-        def around(_, state):
-            rest, codes = state
-            for place, (table, norm) in enumerate(zip(tables, norms, strict=True)):
-                rest = rest + table[codes[:, place]]
-                overlap = jnp.matmul(rest, table.T, precision="highest")
-                codes = codes.at[:, place].set(jnp.argmin(norm[None] - 2 * overlap, axis=1))
-                rest = rest - table[codes[:, place]]
-            return rest, codes
-
-        rest, codes = jax.lax.fori_loop(0, ROUNDS, around, (rest, codes))
-        return jnp.sum(rest**2, axis=1), codes
+        self, colour: Float[Array, "3"], blocks: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Int[Array, " n"]]:
+        """Returns the squared errors and the codes of blocks on one background."""
+        drawn = _over(self.codebook.astype(jnp.float32), colour[None, None, None])
+        drawn = drawn.reshape(len(drawn), -1)
+        # |x - c|^2 without |x|^2, which is the same for every code.
+        overlap = jnp.matmul(blocks, drawn.T, precision="highest")
+        codes = jnp.argmin(jnp.sum(drawn**2, axis=1)[None] - 2 * overlap, axis=1)
+        return jnp.sum((blocks - drawn[codes]) ** 2, axis=1), codes
 
     def decode(self, codes: Int[Array, "b y x"]) -> Float[Array, "b h w 3"]:
         """Returns the images of codes, in [0, 1]: in the middle of a grey level, never between."""
-        cells = einops.rearrange(codes, "b (y p) (x q) -> b y x (p q)", p=2, q=2)
-        contents, colours = contents_of(self.settings.codebook_size), [*BACKGROUNDS.values()]
-        background = jnp.minimum(cells[..., 0] // contents, len(colours) - 1)
-        cells = cells.at[..., 0].set(cells[..., 0] % contents)
-        codebook = self.codebook.astype(jnp.float32)
-        drawn = codebook[cells[..., 0], 0]
-        for place in range(1, PLACES):
-            drawn = drawn + codebook[cells[..., place], place]
-        colour = jnp.array(colours, jnp.float32)[background][..., None, None, :]
-        levels = drawn[..., :3] + (1 - drawn[..., 3:] / LEVELS) * colour
-        levels = jnp.clip(jnp.round(levels), 0, LEVELS)
-        pixels = einops.rearrange(levels, "b y x i j c -> b (y i) (x j) c")
-        return jnp.clip((pixels + 0.5) / LEVELS, 0, 1)  # bytes are cut off, not rounded
+        levels = jnp.clip(jnp.round(LEVELS * self.paint(codes)), 0, LEVELS)
+        return jnp.clip((levels + 0.5) / LEVELS, 0, 1)  # bytes are cut off, not rounded
+
+    def paint(
+        self, codes: Int[Array, "b y x"], painter: "Painter | None" = None
+    ) -> Float[Array, "b h w 3"]:
+        """Returns images, neither rounded nor clipped. Only blocks near things are added to.
+
+        Args:
+            painter: takes the place of its own one.
+        """
+        background = background_of(codes)
+        colours = _colours()[background][:, None, None, None, None]
+        drawn = _over(self.codebook[codes].astype(jnp.float32), colours) / LEVELS
+        added = einops.rearrange(
+            (painter or self.painter)(codes, background),
+            "b y x (i j c) -> b y x i j c",
+            i=BLOCK,
+            j=BLOCK,
+        )
+        added = jnp.where(is_near_things(codes)[..., None, None, None], added, 0)
+        return einops.rearrange(drawn + added, "b y x i j c -> b (y i) (x j) c")
+
+
+class Painter(nnx.Module):
+    """Returns what is added to the pixels of each block, from the codes around it.
+
+    Residual layers of `latent_channels`, `layers_per_block` of them; each sees one block farther.
+    """
+
+    def __init__(self, settings: config.VQ, *, rngs: nnx.Rngs):
+        width, normal = settings.latent_channels, jax.nn.initializers.normal(1.0)
+        self.codes = nnx.Param(normal(rngs.params(), (settings.codebook_size, width)))
+        self.backgrounds = nnx.Param(normal(rngs.params(), (len(BACKGROUNDS), width)))
+        layers = range(settings.layers_per_block)
+        self.layers = nnx.List(PainterLayer(width, rngs=rngs) for _ in layers)
+        small = jax.nn.initializers.variance_scaling(OUT_START**2, "fan_in", "truncated_normal")
+        self.out = nnx.Conv(width, 3 * BLOCK**2, (1, 1), kernel_init=small, rngs=rngs)
+
+    def __call__(
+        self, codes: Int[Array, "b y x"], background: Int[Array, " b"]
+    ) -> Float[Array, "b y x d"]:
+        x = self.codes[codes] + self.backgrounds[background][:, None, None]
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(jax.nn.silu(_normed(x)))
+
+
+class PainterLayer(nnx.Module):
+    """mix(silu(look(norm(x)))): 3x3, then 1x1."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.look = nnx.Conv(width, width, (3, 3), rngs=rngs)
+        self.mix = nnx.Conv(width, width, (1, 1), rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
+        return self.mix(jax.nn.silu(self.look(_normed(x))))
+
+
+def background_of(codes: Int[Array, "b y x"]) -> Int[Array, " b"]:
+    """Returns the number of the most common background, of equally common ones the first."""
+    counts = jnp.stack([jnp.sum(codes == i, axis=(1, 2)) for i in range(len(BACKGROUNDS))])
+    return jnp.argmax(counts, axis=0)
+
+
+def is_near_things(codes: Int[Array, "b y x"]) -> Bool[Array, "b y x"]:
+    """Returns which blocks, or blocks next to them, have a code other than a background's."""
+    drawn = codes >= len(BACKGROUNDS)
+    return jax.lax.reduce_window(drawn, False, jnp.logical_or, (1, 3, 3), (1, 1, 1), "SAME")
+
+
+def _colours() -> Float[Array, "n 3"]:
+    return jnp.array([*BACKGROUNDS.values()], jnp.float32)
+
+
+def _over(contents: Float[Array, "*n 4"], colour: Float[Array, "*#n 3"]) -> Float[Array, "*n 3"]:
+    """Returns what contents look like on a colour."""
+    return contents[..., :3] + (1 - contents[..., 3:] / LEVELS) * colour
+
+
+def _normed(x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
+    """Scales the channels of each block to a mean square of 1."""
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)

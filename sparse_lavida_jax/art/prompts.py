@@ -11,18 +11,21 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art import judge, sentences, tasks, vocabulary
 from sparse_lavida_jax.art.grammar import Art, ArtLayout
-from sparse_lavida_jax.art.sheet import Sheet, load
+from sparse_lavida_jax.art.sheet import SIZES, Sheet, load
 from sparse_lavida_jax.art.tasks import caption
 from sparse_lavida_jax.art.world import (
     BACKGROUNDS,
+    CELL,
     CELL_STEPS,
     CELLS,
     IMAGE_SIZE,
+    STEP,
     ArtScene,
     Placed,
     cells_of,
     render,
 )
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.prompting.protocol import Grid, Pixels
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary
@@ -53,6 +56,14 @@ class ArtEncoder(ExampleMaker):
         pixels = render(EMPTY if self.data.blind else scene, IMAGE_SIZE, self.sheet)
         return resize(pixels, (side, side))
 
+    def scene_example(self, sample: Sample, **how: Any) -> Example:
+        example = super().scene_example(sample, **how)
+        if sample.window is None:
+            return example
+        learned = np.zeros((CELLS, CELLS), bool)
+        learned[sample.window] = True
+        return dataclasses.replace(example, learned=learned.reshape(-1))
+
     def scene_codes(self, scene: Any) -> Int[np.ndarray, "l g"]:
         """Returns the codes of a scene, put together from those of its things."""
         empty = self._codes_of(scene.background, None)
@@ -74,8 +85,9 @@ class ArtEncoder(ExampleMaker):
         if key not in self._kept:
             assert self.codec is not None
             scene = ArtScene(background, (thing,) if thing else ())
-            codes = self.codec.encode(render(scene, IMAGE_SIZE, self.sheet)[None])[0]
-            grid = codes.astype(np.int32).reshape(CELLS, CELLS, -1)
+            sides = -(-(max(SIZES.values()) + STEP) // CELL)  # cells that hold any thing
+            codes = self.codec.encode(render(scene, CELL * sides, self.sheet)[None])[0]
+            grid = codes.astype(np.int32).reshape(sides, sides, -1)
             self._kept[key] = grid[thing.cells] if thing else grid[:1, :1]
         return self._kept[key]
 

@@ -27,7 +27,16 @@ from sparse_lavida_jax.art.grammar import (
     plural,
 )
 from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, load
-from sparse_lavida_jax.art.tasks import ask, caption, detect, infill, name, reason, retell
+from sparse_lavida_jax.art.tasks import (
+    ask,
+    caption,
+    detect,
+    infill,
+    locate,
+    name,
+    reason,
+    retell,
+)
 from sparse_lavida_jax.art.world import BACKGROUNDS
 from sparse_lavida_jax.data.files import write_text
 from sparse_lavida_jax.prompting.tokenizer import train_byte_level
@@ -51,7 +60,7 @@ def of_sheet(sheet: Sheet) -> Vocabulary:
         *(word for words in YES_NO.values() for word in words),
         *ask.QUESTIONS.values(),
         *reason.QUESTIONS.values(),
-        *(task.PROMPT for task in (caption, detect, infill, name, retell)),
+        *(task.PROMPT for task in (caption, detect, infill, locate, name, retell)),
     ]
     said = (
         *names, *forms, *NUMBERS, *SIDES, *RELATIONS, *MOVES, *SIZES, *STYLES, *BACKGROUNDS,

@@ -204,7 +204,8 @@ def given_of(
         start, stop = np.sort(rng.integers(0, example.reach + 1, 2))
         shown = np.zeros(len(given), bool)
         shown[start:stop] = True
-    return given if shown[: example.reach].all() else shown
+    left = ~shown if example.learned is None else ~shown & example.learned
+    return shown if left[: example.reach].any() else given
 
 
 def _blocks_of(
@@ -222,7 +223,8 @@ def _blocks_of(
         )
     side, sampling = settings.model.grid_size, settings.sampling
     cells = orders.order(sampling.order, side, side, int(rng.integers(ORDER_SEEDS)))
-    cells = cells[~given[cells]]
+    left = ~given if example.learned is None else ~given & example.learned
+    cells = cells[left[cells]]
     steps = _pick(rng, settings.diffusion.plan_steps)
     sizes = orders.counts(sampling.schedule, steps, len(cells), sampling.shift)
     merge = settings.diffusion.merge_cells

@@ -24,6 +24,8 @@ class Example:
         views: in place of `pixels`, the views of each input image (`data/images.py`).
         grid: rows and columns of cells of an image response; None: the model's largest.
         code_weight: loss weight of each code of an image response; None: all equal.
+        learned: cells of an image response that a training row may hold; the others are left out,
+            as if a sampler decoded them later; None: all.
         ends: whether a text may end before its last token; boxes, for example, do not.
     """
 
@@ -36,6 +38,7 @@ class Example:
     views: tuple[Views, ...] = ()
     grid: tuple[int, int] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
+    learned: Bool[np.ndarray, " l"] | None = None
     ends: bool = True
 
     @property

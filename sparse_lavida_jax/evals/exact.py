@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact scores on the scenes: programs read pixels or text to judge the output of a model.
+"""Exact scores on small worlds: programs read pixels or text to judge the output of a model.
 
 `evals/benchmarks/scenes.py` is the benchmark; reports of training runs use the same scores.
 """
@@ -7,16 +7,42 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.art import judge as art_judge
+from sparse_lavida_jax.art import rules as art_rules
+from sparse_lavida_jax.art import tasks as art_tasks
+from sparse_lavida_jax.art import world as art_world
 from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import tasks, world
 
 Output = np.ndarray | str
+
+
+class SmallWorld(NamedTuple):
+    """A world whose examples programs make and judge.
+
+    Attributes:
+        tasks: the package of its tasks.
+        render: draws a scene, so many pixels per side.
+        empty: a scene without anything.
+    """
+
+    tasks: Any
+    render: Callable[..., np.ndarray]
+    empty: Any
+
+
+SCENES = SmallWorld(tasks, world.render, world.EMPTY_SCENE)
+# By `data.source`.
+WORLDS = {
+    "scenes": SCENES,
+    "art": SmallWorld(art_tasks, art_world.render, art_world.ArtScene("white", ())),
+}
 EVAL_SEED = 2026  # for the prompts; the test stream is disjoint from training, whatever the seed
 
 
@@ -72,26 +98,27 @@ def answer(
         callback: see `SparseLaViDa.run`.
     """
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
+    here = WORLDS.get(pipe.settings.data.source, SCENES)
     how = {"sampling": sampling, "seed": seed, "callback": callback}
     if any(sample.given for sample in samples):
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
         return list(pipe.texts(pipe.sample(examples, **how)))
     size = pipe.settings.vq.image_size
-    shown = [world.render(s.image, size) for s in samples if s.image is not None]
+    shown = [here.render(s.image, size) for s in samples if s.image is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if known:
         fill = pipe.inpaint if task == "inpaint" else pipe.outpaint
         return list(fill(shown, prompts, known=known, as_written=True, **how).pixels)
-    if tasks.TABLE[task].is_image and tasks.TABLE[task].command is None:
+    if here.tasks.TABLE[task].is_image and here.tasks.TABLE[task].command is None:
         # No command asks for it: it is asked as in training, without a layout.
         examples = [pipe.encoder.scene_example(sample, with_layout=False) for sample in samples]
         dtype = (sampling or pipe.settings.sampling).vq_dtype
         return list(pipe.codec.to_pixels(np.stack(pipe.sample(examples, **how)), None, dtype))
-    if tasks.TABLE[task].is_image:
+    if here.tasks.TABLE[task].is_image:
         how["as_written"] = True
         drawn = pipe.edit(shown, prompts, **how) if shown else pipe.generate(prompts, **how)
         return list(drawn.pixels)
-    short = tasks.TABLE[task].group == "answer"
+    short = here.tasks.TABLE[task].group == "answer"
     room = pipe.prompts.answer_tokens if short else pipe.prompts.long_answer_tokens
     examples = [
         pipe.prompts.ask(prompt, shown[i : i + 1], room) for i, prompt in enumerate(prompts)
@@ -115,9 +142,10 @@ def evaluate(
         pipe: a `SparseLaViDa`.
         split: "test", or "held_out" for attribute combinations that training never showed.
     """
-    samples = [tasks.sample(task, seed, index, split) for index in range(prompts)]
+    here = WORLDS.get(pipe.settings.data.source, SCENES)
+    samples = [here.tasks.sample(task, seed, index, split) for index in range(prompts)]
     outputs = answer(pipe, samples, sampling=sampling, seed=seed, callback=callback)
-    return tally(task if split == "test" else f"{task}/{split}", samples, outputs)
+    return tally(task if split == "test" else f"{task}/{split}", samples, outputs, here)
 
 
 def evaluate_several(
@@ -145,9 +173,14 @@ def evaluate_several(
     return tally(f"draw/{images} images", samples, outputs), float(np.mean([*map(len, layouts)]))
 
 
-def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output]) -> TaskResult:
+def tally(
+    name: str,
+    samples: Sequence[tasks.Sample],
+    outputs: Sequence[Output],
+    here: SmallWorld = SCENES,
+) -> TaskResult:
     """Adds up the scores of outputs."""
-    scores = [tasks.score(*pair) for pair in zip(samples, outputs, strict=True)]
+    scores = [here.tasks.score(*pair) for pair in zip(samples, outputs, strict=True)]
     named = zip(samples, scores, strict=True)
     columns = grouped((sample.column, score.ok) for sample, score in named if sample.column)
     counted = grouped(pair for score in scores for pair in score.parts.items())
@@ -164,6 +197,17 @@ def tally(name: str, samples: Sequence[tasks.Sample], outputs: Sequence[Output])
         attribute_precision=right / drawn if drawn else None,
         reasons=dict(reasons.most_common(8)),
     )
+
+
+def coherence(samples: Sequence[tasks.Sample], images: Sequence[np.ndarray]) -> dict[str, float]:
+    """Returns the shares of the things of the art world that requests ask for: found, coherent.
+
+    A thing is coherent if all its cells are of one style and one facing.
+    """
+    pairs = zip(samples, images, strict=True)
+    counts = [art_rules.coherence(sample, art_judge.read(image)) for sample, image in pairs]
+    coherent, found, asked = (sum(column) for column in zip(*counts, strict=True))
+    return {"found": found / asked, "coherent": coherent / asked}
 
 
 def as_json(result: TaskResult) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 """What a run shows: sheets of images while it trains, and `report.md` at its end."""
 
 import dataclasses
-import functools
 import pathlib
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -30,12 +28,9 @@ SHEET_COLUMNS = 6
 CAPTION_LINES = 4
 CAPTION_HEIGHT = 10 * CAPTION_LINES  # pixels
 SPEED_RUNS = 5  # the median is reported
+ALL_TASKS = {task for here in exact.WORLDS.values() for task in here.tasks.TASKS}
 LOSS_ROWS = 10  # in the table of losses
 NLL = "nll: mean negative log-likelihood of a text token or image code in nats; lower is better."
-# For each data source: what makes prompts to draw, by number, and what judges an image.
-DRAWING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "scenes": (functools.partial(tasks.sample, "draw"), tasks.score),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +74,12 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
         images = pipe.generate(prompts).pixels if prompts else ()
         tiles = [Tile(image, words) for image, words in zip(images, prompts, strict=True)]
     else:
-        make, judge = DRAWING[source]
-        samples = [make(exact.EVAL_SEED, number, "test") for number in range(CHECK_PROMPTS)]
+        here = exact.WORLDS[source]
+        numbers = range(CHECK_PROMPTS)
+        samples = [here.tasks.sample("draw", exact.EVAL_SEED, number, "test") for number in numbers]
         images = pipe.generate([one.prompt for one in samples], as_written=True).pixels
         tiles = [
-            Tile(image, sample.prompt, judge(sample, image).ok)
+            Tile(image, sample.prompt, here.tasks.score(sample, image).ok)
             for sample, image in zip(samples, images, strict=True)
         ]
         scores["draw"] = sum(bool(tile.ok) for tile in tiles) / len(tiles)
@@ -92,8 +88,10 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
             right, asked = result.columns.get("single", (0, 0))
             scores["single"] = right / max(asked, 1)
             scores["attribute_precision"] = result.attribute_precision or 0.0
-            for task in pipe.settings.train.eval_tasks:
-                scores[task] = exact.evaluate(pipe, task, CHECK_PROMPTS).share
+        else:
+            scores |= exact.coherence(samples, images)
+        for task in pipe.settings.train.eval_tasks:
+            scores[task] = exact.evaluate(pipe, task, CHECK_PROMPTS).share
     if tiles:
         _save(sheet(tiles[: 4 * SHEET_COLUMNS] if scores else tiles), path)
     return scores
@@ -204,17 +202,17 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
     """Returns a table of exact scores for every trained task, and sections with examples."""
-    found, parts = [], []
+    found, parts, here = [], [], exact.WORLDS[pipe.settings.data.source]
     prompts = pipe.settings.train.eval_prompts
-    for task in [task for task in pipe.settings.data.tasks if task in tasks.TASKS]:
-        samples = [tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
+    for task in [task for task in pipe.settings.data.tasks if task in here.tasks.TASKS]:
+        samples = [here.tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
         outputs = exact.answer(pipe, samples)
-        found += exact.tally(task, samples, outputs).metrics
-        if title := tasks.TABLE[task].label:
+        found += exact.tally(task, samples, outputs, here).metrics
+        if title := here.tasks.TABLE[task].label:
             tiles = [
                 tile
                 for sample, output in zip(samples[:12], outputs[:12], strict=True)
-                for tile in _tiles(sample, output)
+                for tile in _tiles(sample, output, here)
             ]
             name = title.lower()
             _save(sheet(tiles), folder / f"images/{name}.png")
@@ -230,12 +228,14 @@ def _show_scores(folder: pathlib.Path, table: str) -> None:
         model_folder.copy_with_readme(folder, folder, said)
 
 
-def _tiles(sample: tasks.Sample, output: exact.Output) -> list[Tile]:
+def _tiles(
+    sample: tasks.Sample, output: exact.Output, here: exact.SmallWorld = exact.SCENES
+) -> list[Tile]:
     """Returns the images that were shown and the output."""
-    ok = tasks.score(sample, output).ok
-    shown = None if sample.image is None else world.render(sample.image)
+    ok = here.tasks.score(sample, output).ok
+    shown = None if sample.image is None else here.render(sample.image)
     if isinstance(output, str):
-        blank = world.render(world.EMPTY_SCENE) if shown is None else shown
+        blank = here.render(here.empty) if shown is None else shown
         return [Tile(_with_box(blank, output), f"{sample.prompt} {output.strip()}", ok)]
     if shown is None:
         return [Tile(output, sample.prompt, ok)]
@@ -247,8 +247,10 @@ def _curve(path: pathlib.Path) -> str:
     checks = [row for row in metrics.read_metrics(path) if "draw" in row]
     if not checks:
         return "No image was scored while it trained (train.image_seconds, train.eval_every)."
-    tasks_scored = dict.fromkeys(name for row in checks for name in row if name in tasks.TASKS)
-    names = [name for name in ("attribute_precision", "single") if name in checks[0]]
+    tasks_scored = dict.fromkeys(name for row in checks for name in row if name in ALL_TASKS)
+    names = [
+        name for name in ("attribute_precision", "single", "found", "coherent") if name in checks[0]
+    ]
     names += tasks_scored
     lines = [
         (

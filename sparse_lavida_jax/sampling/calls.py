@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.attention import (
@@ -61,6 +61,7 @@ from sparse_lavida_jax.sampling.state import (
 )
 from sparse_lavida_jax.sequence import RESPONSE_STREAM, Modality, SeenBatch
 from sparse_lavida_jax.tags import GIVEN_BLOCK, STREAMS
+from sparse_lavida_jax.visibility import AnyArray
 
 # The most steps of one call of a program, which takes their number as an argument. So requests with
 # any number of steps share one program for each width. On CPUs a program holds just the steps of
@@ -160,11 +161,11 @@ class PhaseCall:
 
 
 class BatchArrays(NamedTuple):
-    """What every program of a batch starts from, on the device."""
+    """What every program of a batch starts from."""
 
     model: Denoiser
-    responses: Int[Array, "b l g"]
-    decoded_at: Int[Array, "b l"]
+    responses: Int[AnyArray, "b l g"]
+    decoded_at: Int[AnyArray, "b l"]
     rows: Rows
 
 

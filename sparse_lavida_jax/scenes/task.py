@@ -11,7 +11,7 @@ from jaxtyping import Bool
 
 # Tasks with sequences of about the same length share a group; a batch holds a single group.
 TEXT_GROUPS = ("write", "answer", "tell")
-IMAGE_GROUPS = ("draw", "edit")
+IMAGE_GROUPS = ("draw", "part", "edit")
 
 
 class Sample(NamedTuple):
@@ -24,6 +24,7 @@ class Sample(NamedTuple):
     layout: str | None = None  # of `target`, or of what an edit changes and a hole lacks
     known: tuple[bool, ...] | None = None  # cells of `target` that are given, in raster order
     given: tuple[tuple[int, int], ...] = ()  # character spans of `answer` that are given
+    window: tuple[slice, slice] | None = None  # rows and columns of `target` that are learned
     column: str | None = None  # the kind of request or question: `draw.COLUMNS`, `answer.COLUMNS`
     held_out: bool = False
     task: str = ""

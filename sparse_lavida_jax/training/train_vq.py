@@ -28,7 +28,7 @@ from sparse_lavida_jax.art import codebook, dice, sheet
 from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.scenes import world
-from sparse_lavida_jax.training import metrics, muon
+from sparse_lavida_jax.training import metrics, muon, train_painter
 from sparse_lavida_jax.visibility import AnyArray
 
 # All ours.
@@ -65,9 +65,10 @@ def train(
     console, seed = rich.console.Console(), settings.seed
     images_of, surveyed, reported, report = SOURCES[settings.data.source]
     if settings.vq.kind == "cells":
-        model = vq.CellModel(settings.vq, rngs=nnx.Rngs(seed))
-        fitted = codebook.fit(sheet.load(), settings.vq.codebook_size, console.print)
-        model.codebook = nnx.Param(jnp.asarray(fitted, jnp.float16))
+        _check(settings)
+        model = train_painter.fit(
+            settings, sheet.load(), _optimizer(settings), console, is_asked_to_stop
+        )
     else:
         model = fit(
             settings,

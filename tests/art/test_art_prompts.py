@@ -30,8 +30,9 @@ class HashCodec:
     is_grey = False
 
     def encode(self, pixels):
-        cells = pixels.reshape(len(pixels), 12, 8, 12, 8, 3).swapaxes(2, 3)
-        cells = cells.reshape(len(pixels), 144, -1).astype(np.int64)
+        sides = pixels.shape[1] // 8
+        cells = pixels.reshape(len(pixels), sides, 8, sides, 8, 3).swapaxes(2, 3)
+        cells = cells.reshape(len(pixels), sides**2, -1).astype(np.int64)
         return (cells @ np.arange(1, 193) % 1024)[..., None]
 
 
@@ -83,14 +84,31 @@ def test_a_run_on_art_makes_batches_of_all_tasks(given, tokenizer, monkeypatch):
     data = sources.open_source(given, tiny.denoiser(given.model))
     assert isinstance(data.batches, ArtBatches)
     assert data.tokenizer.vocab_size == tokenizer.vocab_size
-    assert {*data.batches.groups} == {"write", "answer", "tell", "draw", "edit"}
+    assert {*data.batches.groups} == {"write", "answer", "tell", "draw", "part", "edit"}
     for group in data.batches.groups:
         row = data.batches.made(group, 0, 0)
         codes = row.example.response
-        assert (len(codes) == 144) == (group in ("draw", "edit"))
+        assert (len(codes) == 144) == (group in ("draw", "part", "edit"))
     wrong = dataclasses.replace(given.data, tasks={"point": 1.0})
     with pytest.raises(config.ConfigError, match=r"has no point\. It has: ask, caption"):
         ArtBatches(dataclasses.replace(given, data=wrong), data.batches.encoder)
+
+
+def test_a_part_of_an_image_is_learned_around_one_thing(given, language):
+    makers = ArtBatches(given, language.encoder)
+    for number in range(20):
+        sample = tasks.sample("draw_part", 3, number)
+        rows, columns = sample.window
+        assert 0 <= rows.start and rows.stop == rows.start + 6 <= 12
+        assert any(
+            rows.start <= one.cells[0].start and one.cells[0].stop <= rows.stop
+            and columns.start <= one.cells[1].start and one.cells[1].stop <= columns.stop
+            for one in sample.target.things
+        )  # fmt: skip
+        row = makers.made("part", number, 0)
+        masked, learned = row.blocks.masked[:144], row.example.learned
+        assert learned.sum() == 36
+        assert masked.any() and not (masked & ~learned).any()
 
 
 def test_the_prompts_are_those_of_the_art_world(given, language):

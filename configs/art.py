@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""A small Sparse-LaViDa that draws, edits and answers questions about scenes of real art.
+
+    python -m sparse_lavida_jax.main --config=configs/art.py
+
+12x12 cells of four codes each, for 96x96 pixels. About twelve hours of one CPU core, computed from
+the steps of each task that were timed. Everything here is ours.
+"""
+
+import ml_collections
+
+# As in `configs/scenes.py`: one skill after another, and learned skills are rehearsed. Most of what
+# a model has to remember is what things look like: parts of images teach that, with several times
+# as many cells of things a second as whole images.
+LESSONS = dict(
+    name=dict(until=1200, tasks=dict(name=1.0)),
+    look=dict(until=3000, tasks=dict(name=1.0, locate=1.0, ask=1.5, ground=1.0)),
+    parts=dict(
+        until=20_000,
+        tasks=dict(draw_part=8.0, layout=0.5, name=0.5, locate=0.3, ask=0.7, ground=0.3),
+    ),
+)
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = ml_collections.ConfigDict()
+    c.name = "art"
+    c.seed = 0
+
+    c.model = dict(
+        vocab_size=1792,
+        width=128,
+        mlp_hidden=256,
+        num_layers=5,
+        dual_tower_layers=3,
+        num_heads=8,
+        head_dim=16,
+        neighbour_heads=(1, 2, 3, -1, -2, -3, -4, -5),
+        rope_theta=10_000.0,
+        # Codes of every block of every drawing: most of what is to be remembered.
+        generation_width=128,
+        generation_mlp_hidden=384,
+        codebook_size=1024,
+        codes_per_token=4,
+        grid_size=12,
+        cell_positions=True,
+        num_registers=4,
+        unroll_layers=True,
+        vision=dict(
+            image_size=96,
+            patch_size=8,
+            width=96,
+            num_layers=2,
+            num_heads=3,
+            mlp_hidden=192,
+            pool=2,
+        ),
+    )
+    c.data = dict(
+        source="art",
+        image_codec="art",
+        lessons=LESSONS,
+        tasks=dict(
+            draw=2.5,
+            draw_part=3.5,
+            layout=1.0,
+            edit=1.2,
+            edit_layout=0.6,
+            inpaint=0.4,
+            outpaint=0.4,
+            fill_layout=0.3,
+            ask=0.8,
+            reason=0.4,
+            reflect=0.5,
+            ground=0.4,
+            locate=0.3,
+            detect=0.4,
+            name=0.4,
+            caption=0.6,
+            infill=0.3,
+            retell=0.1,
+        ),
+        edit_keeps=0.6,
+        text_block_len=8,
+        max_answer_len=40,
+        sampled_answer_len=40,
+        given=0.1,
+        prompt_drop=0.05,
+        source_drop=0.0,
+    )
+    # Every step of a sampler's plan in one row, merged until each decodes at least 16 cells.
+    c.diffusion = dict(
+        blocks="plan",
+        text_masked_blocks=8,
+        plan_steps=(8, 12, 18),
+        plan_text_steps=(1, 4, 8),
+        merge_cells=16,
+    )
+    c.sampling = dict(
+        num_steps=12,
+        schedule="shift",
+        shift=2.0,
+        merge_cells=16,
+        temperature=0.3,
+        text_steps=8,
+        layout_temperature=0.35,
+    )
+    c.optimizer = dict(
+        kind="muon",
+        learning_rate=2.2e-3,
+        warmup_steps=100,
+        b1=0.9,
+        b2=0.99,
+        weight_decay=0.01,
+        ema=0.999,
+        final_fraction=0.03,
+    )
+    c.train = dict(
+        train_steps=30_000,
+        batch_size=32,
+        checkpoint_seconds=300.0,
+        image_seconds=0.0,
+        eval_every=5000,
+        eval_prompts=64,
+        eval_tasks=("layout", "ask", "ground"),
+    )
+    return c
