@@ -3,7 +3,7 @@ r"""What few steps cost, in bits: the likelihood of images under plans of K step
 
     python -m benchmarks.few_steps --part=gap                # the bundled model
     python -m benchmarks.few_steps --part=gap --model=runs/art/model
-    python -m benchmarks.few_steps --part=figure             # docs/few_steps.png, from the rows
+    python -m benchmarks.few_steps --part=figure             # docs/log/few_steps.png, from the rows
 
 Cells of one step are drawn independently of each other, so they cannot agree on what is left open.
 What that costs is the *gap*: the bits of an image under a plan of K steps, less those under a plan
@@ -40,7 +40,7 @@ COUNT = flags.DEFINE_integer("images", 256, "Unseen images.", lower_bound=16)
 DONE = flags.DEFINE_string("resume", "runs/few_steps.jsonl", "Where what is done is kept.")
 
 BATCH, SEED = 16, 56
-FIGURE = pathlib.Path(__file__).parents[1] / "docs" / "few_steps.png"
+FIGURE = pathlib.Path(__file__).parents[1] / "docs" / "log" / "few_steps.png"
 
 
 def main(_: list[str]) -> None:
@@ -122,7 +122,8 @@ def draw_figure(rows: list[dict[str, Any]]) -> None:
         ConfigError: matplotlib is not installed.
     """
     kinds = sorted({(row["model"], row["given"]) for row in rows}, reverse=True)
-    size = {"figsize": (4.6 * len(kinds), 3.6), "layout": "constrained", "squeeze": False}
+    size = {"figsize": (4.6 * len(kinds), 3.6), "layout": "constrained"}
+    size |= {"squeeze": False, "sharey": True}
     with ablation_report.figure(FIGURE, ncols=len(kinds), **size) as panels:
         for panel, (model, given) in zip(panels[0], kinds, strict=True):
             own = [row for row in rows if (row["model"], row["given"]) == (model, given)]
@@ -134,7 +135,10 @@ def draw_figure(rows: list[dict[str, Any]]) -> None:
                 )
                 steps, gaps, errors = zip(*points, strict=True)
                 panel.errorbar(steps, gaps, errors, lw=1, capsize=2, label=f"{order}, {schedule}")
-            panel.set(xscale="log", xlabel="steps", ylabel="bits an image", ylim=(0, None))
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
+            panel.axhline(0, color="0.8", lw=0.8)
+            panel.set(xlabel="steps", ylabel="bits an image above one cell a step")
             panel.set_title(f"{model}, given: words{' and layout' * (given == 'layout')}")
             panel.legend(fontsize=7, frameon=False)
     print(FIGURE)
