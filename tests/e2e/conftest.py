@@ -32,6 +32,16 @@ def _quick():
         yield
 
 
+@pytest.fixture(scope="package")
+def free():
+    """A server whose model steps without waiting, for all tests without rules of their own."""
+    import staged_server  # skips where the server's packages are absent
+
+    with staged_server.serving() as (service, address):
+        service.pipe.run_free()
+        yield service, address
+
+
 @dataclasses.dataclass(frozen=True)
 class Finished:
     """A run of six steps, its command line, and the resulting model."""

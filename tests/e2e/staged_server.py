@@ -52,14 +52,6 @@ def serving(limits=None, **rules):
         service.pipe.run_free()
 
 
-@pytest.fixture(scope="module")
-def free():
-    """A server whose model steps without waiting."""
-    with serving() as (service, address):
-        service.pipe.run_free()
-        yield service, address
-
-
 @pytest.fixture
 def service(free):
     free[0].pipe.run_free()

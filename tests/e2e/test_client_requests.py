@@ -8,8 +8,7 @@ import pytest
 import staged_server
 from staged_server import httpx, png, said, uri
 
-free, service, address = staged_server.free, staged_server.service, staged_server.address
-client = staged_server.client
+service, address, client = staged_server.service, staged_server.address, staged_server.client
 
 
 def test_fewer_images_than_openais_are_n_too(monkeypatch, address, service):

@@ -25,8 +25,7 @@ from sparse_lavida_jax.server import endpoints
 from sparse_lavida_jax.server.openai import guards
 from sparse_lavida_jax.server.serving import Limits, Service
 
-free, service, address = staged_server.free, staged_server.service, staged_server.address
-client = staged_server.client
+service, address, client = staged_server.service, staged_server.address, staged_server.client
 SCHEMES = {  # values of the header Authorization
     f"bearer {KEY}": 200, f"BEARER   {KEY}": 200, f"bEaReR {KEY}": 200, KEY: 401,
     f"Basic {KEY}": 401, f"Token {KEY}": 401, f"Bearer{KEY}": 401, f"Bearer Bearer {KEY}": 401,
