@@ -29,8 +29,9 @@ LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
 # again, all of it, and the probe of a large batch is a single one.
 ROOM, PACKED_MULTIPLE = 1.05, 16
 GROUPS = {
-    group: [name for name, task in tasks.TABLE.items() if task.group == group]
+    group: members
     for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
+    if (members := [name for name, task in tasks.TABLE.items() if task.group == group])
 }
 
 
