@@ -360,6 +360,12 @@ def test_the_time_left_is_estimated_from_earlier_requests(stages):
         assert "s left" in standing.standing(one, pace)
 
 
+def in_a_thread(coroutine):
+    """Runs a coroutine where no loop runs: that of the browser runs in this thread."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
 def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
     monkeypatch.setattr(demo, "POLL_SECONDS", 0.01)
     inputs = {"words": "a", "steps": 2, "registers": 0, "sampler": demo.AS_TRAINED, "seed": 0}
@@ -373,8 +379,7 @@ def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
                 stages.pipe.go.release()
         return values
 
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
-        *before, (image, note, *_) = thread.submit(asyncio.run, seen()).result()
+    *before, (image, note, *_) = in_a_thread(seen())
     decoded = [one.max() for one, *_ in before if isinstance(one, np.ndarray)]
     assert decoded and set(decoded) <= {1, 2} and decoded == sorted({*decoded})  # each once
     assert any("Drawing: step" in said for _, said, *_ in before)
@@ -387,14 +392,14 @@ def test_more_like_an_image_are_its_branches(service):
     async def all_of(values):
         return [one async for one in values]
 
-    *_, kept = asyncio.run(all_of(demo._run(service, "generate", inputs, standing.Pace())))[-1]
-    images, note = asyncio.run(all_of(demo._branched(service, kept, 0.5, standing.Pace())))[-1]
+    *_, kept = in_a_thread(all_of(demo._run(service, "generate", inputs, standing.Pace())))[-1]
+    images, note = in_a_thread(all_of(demo._branched(service, kept, 0.5, standing.Pace())))[-1]
     wanted = service.pipe.branch(kept[0], "image:0.5")
     for image, pixels in zip(images, wanted.pixels, strict=True):
         np.testing.assert_array_equal(np.array(image), pixels)
     assert f"{wanted.tokens_passed:,} tokens through the network" in note
     with pytest.raises(gr.Error, match="draw an image first"):
-        asyncio.run(all_of(demo._branched(service, None, 0.5, standing.Pace())))
+        in_a_thread(all_of(demo._branched(service, None, 0.5, standing.Pace())))
 
 
 def test_captions_are_ranked_beside_their_cells(service, shown):
@@ -405,7 +410,7 @@ def test_captions_are_ranked_beside_their_cells(service, shown):
         values = demo._surprised(service, *given, standing.Pace())
         return [one async for one in values]
 
-    *_, (lit, note, ranking) = asyncio.run(all_of(image, words))
+    *_, (lit, note, ranking) = in_a_thread(all_of(image, words))
     captions = ["two blue squares", "a red circle", "a green cross"]
     wanted = service.pipe.surprise(image, captions)
     np.testing.assert_array_equal(lit, surprises.lit(image, wanted, wanted.ranked[0]))
@@ -414,10 +419,10 @@ def test_captions_are_ranked_beside_their_cells(service, shown):
     assert places == sorted(places) and ranking.count("<img") == 3
     assert f"<b>{wanted.bits.sum(axis=1).min():.1f} bits</b>" in ranking
     with pytest.raises(gr.Error, match="this task is about an image"):
-        asyncio.run(all_of(None, words))
+        in_a_thread(all_of(None, words))
     for wrong, told in ((None, "0 captions"), ("a\n" * 9, "9 captions were sent: 1 to 8")):
         with pytest.raises(gr.Error, match=told):
-            asyncio.run(all_of(image, wrong))
+            in_a_thread(all_of(image, wrong))
 
 
 def test_cells_are_lit_by_their_bits_and_the_worst_is_framed():
