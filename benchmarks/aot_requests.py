@@ -175,8 +175,10 @@ def programs(
     """
     settings, plan = case.settings(model.settings), case.plan(model.settings)
     inputs = case.sample_inputs(model.settings, range(case.batch))
-    batch = calls.prepared(model, inputs, plan, settings=settings, split_phases=True)
-    phase_calls = [call for phase in batch.batch.phases for call in batch.batch.phase_calls(phase)]
+    laid_out = calls.prepared(model, inputs, plan, settings=settings, split_phases=True)
+    phase_calls = [
+        call for phase in laid_out.batch.phases for call in laid_out.batch.phase_calls(phase)
+    ]
     runs, steps = collections.Counter(), collections.Counter()
     for call in phase_calls:
         runs[call.shapes] += 1
@@ -217,9 +219,9 @@ def programs(
         found.append((program, (args, named)))
         return typed(traced.out_info)
 
-    first_trip = len(batch.parts) + 1 if batch.one_by_one else 1
+    first_trip = len(laid_out.parts) + 1 if laid_out.one_by_one else 1
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh), unchecked():
-        finish(batch.all_calls(sample.run_phase, [*first.values()]), lower)
+        finish(laid_out.all_calls(sample.run_phase, [*first.values()]), lower)
     return found
 
 

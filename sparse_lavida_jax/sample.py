@@ -200,8 +200,8 @@ def sample(
     if shared and phases:
         one = prefill_batch(model, inputs[:1], plans.first_row(phases), until=first, **how)
         how.pop("content_cache")
-        batch = prepared(model, inputs, phases, **how)
-        prefilled = batch.forked(loop.run(one, inputs[:1], range(FIRST_BLOCK, first)))
+        laid_out = prepared(model, inputs, phases, **how)
+        prefilled = laid_out.forked(loop.run(one, inputs[:1], range(FIRST_BLOCK, first)))
     else:
         prefilled = prefill_batch(model, inputs, phases, **how)
     if prefilled.state is None:  # everything is given
@@ -227,9 +227,9 @@ def prefill_batch(
         until: the block before which steps are going to be run.
     """
     most = None if content_cache is None else content_cache.most_bytes
-    batch = prepared(model, inputs, phases, most_kept=most, **how)
+    laid_out = prepared(model, inputs, phases, most_kept=most, **how)
     cache = content_cache if most else None
-    return batch.passed(run_phase, cache, until) if phases else batch.batch
+    return laid_out.passed(run_phase, cache, until) if phases else laid_out.batch
 
 
 def advance(

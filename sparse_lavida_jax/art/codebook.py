@@ -46,7 +46,7 @@ def fit(sheet: Sheet, codebook_size: int, say: Callable[[str], None]) -> Content
 
     Args:
         sheet: every block of its things counts once for each facing.
-        say: is told the error after some rounds.
+        say: called with a line about the error, every ten rounds.
     """
     looks = [Looks.of(sheet, size) for size in sheet.sprites]
     points = np.concatenate([look.points[look.is_drawn] for look in looks])

@@ -24,7 +24,7 @@ from sparse_lavida_jax.art.grammar import (
     plural,
 )
 from sparse_lavida_jax.art.judge import unclear
-from sparse_lavida_jax.art.sheet import LANGUAGES, SIZES, STYLES, Sheet, load
+from sparse_lavida_jax.art.sheet import LANGUAGES, SIZES, STYLES, Sheet
 from sparse_lavida_jax.art.tasks import ask, caption, detect, reason
 from sparse_lavida_jax.art.world import BACKGROUNDS, MOST_THINGS
 from sparse_lavida_jax.prompting.vocabulary import Reading
@@ -32,7 +32,8 @@ from sparse_lavida_jax.scenes.grammar import RELATIONS, GrammarError
 from sparse_lavida_jax.scenes.sentences import (
     ALIKE,
     LONGEST_NAMED,
-    reading_of,
+    read_by,
+    readers_of,
     same_words,
     with_taught_verb,
 )
@@ -172,7 +173,7 @@ def _one(text: str, dice: ArtDice, faults: list[str], more: tuple[str, ...] = ("
     """Reads one thing; adds to the faults what else the text says.
 
     Args:
-        more: what a taught sentence may say of it beside its name.
+        more: the attributes that a taught sentence may state besides the name.
     """
     before = len(faults)
     read = _ReadRequest.read(text, faults, dice.sheet)
@@ -285,22 +286,9 @@ def _pointed_at(text: str, dice: ArtDice) -> Read:
     return str(_one(text, dice, faults)), faults
 
 
-_READERS: dict[str, Callable[[str, ArtDice], Read]] = {
-    **dict.fromkeys(("generate", "inpaint", "outpaint", "reflect"), _drawn),
-    **dict.fromkeys(("ask", "reason"), _asked),
-    "edit": _changed,
-    "ground": _pointed_at,
-}
+_READERS = readers_of(_drawn, _asked, _changed, _pointed_at)
 
 
 def read(task: str, text: str, seed: int) -> Reading | None:
-    """Returns a taught sentence for the words of a task; None for tasks that take any words.
-
-    Args:
-        task: a key of `requests.TASK_SPECS`.
-        text: of at most `scenes.sentences.LONGEST` characters.
-        seed: chooses what the words leave open.
-    """
-    if (reader := _READERS.get(task)) is None:
-        return None
-    return reading_of(lambda number: reader(text, ArtDice(number, "unsaid", 0, sheet=load())), seed)
+    """Returns what `scenes.sentences.read` does, for the art world."""
+    return read_by(_READERS.get(task), text, lambda number: ArtDice(number, "unsaid", 0), seed)

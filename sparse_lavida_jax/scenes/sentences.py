@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable
+from typing import Any
 
 from sparse_lavida_jax.prompting.vocabulary import Reading, listed
 from sparse_lavida_jax.scenes.dice import TRAINED, Dice
@@ -416,12 +417,22 @@ def _pointed_at(text: str, dice: Dice) -> Read:
     return str(_one(text, dice, faults)), faults
 
 
-_READERS: dict[str, Callable[[str, Dice], Read]] = {
-    **dict.fromkeys(("generate", "inpaint", "outpaint", "reflect"), _drawn),
-    **dict.fromkeys(("ask", "reason"), _asked),
-    "edit": _changed,
-    "ground": _pointed_at,
-}
+Reader = Callable[[str, Any], Read]  # takes a text, and dice for what it leaves open
+
+
+def readers_of(
+    drawn: Reader, asked: Reader, changed: Reader, pointed_at: Reader
+) -> dict[str, Reader]:
+    """Returns the reader of each task that is taught some sentences only."""
+    return {
+        **dict.fromkeys(("generate", "inpaint", "outpaint", "reflect"), drawn),
+        **dict.fromkeys(("ask", "reason"), asked),
+        "edit": changed,
+        "ground": pointed_at,
+    }
+
+
+_READERS = readers_of(_drawn, _asked, _changed, _pointed_at)
 
 
 def read(task: str, text: str, seed: int) -> Reading | None:
@@ -432,17 +443,23 @@ def read(task: str, text: str, seed: int) -> Reading | None:
         text: of at most `LONGEST` characters.
         seed: chooses what the words leave open.
     """
-    if (reader := _READERS.get(task)) is None:
+    return read_by(_READERS.get(task), text, lambda number: Dice(number, "unsaid", 0), seed)
+
+
+def read_by(
+    reader: Reader | None, text: str, dice_of: Callable[[int], Any], seed: int
+) -> Reading | None:
+    """Returns the sentence of a reader, with a warning about what it did not understand.
+
+    Args:
+        dice_of: returns the dice of a seed.
+    """
+    if reader is None:
         return None
-    return reading_of(lambda number: reader(text, Dice(number, "unsaid", 0)), seed)
-
-
-def reading_of(reader: Callable[[int], Read], seed: int) -> Reading:
-    """Returns the sentence of a reader, which takes a seed, with a warning about its faults."""
-    sentence, faults = reader(seed)
+    sentence, faults = reader(text, dice_of(seed))
     if not faults:
         return Reading(sentence)
-    sentence, faults = reader(0)  # one warning for images of many seeds
+    sentence, faults = reader(text, dice_of(0))  # one warning for images of many seeds
     named = [*dict.fromkeys(faults)]
     if len(named) > MOST_NAMED + 1:
         named[MOST_NAMED:] = [f"{len(named) - MOST_NAMED} more"]

@@ -5,22 +5,15 @@ from sparse_lavida_jax.art import rules
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.tasks.caption import describe
 from sparse_lavida_jax.scenes import judges
-from sparse_lavida_jax.scenes.grammar import join_spans, words
 from sparse_lavida_jax.scenes.task import Sample, Task
-from sparse_lavida_jax.scenes.tasks.infill import PROMPT
+from sparse_lavida_jax.scenes.tasks.infill import PROMPT, with_gaps
 
 
 def make(dice: ArtDice) -> Sample:
     """Cuts one to three gaps of one to three words into a description."""
     scene = dice.scene()
     text = f" {describe(scene)}"
-    spans = words(text)
-    hidden: set[int] = set()
-    for _ in range(dice.between(1, 3)):
-        start = dice.below(len(spans))
-        hidden |= {*range(start, start + dice.between(1, 3))}
-    given = [span for number, span in enumerate(spans) if number not in hidden]
-    return Sample(PROMPT, scene, text, given=join_spans(given))
+    return Sample(PROMPT, scene, text, given=with_gaps(dice, text, 3))
 
 
 def judge(sample: Sample, output: str) -> str:

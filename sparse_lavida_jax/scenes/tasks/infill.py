@@ -5,7 +5,7 @@ import re
 
 from sparse_lavida_jax.scenes import judges
 from sparse_lavida_jax.scenes.dice import Dice
-from sparse_lavida_jax.scenes.grammar import CONVERSE, RELATIONS, Phrase, join_spans, words
+from sparse_lavida_jax.scenes.grammar import CONVERSE, RELATIONS, Phrase, Span, join_spans, words
 from sparse_lavida_jax.scenes.rules import describe
 from sparse_lavida_jax.scenes.task import Sample, Task
 from sparse_lavida_jax.scenes.tasks.arithmetic import MOST_COUNTED
@@ -27,13 +27,17 @@ def make(dice: Dice) -> Sample:
         case _:
             scene = dice.scene()
             text = f" {describe(scene)}"
+    return Sample(PROMPT, scene, text, given=with_gaps(dice, text, 2))
+
+
+def with_gaps(dice: Dice, text: str, most: int) -> tuple[Span, ...]:
+    """Cuts one to `most` gaps of one to three words into a text; returns the spans that stay."""
     spans = words(text)
     hidden: set[int] = set()
-    for _ in range(dice.between(1, 2)):
+    for _ in range(dice.between(1, most)):
         start = dice.below(len(spans))
         hidden |= {*range(start, start + dice.between(1, 3))}
-    given = [span for number, span in enumerate(spans) if number not in hidden]
-    return Sample(PROMPT, scene, text, given=join_spans(given))
+    return join_spans([span for number, span in enumerate(spans) if number not in hidden])
 
 
 def _sum(dice: Dice) -> str:
