@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lavida_jax.kernels import attention
+from sparse_lavida_jax.kernels import reference as dense
 from sparse_lavida_jax.kernels.common import Shape
 from sparse_lavida_jax.visibility import PAD_BLOCK, PAD_HORIZON
 
@@ -107,7 +107,7 @@ def draw(rng, heads, kv_heads, head_dim, dtype=jnp.float32, lengths=(S, T), rows
 
 def reference(q, k, v, tags, head_dim):
     heads = (q.shape[-1] // head_dim, k.shape[-1] // head_dim)
-    return attention.reference(q, k, v, tags, Shape(*heads, head_dim, head_dim**-0.5))
+    return dense.reference(q, k, v, tags, Shape(*heads, head_dim, head_dim**-0.5))
 
 
 @functools.partial(jax.jit, static_argnames="head_dim")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-causal attention: the entry point for training, prefill and decoding.
 
-`reference` defines it, with an explicit mask. A kernel is a module with four functions, which
-`run_kernel` combines into a differentiable one:
+`kernels.reference` defines it, with an explicit mask. A kernel is a module with four functions,
+which `run_kernel` combines into a differentiable one:
 
 * `laid_out(tags, sizes)` returns the tags in the form that the kernel reads; once for all layers.
 * `prepare(q, k, v, sizes)` returns the arrays in this form.
@@ -30,17 +30,15 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from sparse_lavida_jax.kernels import devices, sharded
 from sparse_lavida_jax.kernels import tile_lists as tiles
-from sparse_lavida_jax.kernels.common import NOTHING_SEEN_LSE, Shape, Tags
+from sparse_lavida_jax.kernels.common import Attended, Shape, Tags
+from sparse_lavida_jax.kernels.reference import differentiated_by_head, reference
 from sparse_lavida_jax.kernels.sharded import Deal
 from sparse_lavida_jax.kernels.tile_lists import GpuTables, Tables
-from sparse_lavida_jax.visibility import AnyArray, is_padding, visible
+from sparse_lavida_jax.visibility import AnyArray
 
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas_tpu", "pallas_gpu", "pallas_triton")
-HIDDEN = float(jnp.finfo(jnp.float32).min)  # the logit of a key that a query does not see
 
 log = logging.getLogger(__name__)
-
-Attended = tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]  # and the log-sum-exp
 
 
 def step_causal_attention(
@@ -143,48 +141,6 @@ def make_tables(
 
     split = sharded.split_of(*query_block.shape)
     return make(*tags) if split is None else sharded.make_tables(make, tags, key_deals, split)
-
-
-def reference(
-    q: Float[Array, "b s hd"],
-    k: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    v: Float[Array, "b t hkd"] | Float[Array, "n b t hkd"],
-    tags: Tags,
-    shape: Shape,
-    layer: Int[Array, ""] | int | None = None,
-) -> Attended:
-    """Attends with an explicit mask: slow and simple, the reference for the kernels.
-
-    Computes in float32. A padding query, and a query that sees no key, get exactly 0 and
-    `NOTHING_SEEN_LSE`.
-    """
-    if layer is not None:
-        k, v = (jax.lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False) for x in (k, v))
-    # Heads before tokens, [b h s d], for the matrix products.
-    q, k, v = (x.reshape(*x.shape[:2], -1, shape.head_dim).swapaxes(1, 2) for x in (q, k, v))
-    group = shape.num_heads // shape.num_kv_heads
-    if group > 1:  # grouped queries: each key head serves a run of query heads
-        k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
-
-    # Tags as [b 1 s 1] for queries and [b 1 1 t] for keys, to broadcast with logits [b h s t].
-    query_block, query_horizon, key_block, query_segment, key_segment = tags
-    query_tag = query_block[:, None, :, None]
-    mask = visible(
-        query_tag,
-        query_horizon[:, None, :, None],
-        key_block[:, None, None, :],
-        None if query_segment is None else query_segment[:, None, :, None],
-        None if key_segment is None else key_segment[:, None, None, :],
-    ) & ~is_padding(query_tag)
-    logits = jnp.einsum("bhsd,bhtd->bhst", q, k, preferred_element_type=jnp.float32) * shape.scale
-    # Not infinite, so that a row that sees nothing has no NaN, and neither has its gradient.
-    logits = jnp.where(mask, logits, HIDDEN)
-    seen = jnp.any(mask, axis=-1)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bhst,bhtd->bhsd", weights, v).astype(q.dtype)
-    out = jnp.where(seen[..., None], out, 0).swapaxes(1, 2)
-    lse = jnp.where(seen, jax.nn.logsumexp(logits, axis=-1), NOTHING_SEEN_LSE)
-    return out.reshape(*out.shape[:2], -1), lse
 
 
 def run_kernel(
@@ -486,7 +442,11 @@ def _run(
 ) -> Attended:  # fmt: skip
     """Runs an implementation on one device."""
     if chosen == "reference":
-        return reference(q, k, v, tags, Shape(*heads, head_dim, scale), layer)
+        shape = Shape(*heads, head_dim, scale)
+        alone = sharded.split_of(*q.shape[:2]) is None  # the compiler splits heads over a mesh
+        if layer is None and alone and jax.default_backend() == "cpu":
+            return differentiated_by_head(q, k, v, tags, shape)
+        return reference(q, k, v, tags, shape, layer)
     if isinstance(tables, GpuTables) and chosen not in devices.OF_GPUS:
         raise ValueError(
             f"the tables are of a GPU kernel, which takes no {q.dtype} with {head_dim=}: give"
