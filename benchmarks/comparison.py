@@ -179,10 +179,10 @@ def _is_there(row_id: str, wanted: Row) -> bool:
     if not path.exists():
         return False
     row = read_row(path)
-    defaults, expected = (
-        json.loads(json.dumps(values)) for values in (dataclasses.asdict(config.Sampling()), wanted)
+    sampling = config.to_dict(config.changed(config.Sampling(), row["sampling"]))
+    return not differing(
+        *(json.loads(json.dumps(x)) for x in (row | {"sampling": sampling}, wanted))
     )
-    return not differing(row | {"sampling": defaults | row["sampling"]}, expected)
 
 
 def digest(settings: config.Config, base: str = "") -> str:

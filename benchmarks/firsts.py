@@ -52,8 +52,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "layout": ("generate", {}, {}),
     "no layout": ("generate", FREE, {}),
     "guided": ("generate", FREE | {"guidance": 1.5},
-               {"order_seed": -1, "guidance_interval": (0.2, 0.8), "temperature_schedule": "linear",
-                "temperature_end": 0.5}),
+               {"order_seed": -1, "guidance_interval": (0.2, 0.8),
+                "released": {"temperature_schedule": "linear", "temperature_end": 0.5}}),
     "filtered": ("generate", FREE | {"steps": 12}, {"top_k": 8, "top_p": 0.9, "merge_cells": 4}),
     "registers": ("generate", FREE | {"registers": (4, 1)}, {}),
     "36 steps": ("generate", FREE | {"steps": 36}, {}),
@@ -186,7 +186,7 @@ def surprise_rows(pipe: SparseLaViDa, count: int) -> Iterator[dict[str, Any]]:
 def drawn_images(pipe: SparseLaViDa, name: str, start: int) -> tuple[Result, Any]:
     """Returns a batch of images of a setting, and the images that they were drawn after."""
     task, options, changes = SETTINGS[name]
-    own = pipe.with_sampling(dataclasses.replace(pipe.settings.sampling, **changes))
+    own = pipe.with_sampling(config.changed(pipe.settings.sampling, changes))
     kind = "edit" if task == "edit" else "draw"
     made = [tasks.sample(kind, SEED, start + i, "test") for i in range(BATCH)]
     words, shown = [one.prompt for one in made], None

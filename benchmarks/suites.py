@@ -186,11 +186,12 @@ def by_preset(
     found = []
     for task, example in examples.items():
         draws = task == "draw"
-        preset, field = ("preset", "num_steps") if draws else ("text_preset", "text_steps")
-        count = steps or getattr(settings.sampling, field)
+        how = settings.sampling
+        count = steps or (how.num_steps if draws else how.text.steps)
         for name in config.PRESETS if draws else of_text:
-            changes = PUBLISHED.get(name, {preset: name, field: count})
-            sampling = dataclasses.replace(settings.sampling, **changes)
+            asked = {"preset": name, "num_steps": count}
+            asked = asked if draws else {"text": {"preset": name, "steps": count}}
+            sampling = config.changed(how, PUBLISHED.get(name, asked))
             rows = presets.step_settings(sampling, settings.model, example.modality).guidance_rows
             case = RequestCase(
                 id=f"{task}/{name}/b{batch}/k{count}/g{rows}",
@@ -276,8 +277,8 @@ def _text(settings: config.Config, method: str, steps: int) -> RequestCase:
     """Returns a request for an answer with this number of steps per block."""
     _, question, answer = sizes(settings.model)
     name = method.removesuffix("_lean").removesuffix("_released")
-    how = {"text_preset": "prefix" if name == "dense_cached" else name, "text_steps": steps}
-    how |= {"text_step_ratio": 0.0, "text_commit": "count"}
+    preset = "prefix" if name == "dense_cached" else name
+    how = {"preset": preset, "steps": steps, "step_ratio": 0.0, "commit": "count"}
     total = steps * answer // settings.data.text_block_len
     constant = name == "dense_cached" and total > STEPS_TIMED
     return RequestCase(
@@ -285,7 +286,7 @@ def _text(settings: config.Config, method: str, steps: int) -> RequestCase:
         task="reasoning",
         method=method,
         example=_example((Text(_ids(settings.model, question)),), "text", answer, 1),
-        sampling=dataclasses.replace(settings.sampling, **how),
+        sampling=config.changed(settings.sampling, {"text": how}),
         text_block_len=settings.data.text_block_len,
         discards=method.endswith("_released"),
         steps_timed=min(STEPS_TIMED, steps) if constant else 0,

@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
 
 def get_ablation() -> dict:
     guided = dict(guidance=1.0)
-    untruncated = dict(preset="none", text_preset="sparse")
+    untruncated = dict(preset="none", text=dict(preset="sparse"))
     sampled = {
         "stratified": dict(),
         "halton": dict(order="halton"),

@@ -19,13 +19,13 @@ def get_config() -> ml_collections.ConfigDict:
 
 
 def get_ablation() -> dict:
-    sampled = {f"count_{n}": dict(text_steps=n) for n in (1, 2, 4, 8)}
+    sampled = {f"count_{n}": dict(text=dict(steps=n)) for n in (1, 2, 4, 8)}
     for commit, levels in dict(
         threshold=(0.3, 0.5, 0.7, 0.9, 0.99), factor=(0.3, 1.0, 3.0), entropy=(0.03, 0.1, 0.3, 1.0)
     ).items():
         for level in levels:
             name = f"{commit}_{level}".replace(".", "p")
-            sampled[name] = {"text_commit": commit, f"text_{commit}": level}
+            sampled[name] = dict(text={"commit": commit, commit: level})
     return dict(
         question="How many tokens of a text may a step commit?",
         tasks=("layout",),

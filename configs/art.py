@@ -102,7 +102,7 @@ def get_config() -> ml_collections.ConfigDict:
         shift=2.0,
         merge_cells=16,
         temperature=0.3,
-        text_steps=8,
+        text=dict(steps=8),
         layout_temperature=0.35,
     )
     c.optimizer = dict(

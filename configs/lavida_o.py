@@ -69,7 +69,7 @@ def get_config() -> ml_collections.ConfigDict:
         guidance_edit=1.2,
         guidance_image=1.4,
         edit_guidance="source",
-        text_steps=16,
+        text=dict(steps=16),
         layout=False,
     )
     return c

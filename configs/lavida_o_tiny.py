@@ -33,7 +33,7 @@ def get_config(trained: str = "all") -> ml_collections.ConfigDict:
         norm_groups=4,
     )  # fmt: skip
     c.data.update(text_block_len=8, max_answer_len=16)
-    c.sampling.update(num_steps=8, text_steps=4)
+    c.sampling.update(num_steps=8, text=dict(steps=4))
     if trained == "lora":
         c.lora = dict(rank=2, alpha=4.0)
         c.optimizer = dict(frozen_dtype="bfloat16")

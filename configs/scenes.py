@@ -108,7 +108,7 @@ def get_config() -> ml_collections.ConfigDict:
         schedule="shift",
         shift=2.0,
         temperature=0.3,
-        text_steps=8,
+        text=dict(steps=8),
         # Layouts stay right and still differ: at 1.0, .93 of the bundled model's positions are
         # right, here .97.
         layout_temperature=0.35,

@@ -438,11 +438,71 @@ class Train(Section):
         yield "microbatches", divides, f"it must divide {self.batch_size=}"
 
 
+class TextSampling(Section):
+    """How text is unmasked: answers, captions and layouts (spec Sec. 6)."""
+
+    preset: Literal["", Preset, TextPreset] = ""  # "": that of images
+    temperature: Scale = 0.0
+    # Tokens per text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
+    block_len: Count = 0
+    top_k: Count = 0  # the number of most probable tokens; used at a temperature above 0; 0: all
+    top_p: PositiveShare = 1.0  # the fewest tokens with this total probability; 1: all
+    steps: Positive = 8  # per text block
+    step_ratio: Share = 0.0  # steps per text block as a share of its tokens; 0: `steps`
+    schedule: Literal["even", Schedule] = "even"  # within a text block
+    shift: PositiveFloat = 3.0  # for the schedule "shift"
+    # What ranks the tokens of a text block: the probability of the drawn token, the margin between
+    # the two most probable, entropy (lowest first), or chance.
+    confidence: Literal["probability", "margin", "entropy", "random"] = "probability"
+    # How many of them a step commits: the number given by the schedule; all that are at least as
+    # confident as `threshold`; by Fast-dLLM's factor rule; or those of lowest entropy while the
+    # entropies of all but the last sum up to at most `entropy`. The last three commit at least one,
+    # at most `most` unless that is 0, and may end a text block early.
+    commit: Literal["count", "threshold", "factor", "entropy"] = "count"
+    threshold: Share = 0.9
+    factor: PositiveFloat = 1.0  # n tokens need a confidence of 1 - factor / (n + 1)
+    entropy: NonNegative = 0.1  # nats; ranks by entropy, whatever `confidence` says
+    most: Count = 0
+    # Order of text blocks: left_to_right, right_to_left, random (by `Sampling.order_seed`), or e.g.
+    # "2,0,1".
+    block_order: str = "left_to_right"
+
+    def _rules(self):
+        named = ("left_to_right", "right_to_left", "random")
+        is_order = self.block_order in named or self.block_numbers is not None
+        choices = f"choose one of {', '.join(named)}, or numbers such as '2,0,1'"
+        yield "block_order", is_order, choices
+        by_count = 'it must be 0 with commit="count", whose schedule says how many'
+        yield "most", self.most == 0 or self.commit != "count", by_count
+
+    @property
+    def block_numbers(self) -> tuple[int, ...] | None:
+        """The numbers in `block_order`; None if it is not a list of numbers."""
+        words = self.block_order.split(",")
+        return tuple(map(int, words)) if all(word.strip().isdecimal() for word in words) else None
+
+
+class ReleasedSampling(Section):
+    """What LaViDa-O's released samplers also do; nothing of it by default (spec Sec. 6, 7)."""
+
+    # `Sampling.confidence_noise` decreases to the share `confidence_noise_end` of it.
+    confidence_noise_schedule: Decay = "constant"
+    confidence_noise_end: Share = 0.01
+    confidence_noise_shift: NonNegative = 0.0  # for the schedule "shift"; 0: `Sampling.shift`
+    # The temperature of images, and both scales of guidance, decrease to a share of themselves.
+    temperature_schedule: Decay = "constant"
+    temperature_end: PositiveShare = 1.0
+    guidance_schedule: Decay = "constant"
+    guidance_end: Share = 1.0
+    # Text: the mask token may be drawn (and remains to be decoded), nothing stops at end-of-text,
+    # and the factor rule never leaves a single token over.
+    text_behaviour: bool = False
+
+
 class Sampling(Section):
-    """One way of unmasking a response (paper Sec. 3.2; the released ones, spec Sec. 6 and 7)."""
+    """One way of unmasking a response (paper Sec. 3.2); what is not in `text` is of images."""
 
     preset: Literal["", Preset] = ""  # "": sparse for a step-causal model, dense for a "full" one
-    text_preset: Literal["", Preset, TextPreset] = ""  # "": as preset
     num_steps: Positive = 12  # image steps
     # The units that "dense" decodes: "cell", as all other presets do, for models that were trained
     # on whole cells; "code", as LaViDa-O does (a cell may be partly known). Conversion of a
@@ -460,22 +520,14 @@ class Sampling(Section):
     order_seed: CountOrAuto = 42  # -1: each image has an order from its own seed
     schedule: Schedule = "shift"
     shift: PositiveFloat = 3.0
-    # Gumbel noise on the log probability that "confidence" ranks by; it decreases from this value
-    # to the share `confidence_noise_end` of it.
+    # Gumbel noise on the log probability that "confidence" ranks by.
     confidence_noise: NonNegative = 1.0
-    confidence_noise_schedule: Decay = "constant"
-    confidence_noise_end: Share = 0.01
-    confidence_noise_shift: NonNegative = 0.0  # for the schedule "shift"; 0: `shift`
-    temperature: Scale = 1.0  # of image codes; decreases to the share `temperature_end`
-    temperature_schedule: Decay = "constant"
-    temperature_end: PositiveShare = 1.0
+    temperature: Scale = 1.0  # of image codes
     top_k: Count = 0  # the number of most probable image codes to draw from; 0: all
     top_p: PositiveShare = 1.0  # the fewest image codes with this total probability; 1: all
     guidance: Scale = 0.0  # 0: one row; g: (1+g) cond - g uncond
     guidance_edit: schema.ScaleOrAuto = -1.0  # replaces `guidance` in edits; -1: the same
     guidance_image: Scale = 0.0  # edits: weight of the second row
-    guidance_schedule: Decay = "constant"
-    guidance_end: Share = 1.0  # both guidance scales decrease to this share
     # First and last guided step as shares of num_steps; step i of 1, 2, ... is guided if
     # int(first * num_steps) <= i <= int(last * num_steps).
     guidance_interval: Interval = (0.0, 1.0)
@@ -487,34 +539,8 @@ class Sampling(Section):
     # to `registers_end`, as fewer tokens are left to stand in for. -1: they stay the same.
     registers: schema.UpTo1024OrAuto = -1
     registers_end: schema.UpTo1024OrAuto = -1
-    text_temperature: Scale = 0.0
-    layout_temperature: schema.ScaleOrAuto = -1.0  # except in edits; -1: text_temperature
-    # Tokens per text block; a shorter text is one block. 0: as trained, `data.text_block_len`.
-    text_block_len: Count = 0
+    layout_temperature: schema.ScaleOrAuto = -1.0  # except in edits; -1: `text.temperature`
     layout_block_len: Count = 0  # for layouts and verdicts; 0: as for other texts
-    text_top_k: Count = 0  # as `top_k`, for text; used if the text's temperature is above 0
-    text_top_p: PositiveShare = 1.0
-    text_steps: Positive = 8  # steps per text block
-    text_step_ratio: Share = 0.0  # steps per text block as a share of its tokens; 0: text_steps
-    text_schedule: Literal["even", Schedule] = "even"  # within a text block
-    text_shift: PositiveFloat = 3.0  # for the text schedule "shift"
-    # What ranks the tokens of a text block: the probability of the drawn token, the margin between
-    # the two most probable, entropy (lowest first), or chance.
-    text_confidence: Literal["probability", "margin", "entropy", "random"] = "probability"
-    # How many of them a step commits: the number given by the schedule; all that are at least as
-    # confident as `text_threshold`; by Fast-dLLM's factor rule; or those of lowest entropy while
-    # the entropies of all but the last sum up to at most `text_entropy`. The last three commit at
-    # least one, at most `text_most` unless that is 0, and may end a text block early.
-    text_commit: Literal["count", "threshold", "factor", "entropy"] = "count"
-    text_threshold: Share = 0.9
-    text_factor: PositiveFloat = 1.0  # n tokens need a confidence of 1 - factor / (n + 1)
-    text_entropy: NonNegative = 0.1  # nats; ranks by entropy, whatever `text_confidence` says
-    text_most: Count = 0
-    # Order of text blocks: left_to_right, right_to_left, random (by `order_seed`), or e.g. "2,0,1".
-    text_block_order: str = "left_to_right"
-    # Writes text as the released code does: the mask token may be drawn (and remains to be
-    # decoded), nothing stops at end-of-text, and the factor rule never leaves a single token over.
-    released_behaviour: bool = False
     layout: bool = True  # lay the image out in text first, if the task allows it
     # Matrices of the layers in 8 bits: "": no; "int8": only the weights; "w8a8": activations too;
     # "fp8": both in float8. Results differ, and passes of few tokens are faster.
@@ -522,20 +548,8 @@ class Sampling(Section):
     # Dtype of the decoder of images. In bfloat16, grey levels of the bundled one change by at most
     # 4 of 255 (docs/speed.md). Given images are always encoded in float32.
     vq_dtype: Dtype = "float32"
-
-    def _rules(self):
-        named = ("left_to_right", "right_to_left", "random")
-        is_order = self.text_block_order in named or self.block_numbers is not None
-        choices = f"choose one of {', '.join(named)}, or numbers such as '2,0,1'"
-        yield "text_block_order", is_order, choices
-        by_count = 'it must be 0 with text_commit="count", whose schedule says how many'
-        yield "text_most", self.text_most == 0 or self.text_commit != "count", by_count
-
-    @property
-    def block_numbers(self) -> tuple[int, ...] | None:
-        """The numbers in `text_block_order`; None if it is not a list of numbers."""
-        words = self.text_block_order.split(",")
-        return tuple(map(int, words)) if all(word.strip().isdecimal() for word in words) else None
+    text: TextSampling = dataclasses.field(default_factory=TextSampling)
+    released: ReleasedSampling = dataclasses.field(default_factory=ReleasedSampling)
 
 
 class Evaluate(Section):

@@ -15,6 +15,20 @@ NAMES = {
     "edit_plan": "edit_layout",
     "fill_plan": "fill_layout",
 }
+# Settings of sampling that lie in a section of it now, by the name that they had beside it.
+_TEXT = (
+    "preset", "temperature", "block_len", "top_k", "top_p", "steps", "step_ratio", "schedule",
+    "shift", "confidence", "commit", "threshold", "factor", "entropy", "most", "block_order",
+)  # fmt: skip
+_RELEASED = (
+    "confidence_noise_schedule", "confidence_noise_end", "confidence_noise_shift",
+    "temperature_schedule", "temperature_end", "guidance_schedule", "guidance_end",
+)  # fmt: skip
+SECTIONS = {
+    **{f"text_{name}": ("text", name) for name in _TEXT},
+    **{name: ("released", name) for name in _RELEASED},
+    "released_behaviour": ("released", "text_behaviour"),
+}
 # Tasks of the small world whose random numbers follow from the old name, so that runs repeat.
 _FIRST_NAMES = {name: old for old, name in NAMES.items() if name.endswith("layout")}
 
@@ -34,8 +48,22 @@ def current(values: Any) -> Any:
     renamed = {}
     for key, value in values.items():
         is_task = key == "task" and isinstance(value, str)
-        renamed[NAMES.get(key, key)] = NAMES.get(value, value) if is_task else current(value)
+        found = NAMES.get(value, value) if is_task else current(value)
+        if key == "sampling" and isinstance(found, dict):
+            found = _in_sections(found)
+        renamed[NAMES.get(key, key)] = found
     return renamed
+
+
+def _in_sections(sampling: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns settings of sampling with their sections."""
+    found = {key: value for key, value in sampling.items() if key not in SECTIONS}
+    for key in SECTIONS.keys() & sampling.keys():
+        section, name = SECTIONS[key]
+        inside = found.setdefault(section, {})
+        if isinstance(inside, dict):  # else it is refused later
+            found[section] = inside | {name: sampling[key]}
+    return found
 
 
 def before(values: Any) -> Any:
@@ -62,8 +90,9 @@ def hint(name: str, dashes: str = "") -> str:
         name: of a setting, an option or a task, with underscores or dashes between its words.
         dashes: "--" for an option of the command line.
     """
-    new = NAMES.get(name.replace("-", "_"))
-    if new is None:
+    old = name.replace("-", "_")
+    new = NAMES.get(old, ".".join(SECTIONS.get(old, ())))
+    if not new:
         return ""
     spelled = new.replace("_", "-") if dashes else new
     return f"`{dashes}{name}` is now `{dashes}{spelled}`."

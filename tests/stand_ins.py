@@ -70,7 +70,7 @@ def settings(**sections) -> config.Config:
             "train_steps": 4, "batch_size": 2, "image_seconds": 0.0, "log_every": 1,
             "eval_prompts": 2,
         },
-        "sampling": {"num_steps": 2, "schedule": "linear", "text_steps": 1},
+        "sampling": {"num_steps": 2, "schedule": "linear", "text": {"steps": 1}},
     }  # fmt: skip
     for name, changes in sections.items():
         changed = isinstance(values.get(name), dict) and isinstance(changes, dict)

@@ -44,7 +44,8 @@ def settings_of(
     preset: str, modality: sequence.Modality, model: config.Model, *, has_source=False, **changes
 ) -> tiny.StepSettings:
     """Returns step settings at temperature 0.8, so that draws differ from the modes."""
-    asked = config.Sampling(preset=preset, temperature=0.8, text_temperature=0.8, **changes)
+    hot = {"preset": preset, "temperature": 0.8, "text": {"temperature": 0.8}}
+    asked = config.build(config.Sampling, hot | changes)
     return tiny.step_settings(asked, model, modality, has_source=has_source)
 
 

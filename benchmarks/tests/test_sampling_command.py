@@ -27,7 +27,7 @@ def get_config():
         num_registers=2, compute_dtype="bfloat16",
     )
     c.data = dict(source="none", text_block_len=4, max_answer_len=8)
-    c.sampling = dict(num_steps=4, text_steps=2, guidance=1.5, layout=False)
+    c.sampling = dict(num_steps=4, text=dict(steps=2), guidance=1.5, layout=False)
     return c
 """
 # Rows are written where the test says, not into the results of the project.
@@ -100,7 +100,7 @@ import runpy
 
 def get_config():
     c = runpy.run_path({path!r})["get_config"]()
-    c.sampling.update(num_steps=4, text_steps=2)
+    c.sampling.update(num_steps=4, text=dict(steps=2))
     return c
 """
 

@@ -48,7 +48,7 @@ def test_the_suites_have_the_rows_that_are_asked_for():
     assert methods("ablation") == ["none", "p", "r", "t", "pr", "pt", "rt", "sparse"]
     assert methods("edit") == methods("headline")
     assert [case.batch for case in suites.cases("batch", FULL)] == [1, 1, 2, 2, 4, 4, 8, 8]
-    steps = [case.sampling.text_steps for case in suites.cases("reasoning", FULL)]
+    steps = [case.sampling.text.steps for case in suites.cases("reasoning", FULL)]
     assert steps == [4] * 4 + [8] * 4 + [32] * 4
     assert set(methods("quant")) == {"sparse", "int8", "w8a8", "fp8"}
     for suite in suites.SUITES:
@@ -353,7 +353,7 @@ def test_the_page_counts_options_that_change_what_comes_out(name, steps):
     asked = {key: int(value) for key, _, value in (one.partition("=") for one in name.split(", "))
              if value}  # fmt: skip
     case = case_of("headline", "t2i1024/sparse/b1")
-    case = dataclasses.replace(case, sampling=dataclasses.replace(case.sampling, **asked))
+    case = dataclasses.replace(case, sampling=config.changed(case.sampling, asked))
     need = work_of(case)
     assert len(need.steps) == steps
     share = f"{100 * need.padding:.0f} %"

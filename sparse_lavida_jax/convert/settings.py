@@ -5,7 +5,6 @@ Nothing is guessed: a key that the file leaves out gets the release's value if t
 one, and a value that contradicts our code is refused.
 """
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -33,10 +32,10 @@ _IMAGE_SIZE = 1024  # pixels per side of the images that the release draws
 _SPARE_ROWS = 256  # in the table of codes, after the codebook (spec Sec. 2.5)
 # Texts are sampled in blocks of 32 tokens, as in the paper.
 _DATA = config.Data(source="none", text_block_len=32, max_answer_len=256)
-_SAMPLING = config.Sampling(**RELEASED["sampling"])
+_SAMPLING = config.build(config.Sampling, RELEASED["sampling"])
 # The same for a model that was trained with sparse attention after its release.
-SPARSE = dict(grid="cell", edit_guidance="source", text_preset="", text_step_ratio=0.0)
-_SPARSE_SAMPLING = dataclasses.replace(_SAMPLING, **SPARSE)
+SPARSE = dict(grid="cell", edit_guidance="source", text=dict(preset="", step_ratio=0.0))
+_SPARSE_SAMPLING = config.changed(_SAMPLING, SPARSE)
 OURS = "sparse_lavida"  # section of an exported config.json: settings unknown to the release
 
 

@@ -23,7 +23,7 @@ from sparse_lavida_jax.sampling.options import changed
 
 EXPORT, JUDGED = "export", "judged"  # folders: the input of scorers, and their output
 # One token per step at temperature 0, as in the evaluation of the base model (spec Sec. 6).
-TOKEN_BY_TOKEN = {"text_temperature": 0.0, "text_step_ratio": 1.0}
+TOKEN_BY_TOKEN = {"text": {"temperature": 0.0, "step_ratio": 1.0}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,7 @@ class Engine:
         Raises:
             ConfigError: more steps than there are tokens.
         """
-        model, block = self.model.settings, sampling.text_block_len or self.text_block_len
+        model, block = self.model.settings, sampling.text.block_len or self.text_block_len
         for example in examples:
             check_steps(example, sampling, model, block)
         modality, edits = examples[0].modality, _has_source(examples[0])
@@ -194,7 +194,7 @@ class Engine:
         """
         if any(one.views for one in examples):
             raise RequestError("an image that the model sees in several views fits no such pass.")
-        model, block = self.model.settings, sampling.text_block_len or self.text_block_len
+        model, block = self.model.settings, sampling.text.block_len or self.text_block_len
         for one in examples:
             check_steps(one, sampling, model, block)
         modality, edits = examples[0].modality, _has_source(examples[0])
@@ -279,9 +279,9 @@ def check_steps(
         most = example.response.size if by_code else len(example.response)
         steps, what = sampling.num_steps, "tokens of the image"
     else:
-        by_count = sampling.text_commit == "count" and not sampling.text_step_ratio
+        by_count = sampling.text.commit == "count" and not sampling.text.step_ratio
         most = block_len(len(example.response), text_block_len)
-        steps, what = sampling.text_steps if by_count else 1, "tokens of a text block"
+        steps, what = sampling.text.steps if by_count else 1, "tokens of a text block"
     if steps > most:
         raise config.ConfigError(
             f"{{setting}}={{value}} is more than there are {what}: {{allowed}}.",

@@ -186,7 +186,7 @@ def check_plan(
     how, model = request.sampling, run.settings.model
     image, text = (
         presets.preset(name or presets.default_preset(model))
-        for name in (how.preset, how.text_preset or how.preset)
+        for name in (how.preset, how.text.preset or how.preset)
     )
     drawn = bool(record.get("decoded_at"))
     reasons = {
@@ -198,7 +198,7 @@ def check_plan(
             not image.truncate or image.full_attention
             or (drawn and (not text.truncate or text.full_attention)),
         "the steps of its layout stop early, by what was drawn":
-            drawn and how.text_commit in ("threshold", "factor", "entropy"),
+            drawn and how.text.commit in ("threshold", "factor", "entropy"),
         "it was drawn in 8 bits, whose rounding depends on what is passed together":
             how.quantize != "",
         "its model multiplies in less than float32: name a tolerance in logits":
@@ -237,7 +237,7 @@ def _layouts(
     for i, request in enumerate(requests):
         if request.drawn_layout and request.drawn_layout[1]:
             example, row, how = run.layout_example(request)
-            most = run.settings.model.vocab_size, len(example.response) * how.text_steps + 2**8
+            most = run.settings.model.vocab_size, len(example.response) * how.text.steps + 2**8
             ids, order = (
                 _array(x, example.given.shape, n, "layout tokens")
                 for x, n in zip(request.drawn_layout, most, strict=True)

@@ -97,8 +97,8 @@ def sampling_of(given: config.Sampling, model: config.Model) -> config.Sampling:
             " only a plan made beforehand gives the bits of an image in one pass."
         )
     return dataclasses.replace(
-        given, order_seed=-1, top_k=0, top_p=1.0, temperature=1.0, temperature_schedule="constant",
-        guidance=0.0, guidance_edit=-1.0, guidance_image=0.0,
+        given, order_seed=-1, top_k=0, top_p=1.0, temperature=1.0, guidance=0.0, guidance_edit=-1.0,
+        guidance_image=0.0, released=config.ReleasedSampling(),
     )  # fmt: skip
 
 

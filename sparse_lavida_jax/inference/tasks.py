@@ -348,7 +348,7 @@ class TaskRun:
             example, _, how = self.layout_example(request)
         else:
             example, how = self.image_example(request, blank=True), self.sampling
-        block = how.text_block_len or self.prompts.text_block_len
+        block = how.text.block_len or self.prompts.text_block_len
         return planned_counts(self.settings.model, how, example, request, block)
 
     def image_example(self, request: Request, *, blank: bool = False) -> Example:
@@ -436,10 +436,10 @@ class TaskRun:
         """Returns the settings of texts about images to be drawn; see `_about_images`."""
         how, changes = self.sampling, {}
         if how.layout_block_len:
-            changes["text_block_len"] = how.layout_block_len
+            changes["block_len"] = how.layout_block_len
         if as_layout and how.layout_temperature >= 0:
-            changes["text_temperature"] = how.layout_temperature
-        return dataclasses.replace(how, **changes)
+            changes["temperature"] = how.layout_temperature
+        return config.changed(how, {"text": changes})
 
     def _image_example(
         self,

@@ -7,7 +7,6 @@ r"""A model for `lmms-eval`, to run its tasks on our checkpoints.
 lmms-eval finds it by the entry point `lmms_eval.models` of this package: docs/api/benchmarks.md.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
 from PIL import Image
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.evals.benchmark import written_texts
 from sparse_lavida_jax.evals.scorers import grouped
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -67,12 +67,9 @@ class SparseLaViDaLmms(lmms):
             )
         self.pipe = SparseLaViDa.from_pretrained(pretrained, batch_size=int(batch_size))
         steps = int(text_steps)
-        self.sampling = dataclasses.replace(
-            self.pipe.settings.sampling,
-            text_temperature=0.0,
-            text_steps=steps or self.pipe.settings.sampling.text_steps,
-            text_step_ratio=0.0 if steps else 1.0,
-        )
+        text = {"steps": steps, "step_ratio": 0.0} if steps else {"step_ratio": 1.0}
+        sampling = self.pipe.settings.sampling
+        self.sampling = config.changed(sampling, {"text": {"temperature": 0.0} | text})
         self.seed = int(seed)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:

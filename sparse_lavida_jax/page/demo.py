@@ -338,7 +338,7 @@ def _settings(service: Service, task: str) -> dict[str, Any]:
         inputs["guidance"] = gr.Slider(0, MOST_GUIDANCE, guidance, step=0.1, label=label)
     elif TASK_SPECS[task].makes == "text" or not service.pipe.prompts.locates_in_one_step:
         block = service.pipe.prompts.text_block_len
-        steps = min(sampling.text_steps, block)
+        steps = min(sampling.text.steps, block)
         inputs["steps"] = gr.Slider(1, block, steps, step=1, label="Steps of a text block")
     trained, samplers = model.num_registers, [AS_TRAINED, *config.PRESETS]
     inputs["registers"] = gr.Slider(0, max(trained, 1), trained, step=1, label=LABELS["registers"])

@@ -29,7 +29,7 @@ class Option:
 
 
 def _steps(value: int, draws: bool) -> dict[str, Any]:
-    return {"num_steps": value} if draws else {"text_steps": value, "text_step_ratio": 0.0}
+    return {"num_steps": value} if draws else {"text": {"steps": value, "step_ratio": 0.0}}
 
 
 # Samplers as published.
@@ -38,30 +38,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     # 128 tokens, layouts and verdicts in blocks of 16.
     "released": {
         "preset": "dense",
-        "text_preset": "prefix",
-        "text_commit": "count",
-        "text_step_ratio": 1.0,
-        "text_block_len": 128,
+        "text": {"preset": "prefix", "commit": "count", "step_ratio": 1.0, "block_len": 128},
         "layout_block_len": 16,
         "layout_temperature": 0.5,
-        "released_behaviour": True,
+        "released": {"text_behaviour": True},
         "grid": "code",
         "edit_guidance": "source_only",
     },
     # Fast-dLLM as in the paper's Table 4: the dual cache and the factor rule.
     "fast_dllm": {
         "preset": "dense",
-        "text_preset": "fast_dllm_dual",
-        "text_commit": "factor",
-        "text_factor": 1.0,
+        "text": {"preset": "fast_dllm_dual", "commit": "factor", "factor": 1.0},
     },
 }
 # What `sampler` may be, by the modality of the response, with the settings that each sets: presets
 # (`sampling/presets.py`), which say what a step passes and caches, and published samplers.
 SAMPLERS: dict[Modality, dict[str, dict[str, Any]]] = {
     "image": {name: {"preset": name} for name in config.PRESETS} | PUBLISHED,
-    "text": {name: {"preset": name, "text_preset": ""} for name in config.PRESETS}
-    | {name: {"text_preset": name} for name in config.TEXT_PRESETS}
+    "text": {name: {"preset": name, "text": {"preset": ""}} for name in config.PRESETS}
+    | {name: {"text": {"preset": name}} for name in config.TEXT_PRESETS}
     | PUBLISHED,
 }
 
@@ -96,7 +91,8 @@ OPTIONS: dict[str, Option] = {
     # Steps of an image, or of a text block.
     "steps": Option(_steps, ("num_inference_steps",)),
     "temperature": Option(
-        lambda value, draws: {"temperature" if draws else "text_temperature": value}, by_row=True
+        lambda value, draws: {"temperature": value} if draws else {"text": {"temperature": value}},
+        by_row=True,
     ),
     # Of the layout that is written before an image; 0 takes the most probable tokens.
     "layout_temperature": Option(
@@ -133,8 +129,6 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
         ConfigError: a value is out of range.
         RequestError: an option does not apply to text.
     """
-    changes: dict[str, Any] = {}
-    set_by: dict[str, str] = {}  # the option that set a field
     asked = {ALIASES.get(alias, alias): v for alias, v in given.items() if v is not None}
     for name in sorted(asked, key=list(OPTIONS).index):
         value = asked[name]
@@ -144,11 +138,8 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
                 setting=name,
                 allowed=OPTIONS[name].needs_image,
             )
-        changed_by_it = OPTIONS[name].changes(value, draws)
-        changes |= changed_by_it
-        set_by |= dict.fromkeys(changed_by_it, name)
-    try:
-        return dataclasses.replace(sampling, **changes) if changes else sampling
-    except config.ConfigError as error:
-        field = error.setting.removeprefix("Sampling.")
-        raise error.about(set_by.get(field, error.setting)) from None
+        try:
+            sampling = config.changed(sampling, OPTIONS[name].changes(value, draws))
+        except config.ConfigError as error:
+            raise error.about(name) from None
+    return sampling

@@ -85,16 +85,16 @@ def one_pass(sampling: config.Sampling, model: config.Model, length: int) -> con
     With full attention there is one text block, and prompt and response are passed together, as
     released (spec Sec. 8): a prompt cached earlier would not have seen the phrases.
     """
-    how = dataclasses.replace(sampling, text_steps=1, text_step_ratio=0.0, text_commit="count")
-    if not preset(how.text_preset or how.preset or default_preset(model)).full_attention:
+    how = config.changed(sampling, {"text": {"steps": 1, "step_ratio": 0.0, "commit": "count"}})
+    if not preset(how.text.preset or how.preset or default_preset(model)).full_attention:
         return how
-    return dataclasses.replace(how, text_preset="dense", text_block_len=length)
+    return config.changed(how, {"text": {"preset": "dense", "block_len": length}})
 
 
 @functools.lru_cache(maxsize=32)
 def untrained(sampling: config.Sampling, model: config.Model) -> str:
     """Returns a preset requested by name whose attention the model was not trained with, or ""."""
-    named = [name for name in (sampling.preset, sampling.text_preset) if name]
+    named = [name for name in (sampling.preset, sampling.text.preset) if name]
     is_full = model.trained_attention == "full"
     return next((name for name in named if preset(name).full_attention != is_full), "")
 
@@ -151,7 +151,7 @@ class RowRequest:
 def scales(sampling: config.Sampling, modality: Modality) -> dict[str, Any]:
     """Returns the scales of rows with responses of a modality, by their names in `RowRequest`."""
     return {
-        "temperature": sampling.text_temperature if modality == "text" else sampling.temperature,
+        "temperature": sampling.text.temperature if modality == "text" else sampling.temperature,
         "guidance": sampling.guidance,
         "guidance_edit": sampling.guidance_edit,
         "guidance_image": sampling.guidance_image,
@@ -178,7 +178,7 @@ class StepSettings:
         guidance_rows: 1: none; 2: [dropped, full]; 3: [dropped, second, full].
         commit: which of the candidates a step commits.
         edit_guidance: what the second row of three keeps (`config.Sampling`).
-        released: samples text as the released code does (`config.Sampling.released_behaviour`).
+        released: samples text as the released code does (`config.ReleasedSampling.text_behaviour`).
         greedy: whether every row has temperature 0, so that no noise is drawn.
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
@@ -234,7 +234,7 @@ def step_settings(
         ConfigError: more registers than the model has.
     """
     is_text = modality == "text"
-    name = (sampling.text_preset if is_text else "") or sampling.preset
+    name = (sampling.text.preset if is_text else "") or sampling.preset
     chosen = preset(name or default_preset(model))
     if guided is None:
         guided = is_guided(sampling, has_source=has_source)
@@ -247,7 +247,7 @@ def step_settings(
             value=str(registers),
             allowed=f"0 to {model.num_registers} are allowed",
         )
-    filtered = sampling.text_top_k > 0 or sampling.text_top_p < 1  # needs all logits at once
+    filtered = sampling.text.top_k > 0 or sampling.text.top_p < 1  # needs all logits at once
     return StepSettings(
         modality=modality,
         preset=chosen,
@@ -255,9 +255,9 @@ def step_settings(
         guidance_rows=(3 if has_source else 2) if guided and not is_text else 1,
         commit=_commit_rule(sampling, modality),
         edit_guidance=sampling.edit_guidance,
-        top_k=sampling.text_top_k if is_text else sampling.top_k,
-        top_p=sampling.text_top_p if is_text else sampling.top_p,
-        released=is_text and sampling.released_behaviour,
+        top_k=sampling.text.top_k if is_text else sampling.top_k,
+        top_p=sampling.text.top_p if is_text else sampling.top_p,
+        released=is_text and sampling.released.text_behaviour,
         head_tile=text_head.tile_of(model.vocab_size) if is_text and not filtered else 0,
     )
 
@@ -267,18 +267,18 @@ def _commit_rule(sampling: config.Sampling, modality: Modality) -> CommitRule:
         if sampling.order != "confidence":
             return CommitRule()
         return CommitRule("count", noisy=sampling.confidence_noise > 0)
-    name = sampling.text_commit
+    name = sampling.text.commit
     level = {
-        "threshold": sampling.text_threshold,
-        "factor": sampling.text_factor,
-        "entropy": sampling.text_entropy,
+        "threshold": sampling.text.threshold,
+        "factor": sampling.text.factor,
+        "entropy": sampling.text.entropy,
     }
     return CommitRule(
         name,
         level.get(name, 0.0),
-        confidence="entropy" if name == "entropy" else sampling.text_confidence,
-        most=sampling.text_most,
-        released=name == "factor" and sampling.released_behaviour,  # only it has two variants
+        confidence="entropy" if name == "entropy" else sampling.text.confidence,
+        most=sampling.text.most,
+        released=name == "factor" and sampling.released.text_behaviour,  # only it has two variants
     )
 
 
@@ -319,22 +319,19 @@ def plan(
         steps = len(orders.merged(whole, sampling.merge_cells))
     fewest = sampling.registers_end
     registers = settings.num_registers
+    how, shift = sampling.released, sampling.shift
     noise = orders.cooling(
-        sampling.confidence_noise_schedule,
+        how.confidence_noise_schedule,
         steps,
-        sampling.confidence_noise_end,
-        sampling.confidence_noise_shift or sampling.shift,
+        how.confidence_noise_end,
+        how.confidence_noise_shift or shift,
     )
     stepped = plans.with_steps(
         phases,
         guided=orders.guided_steps(sampling.guidance_interval, steps),
         noise=(noise * sampling.confidence_noise).astype(np.float32),
-        temperature=orders.cooling(
-            sampling.temperature_schedule, steps, sampling.temperature_end, sampling.shift
-        ),
-        guidance=orders.cooling(
-            sampling.guidance_schedule, steps, sampling.guidance_end, sampling.shift
-        ),
+        temperature=orders.cooling(how.temperature_schedule, steps, how.temperature_end, shift),
+        guidance=orders.cooling(how.guidance_schedule, steps, how.guidance_end, shift),
         registers=orders.register_counts(
             registers, registers if fewest < 0 else min(fewest, registers), steps
         ),
@@ -400,17 +397,17 @@ def _text_plan(
     block_len: int,
 ) -> list[plans.Steps]:
     chosen = settings.preset
-    steps = sampling.text_steps
-    if sampling.text_step_ratio > 0:
-        steps = max(int(block_len * sampling.text_step_ratio), 1)
+    steps = sampling.text.steps
+    if sampling.text.step_ratio > 0:
+        steps = max(int(block_len * sampling.text.step_ratio), 1)
     refreshes = chosen.refreshes
     phases = plans.text_plan(
         given.shape[1],
         block_len,
         block_len if settings.commit.ends_early else steps,
         given,
-        schedule=sampling.text_schedule,
-        shift=sampling.text_shift,
+        schedule=sampling.text.schedule,
+        shift=sampling.text.shift,
         passes_clean="newest" if chosen.cache_response and not refreshes else "all",
         passes_rest=not chosen.truncate,
         given_in_steps=chosen.given_in_steps,
@@ -423,20 +420,20 @@ def _text_plan(
 
 def _block_order(sampling: config.Sampling, num_blocks: int) -> Sequence[int]:
     """The order in which text blocks are decoded, one for all rows of a batch."""
-    numbers = sampling.block_numbers
+    numbers = sampling.text.block_numbers
     if numbers is not None:
         if sorted(numbers) != list(range(num_blocks)):
             raise config.ConfigError(
-                f"Sampling.text_block_order={sampling.text_block_order!r} does not fit a response"
+                f"Sampling.text.block_order={sampling.text.block_order!r} does not fit a response"
                 f" of {num_blocks} text blocks: name each of 0 to {num_blocks - 1} once."
             )
         return numbers
-    if sampling.text_block_order == "random":
+    if sampling.text.block_order == "random":
         if sampling.order_seed < 0:
             raise config.ConfigError(
-                f"Sampling.text_block_order='random' with order_seed={sampling.order_seed}: a batch"
+                f"Sampling.text.block_order='random' with order_seed={sampling.order_seed}: a batch"
                 " decodes its text blocks in one order, so give a seed of 0 or more."
             )
         return orders.random_order(1, num_blocks, sampling.order_seed).tolist()
     left_to_right = range(num_blocks)
-    return left_to_right if sampling.text_block_order == "left_to_right" else left_to_right[::-1]
+    return left_to_right if sampling.text.block_order == "left_to_right" else left_to_right[::-1]

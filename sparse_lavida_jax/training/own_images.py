@@ -358,8 +358,8 @@ def continued(prepared: pathlib.Path, init_from: str) -> config.Config:
         optimizer=config.Optimizer(
             learning_rate=1e-4, frozen_dtype="bfloat16" if large else "float32"
         ),
-        sampling=dataclasses.replace(
-            base.sampling, num_steps=steps, layout=False, **released.SPARSE
+        sampling=config.changed(
+            base.sampling, dict(num_steps=steps, layout=False, **released.SPARSE)
         ),
         train=config.Train(init_from=init_from, batch_size=1 if large else 8, eval_prompts=24),
     )

@@ -32,7 +32,7 @@ MAY_CHANGE = frozenset(
         "train.keep_every", "train.model_dtype", "train.model_file_mb", "data.folder",
         "data.workers", "sampling.preset", "sampling.order_seed", "sampling.temperature",
         "sampling.guidance", "sampling.guidance_edit", "sampling.layout", "sampling.guidance_image",
-        "sampling.text_temperature",
+        "sampling.text.temperature",
     }
 )  # fmt: skip
 

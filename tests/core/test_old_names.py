@@ -16,23 +16,39 @@ OLD = {
     "data": {"tasks": {"plan": 1.0, "edit_plan": 2.0}, "plan_drop": 0.5},
     "diffusion": {"blocks": "plan", "plan_steps": [4]},
     "train": {"eval_tasks": ["plan", "draw"]},
-    "sampling": {"plan": False},
+    "sampling": {"plan": False, "text_steps": 4, "text_most": 1, "temperature_end": 0.5},
     "task": "fill_plan",
 }
 NEW = {
     "data": {"tasks": {"layout": 1.0, "edit_layout": 2.0}, "layout_drop": 0.5},
     "diffusion": {"blocks": "plan", "plan_steps": [4]},
     "train": {"eval_tasks": ["layout", "draw"]},
-    "sampling": {"layout": False},
+    "sampling": {
+        "layout": False,
+        "text": {"steps": 4, "most": 1},
+        "released": {"temperature_end": 0.5},
+    },
     "task": "fill_layout",
 }
 
 
 def test_settings_records_and_rows_get_new_names_and_a_plan_of_the_sampler_keeps_its_own():
     assert old_names.current(OLD) == NEW == old_names.current(NEW)
-    assert old_names.before({k: v for k, v in NEW.items() if k != "task"}) == {
-        k: v for k, v in OLD.items() if k != "task"
+    assert old_names.before({k: NEW[k] for k in ("data", "diffusion", "train")}) == {
+        k: OLD[k] for k in ("data", "diffusion", "train")
     }
+
+
+def test_every_setting_of_sampling_that_moved_is_where_the_table_says():
+    """With both names a setting is the old one; what is no section is left to be refused."""
+    for old, (section, name) in old_names.SECTIONS.items():
+        assert hasattr(getattr(config.Sampling(), section), name)
+        assert not hasattr(config.Sampling(), old)
+    both = {"sampling": {"text_steps": 4, "text": {"steps": 2, "most": 1}}}
+    assert old_names.current(both)["sampling"] == {"text": {"steps": 4, "most": 1}}
+    hostile = old_names.current({"sampling": {"text_steps": 4, "text": 5}})
+    with pytest.raises(config.ConfigError, match="TextSampling is 5"):
+        config.build(config.Sampling, hostile["sampling"])
 
 
 def test_the_bundled_model_has_old_names_on_disk_and_new_ones_when_read():
@@ -41,6 +57,7 @@ def test_the_bundled_model_has_old_names_on_disk_and_new_ones_when_read():
     read = model_folder.read_config(folder)
     assert "plan" in written["sampling"] and "fill_plan" in written["data"]["tasks"]
     assert read.sampling.layout == written["sampling"]["plan"]
+    assert read.sampling.text.steps == written["sampling"]["text_steps"]
     assert read.data.tasks["fill_layout"] == written["data"]["tasks"]["fill_plan"]
 
 
@@ -69,3 +86,5 @@ def test_an_old_option_is_refused_with_the_new_one(words, new):
 def test_an_old_setting_is_refused_with_the_new_one():
     with pytest.raises(config.ConfigError, match="`plan` is now `layout`"):
         config.build(config.Sampling, {"plan": False})
+    with pytest.raises(config.ConfigError, match=r"`text_steps` is now `text\.steps`"):
+        config.build(config.Sampling, {"text_steps": 4})

@@ -59,16 +59,16 @@ def test_unknown_order_lists_the_known_ones():
 def test_the_configuration_offers_every_order_schedule_and_way_to_cool():
     """`config` imports nothing from the package, so it repeats the names."""
     offered = {
-        "order": [*orders.ORDERS, "confidence"],
-        "schedule": orders.SCHEDULES,
-        "text_schedule": ["even", *orders.SCHEDULES],
-        "temperature_schedule": orders.COOLING,
-        "guidance_schedule": orders.COOLING,
-        "confidence_noise_schedule": orders.COOLING,
+        (config.Sampling, "order"): [*orders.ORDERS, "confidence"],
+        (config.Sampling, "schedule"): orders.SCHEDULES,
+        (config.TextSampling, "schedule"): ["even", *orders.SCHEDULES],
+        (config.ReleasedSampling, "temperature_schedule"): orders.COOLING,
+        (config.ReleasedSampling, "guidance_schedule"): orders.COOLING,
+        (config.ReleasedSampling, "confidence_noise_schedule"): orders.COOLING,
     }
-    for field, names in offered.items():
+    for (section, field), names in offered.items():
         with pytest.raises(config.ConfigError, match=f"choose one of {', '.join(names)}"):
-            config.Sampling(**{field: "none of them"})
+            section(**{field: "none of them"})
 
 
 def test_order_of_an_empty_grid_is_refused():

@@ -265,7 +265,7 @@ def test_examples_of_one_length_are_sampled_together_and_come_back_in_order(batc
 @pytest.mark.slow
 def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
     """For images with and without temperature and guidance, and answers; also their records."""
-    given = stand_ins.settings(sampling={"temperature": 0.7, "text_temperature": 0.3})
+    given = stand_ins.settings(sampling={"temperature": 0.7, "text": {"temperature": 0.3}})
     made = pipeline.SparseLaViDa(
         tiny.denoiser(given.model), given, stand_ins.prompts(given), stand_ins.Codec(), 2
     )
@@ -282,7 +282,7 @@ def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
         assert (turned.tokens[i] != cells).any()
         assert config.build(config.Sampling, drawn.records[i]["sampling"]) == alone
     said = made.ask(None, prompts, seed=[4, 4], temperature=[3.0, None])
-    hot = dataclasses.replace(given.sampling, text_temperature=3.0)
+    hot = config.changed(given.sampling, {"text": {"temperature": 3.0}})
     for i, sampling in enumerate((hot, given.sampling)):
         # Two rows, so that nothing more is compiled.
         ids, _ = made.ask(None, [prompts[i]] * 2, seed=[4, 4], sampling=sampling).tokens
@@ -292,14 +292,18 @@ def test_a_row_with_settings_of_its_own_is_what_it_is_alone():
 def test_a_sampler_with_another_attention_than_in_training_is_warned_of_once(pipe, caplog):
     full = dataclasses.replace(stand_ins.settings().model, trained_attention="full")
     made = pipe(LAID_OUT | {"answer": 1.0}, model=full)
-    text = dataclasses.replace(made.settings.sampling, text_preset="fast_dllm_dual")
+    text = config.changed(made.settings.sampling, {"text": {"preset": "fast_dllm_dual"}})
     made.generate("a circle", sampling=text)
     shown = np.zeros((96, 96, 3), np.uint8)
     made.ask(shown, "is there a circle?")
     assert caplog.messages == []
     for _ in range(2):
         made.generate("a circle", sampling=config.Sampling(preset="pr", num_steps=2))
-        made.ask(shown, "is there a circle?", sampling=config.Sampling(text_preset="t"))
+        made.ask(
+            shown,
+            "is there a circle?",
+            sampling=config.Sampling(text=config.TextSampling(preset="t")),
+        )
     told = "this model was not trained with the attention of the sampler 'pr', which will draw"
     (message,) = caplog.messages
     assert told in message

@@ -52,7 +52,7 @@ def test_presets_are_the_letters_of_their_names(name):
     ("name", "letters"), [("prefix", "p"), ("fast_dllm_prefix", "pr"), ("fast_dllm_dual", "prt")]
 )
 def test_presets_of_text_cache_under_full_attention(name, letters):
-    asked = config.Sampling(text_preset=name)
+    asked = config.Sampling(text=config.TextSampling(preset=name))
     text = presets.step_settings(asked, SETTINGS, "text")
     assert dataclasses.astuple(text.preset) == (*(letter in letters for letter in "prt"), True)
     assert text.num_registers == 0
@@ -121,7 +121,7 @@ def test_edits_may_have_a_guidance_of_their_own():
 
 
 def test_temperature_is_that_of_the_kind():
-    asked = config.Sampling(temperature=0.3, text_temperature=0.6)
+    asked = config.Sampling(temperature=0.3, text=config.TextSampling(temperature=0.6))
     assert presets.scales(asked, "image")["temperature"] == 0.3
     assert presets.scales(asked, "text")["temperature"] == 0.6
 
@@ -134,25 +134,26 @@ def test_temperature_is_that_of_the_kind():
         ({"order": "confidence", "confidence_noise": 0.0}, "image", CommitRule("count")),
         ({}, "text", CommitRule("count")),
         (
-            {"text_commit": "factor", "text_factor": 2.0, "text_confidence": "margin"},
+            {"text": {"commit": "factor", "factor": 2.0, "confidence": "margin"}},
             "text",
             CommitRule("factor", 2.0, "margin"),
         ),
         (
-            {"text_commit": "factor", "released_behaviour": True},
+            {"text": {"commit": "factor"}, "released": {"text_behaviour": True}},
             "text",
             CommitRule("factor", 1.0, released=True),
         ),
-        ({"text_commit": "threshold"}, "text", CommitRule("threshold", 0.9)),
+        ({"text": {"commit": "threshold"}}, "text", CommitRule("threshold", 0.9)),
         (
-            {"text_commit": "entropy", "text_entropy": 0.2, "text_most": 3},
+            {"text": {"commit": "entropy", "entropy": 0.2, "most": 3}},
             "text",
             CommitRule("entropy", 0.2, "entropy", most=3),
         ),
     ],
 )
 def test_what_is_committed_is_as_configured(asked, modality, rule):
-    found = presets.step_settings(config.Sampling(**asked), SETTINGS, modality).commit
+    sampling = config.build(config.Sampling, asked)
+    found = presets.step_settings(sampling, SETTINGS, modality).commit
     assert found == rule
     assert found.ends_early == (rule.name in ("threshold", "factor", "entropy"))
 
@@ -384,14 +385,14 @@ def alone(model, requests, settings, **options):
     return np.concatenate(rows)
 
 
-ENDS_EARLY = {"preset": "sparse", "text_commit": "threshold", "text_threshold": 0.08}
+ENDS_EARLY = {"preset": "sparse", "text": {"commit": "threshold", "threshold": 0.08}}
 
 
 def row_run(modality, requests, **asked):
     """Returns (plan, settings); text has two blocks of two steps."""
     if modality == "text":
-        hot = {"text_steps": 2, "text_temperature": 0.8}
-        return text_run(requests, tiny.TEXT_LEN // 2, **hot | asked)
+        hot = {"steps": 2, "temperature": 0.8} | asked.pop("text", {})
+        return text_run(requests, tiny.TEXT_LEN // 2, text=hot, **asked)
     settings = traces.settings_of(asked.pop("preset"), modality, SETTINGS, **asked)
     return traces.plan(requests, settings), settings
 
@@ -406,7 +407,7 @@ def row_run(modality, requests, **asked):
         ("text", {"preset": "sparse"}),
         ("text", {"preset": "none"}),
         ("text", {"preset": "dense"}),
-        ("text", {"text_preset": "fast_dllm_dual"}),
+        ("text", {"text": {"preset": "fast_dllm_dual"}}),
         ("text", ENDS_EARLY),
     ],
 )
@@ -738,8 +739,8 @@ def of_steps(plan, name):
 
 def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
     sampling = config.Sampling(
-        num_steps=8, merge_cells=3, temperature_schedule="linear", temperature_end=0.5,
-        registers=4, registers_end=1,
+        num_steps=8, merge_cells=3, registers=4, registers_end=1,
+        released=config.ReleasedSampling(temperature_schedule="linear", temperature_end=0.5),
     )  # fmt: skip
     settings = tiny.step_settings(sampling, FOUR_REGISTERS, "image")
     plan = presets.plan(sampling, settings, SETTINGS, np.zeros((2, 9), bool), 1)
@@ -754,8 +755,11 @@ def test_merged_steps_are_numbered_and_cooled_as_the_steps_that_there_are():
 
 MERGED = config.Sampling(
     num_steps=8, merge_cells=2, order_seed=-1, registers=3, registers_end=1,
-    temperature_schedule="linear", temperature_end=0.1, guidance_schedule="linear",
-    guidance_end=0.2, guidance_interval=(0.0, 0.25),
+    guidance_interval=(0.0, 0.25),
+    released=config.ReleasedSampling(
+        temperature_schedule="linear", temperature_end=0.1, guidance_schedule="linear",
+        guidance_end=0.2,
+    ),
 )  # fmt: skip
 
 
@@ -1077,7 +1081,7 @@ def test_every_image_may_have_an_order_of_its_own_seed():
 def test_text_blocks_are_decoded_in_the_order_asked_for(asked, blocks):
     """Sampling also agrees with training, whatever the order."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
-    plan, settings = text_run(requests, text_steps=2, text_temperature=0.8, text_block_order=asked)
+    plan, settings = text_run(requests, text=dict(steps=2, temperature=0.8, block_order=asked))
     steps, responses = traces.moments(model, requests, plan, settings)
     assert (responses != SETTINGS.text_mask_id).all()
     for moment, block in zip(steps[::2], blocks, strict=True):
@@ -1089,23 +1093,24 @@ def test_text_blocks_are_decoded_in_the_order_asked_for(asked, blocks):
 
 def test_text_blocks_that_do_not_fit_the_response_are_refused():
     with pytest.raises(config.ConfigError, match="name each of 0 to 2 once"):
-        text_run(text_requests((3, 0.0)), text_block_order="0,1")
+        text_run(text_requests((3, 0.0)), text=dict(block_order="0,1"))
     with pytest.raises(config.ConfigError, match="one order, so give a seed of 0 or more"):
-        text_run(text_requests((3, 0.0)), text_block_order="random", order_seed=-1)
+        text_run(text_requests((3, 0.0)), order_seed=-1, text=dict(block_order="random"))
 
 
 def test_of_text_too_only_the_most_probable_may_be_drawn():
     """At high temperature the result is still greedy if only one token may be drawn."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.3))
-    hot = dict(text_steps=2, text_temperature=3.0, text_confidence="random")
-    _, cold = text_run(requests, tiny.TEXT_LEN, text_steps=2, text_confidence="random")
-    plan, free = text_run(requests, tiny.TEXT_LEN, **hot)
+    random = dict(steps=2, confidence="random")
+    hot = random | dict(temperature=3.0)
+    _, cold = text_run(requests, tiny.TEXT_LEN, text=random)
+    plan, free = text_run(requests, tiny.TEXT_LEN, text=hot)
     drawn = [
         traces.finished(model, requests, plan, settings)
         for settings in (
             cold,
-            text_run(requests, tiny.TEXT_LEN, **hot, text_top_k=1)[1],
-            text_run(requests, tiny.TEXT_LEN, **hot, text_top_p=1e-6)[1],
+            text_run(requests, tiny.TEXT_LEN, text=hot | dict(top_k=1))[1],
+            text_run(requests, tiny.TEXT_LEN, text=hot | dict(top_p=1e-6))[1],
             free,
         )
     ]
@@ -1120,7 +1125,7 @@ def test_of_text_too_only_the_most_probable_may_be_drawn():
 
 def text_run(requests, block_len=tiny.TEXT_BLOCK_LEN, **asked):
     """Returns (plan, settings) of a text."""
-    sampling = config.Sampling(**asked)
+    sampling = config.build(config.Sampling, asked)
     settings = tiny.step_settings(sampling, SETTINGS, "text")
     given = np.stack([request.given for request in requests])
     return presets.plan(sampling, settings, SETTINGS, given, block_len), settings
@@ -1136,7 +1141,7 @@ def wanting_masks(plan):
 
 def test_text_never_becomes_a_mask_again():
     requests = text_requests((3, 0.0))
-    plan, settings = text_run(requests, preset="dense", text_temperature=0.5, text_steps=2)
+    plan, settings = text_run(requests, preset="dense", text=dict(temperature=0.5, steps=2))
     shown = responses_by_step(
         tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan),
         stop_early=False,
@@ -1147,8 +1152,8 @@ def test_text_never_becomes_a_mask_again():
 
 def test_as_released_a_drawn_mask_waits_for_a_later_step():
     requests = text_requests((3, 0.0))
-    asked = {"preset": "dense", "text_temperature": 0.5, "text_steps": 2}
-    plan, settings = text_run(requests, **asked, released_behaviour=True)
+    asked = {"preset": "dense", "text": {"temperature": 0.5, "steps": 2}}
+    plan, settings = text_run(requests, released=dict(text_behaviour=True), **asked)
     shown = responses_by_step(
         tiny.denoiser(SETTINGS), requests, plan, settings, draws=wanting_masks(plan)
     )
@@ -1159,7 +1164,9 @@ def test_as_released_a_drawn_mask_waits_for_a_later_step():
 
 def test_as_released_nothing_ends_at_end_of_text():
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0))
-    plan, settings = text_run(requests, preset="dense", text_steps=2, released_behaviour=True)
+    plan, settings = text_run(
+        requests, preset="dense", text=dict(steps=2), released=dict(text_behaviour=True)
+    )
     whole = traces.finished(model, requests, plan, settings)
     twin = ends_at(model, whole[0], 0)
     np.testing.assert_array_equal(traces.finished(twin, requests, plan, settings), whole)
@@ -1170,9 +1177,9 @@ def test_as_released_nothing_ends_at_end_of_text():
 
 def test_the_steps_of_a_text_block_may_be_a_share_of_its_tokens():
     requests = text_requests((3, 0.0))
-    plan, _ = text_run(requests, preset="dense", text_step_ratio=0.5)
+    plan, _ = text_run(requests, preset="dense", text=dict(step_ratio=0.5))
     assert [part.num_steps for part in plan] == [tiny.TEXT_BLOCK_LEN // 2] * 3
-    plan, _ = text_run(requests, preset="dense", text_step_ratio=0.01)
+    plan, _ = text_run(requests, preset="dense", text=dict(step_ratio=0.01))
     assert [part.num_steps for part in plan] == [1] * 3
 
 
@@ -1187,7 +1194,7 @@ def seen_texts():
 @pytest.mark.parametrize("name", ["fast_dllm_prefix", "fast_dllm_dual"])
 def test_the_first_step_of_a_text_block_is_a_full_pass(name):
     model, requests = tiny.denoiser(SETTINGS), seen_texts()
-    plan, settings = text_run(requests, text_preset=name, text_steps=2, block_len=6)
+    plan, settings = text_run(requests, block_len=6, text=dict(preset=name, steps=2))
     steps, _ = traces.moments(model, requests, plan, settings)
     refreshing = of_steps(plan, "refreshes")
     assert refreshing == [True, False] * 2
@@ -1208,7 +1215,7 @@ def full_pass(model, requests, moment):
         )
         for i, r in enumerate(requests)
     ]
-    plan, settings = text_run(asked, tiny.TEXT_LEN, preset="dense", text_steps=1)
+    plan, settings = text_run(asked, tiny.TEXT_LEN, preset="dense", text=dict(steps=1))
     steps, _ = traces.moments(model, asked, plan, settings)
     return steps[0].logits * moment.masked[..., None, None]
 
@@ -1217,7 +1224,7 @@ def test_with_one_text_block_both_caches_hold_the_prompt_and_nothing_else():
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (6, 0.0))
     found = []
     for name in ("fast_dllm_prefix", "fast_dllm_dual"):
-        plan, settings = text_run(requests, tiny.TEXT_LEN, text_preset=name, text_steps=4)
+        plan, settings = text_run(requests, tiny.TEXT_LEN, text=dict(preset=name, steps=4))
         found.append(traces.moments(model, requests, plan, settings)[0])
     for prefix, dual in zip(*found, strict=True):
         np.testing.assert_array_equal(prefix.responses, dual.responses)
@@ -1229,7 +1236,7 @@ def test_the_dual_cache_keeps_later_text_blocks_as_they_were():
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0))
     steps = {}
     for name in ("fast_dllm_prefix", "fast_dllm_dual"):
-        plan, settings = text_run(requests, text_preset=name, text_steps=2)
+        plan, settings = text_run(requests, text=dict(preset=name, steps=2))
         steps[name] = traces.moments(model, requests, plan, settings)[0]
     first, second = (list(pair) for pair in zip(*(s[:2] for s in steps.values()), strict=True))
     np.testing.assert_allclose(first[0].logits, first[1].logits, rtol=0, atol=2e-5)
@@ -1242,7 +1249,7 @@ def test_a_prompt_cached_alone_does_not_see_the_response():
     model, requests = tiny.denoiser(SETTINGS), seen_texts()
     first = {}
     for name in ("prefix", "dense"):
-        plan, settings = text_run(requests, text_preset=name, text_steps=2)
+        plan, settings = text_run(requests, text=dict(preset=name, steps=2))
         first[name] = traces.moments(model, requests, plan, settings)[0][0]
     np.testing.assert_array_equal(first["prefix"].masked, first["dense"].masked)
     assert np.abs(first["prefix"].logits - first["dense"].logits).max() > 1e-3
@@ -1252,9 +1259,9 @@ def test_sure_text_blocks_end_early():
     """As many passes as the rule needs, in one loop, and no token remains masked."""
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0), (5, 0.4))
     for asked, passes in (
-        ({"text_commit": "factor", "text_factor": 1e6}, 3),
-        ({"text_commit": "threshold", "text_threshold": 0.0}, 3),
-        ({"text_commit": "threshold", "text_threshold": 1.0}, tiny.TEXT_LEN),
+        ({"text": {"commit": "factor", "factor": 1e6}}, 3),
+        ({"text": {"commit": "threshold", "threshold": 0.0}}, 3),
+        ({"text": {"commit": "threshold", "threshold": 1.0}}, tiny.TEXT_LEN),
     ):
         plan, settings = text_run(requests, preset="dense", **asked)
         done = []
@@ -1269,7 +1276,7 @@ def test_sure_text_blocks_end_early():
 def test_random_confidence_is_the_recorded_one():
     model, requests = tiny.denoiser(SETTINGS), text_requests((3, 0.0))
     plan, settings = text_run(
-        requests, preset="dense", text_steps=tiny.TEXT_BLOCK_LEN, text_confidence="random"
+        requests, preset="dense", text=dict(steps=tiny.TEXT_BLOCK_LEN, confidence="random")
     )
     sure = np.random.default_rng(0).random((tiny.TEXT_LEN, 1, tiny.TEXT_LEN, 1))
     sure = np.broadcast_to(sure[:1], sure.shape).astype(np.float32)

@@ -128,7 +128,7 @@ def test_phrases_end_at_line_ends_alone(address, service):
     labels = [one["label"] for one in json.loads(reply.json()["choices"][0]["message"]["content"])]
     assert labels == ["a\u2028cat", "a\x0cdog"]
     ((_, _, _, options),) = service.pipe.given
-    assert options["sampling"].text_top_p == 0.5
+    assert options["sampling"].text.top_p == 0.5
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
     if name in NEEDS_PARQUET:
         pytest.importorskip("pyarrow", reason="Parquet: pip install '.[data]'")
     count, files = QUESTIONS[name]
-    words = ["--config.sampling.text_step_ratio=0.0", "--config.sampling.text_steps=1"]
+    words = ["--config.sampling.text.step_ratio=0.0", "--config.sampling.text.steps=1"]
     words += ["--config.evaluate.max_new_tokens=32", "--config.evaluate.limit=8"]
     results, export = evaluated(model, name, tmp_path / "run", *words)
     assert results["items"] == count
@@ -97,7 +97,7 @@ def test_questions_are_answered_and_scored(model, name, tmp_path, capsys):
     assert results["scores"]
     assert all(np.isfinite(score["value"]) for score in results["scores"])
     assert results["evaluate"]["benchmark"] == BENCHMARKS.get(name, name)
-    assert results["sampling"]["text_steps"] == 1
+    assert results["sampling"]["text"]["steps"] == 1
     table = (tmp_path / "run" / "table.md").read_text()
     assert table.strip() in capsys.readouterr().out
     for score in results["scores"]:

@@ -129,7 +129,7 @@ def test_boxes_of_several_phrases_come_from_one_step(pipe, shown, monkeypatch):
 
     def found(examples, requests, sampling, **_):
         (example,) = examples
-        asked.append((sampling.text_steps, [request.seed for request in requests]))
+        asked.append((sampling.text.steps, [request.seed for request in requests]))
         response = example.response.copy()
         response[~example.given, 0] = said
         return stand_ins.sample_output([response])

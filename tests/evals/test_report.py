@@ -230,7 +230,7 @@ def test_passed_tokens_are_counted_as_by_hand(counted, preset, passed):
 def test_passed_tokens_of_a_text_are_counted_as_by_hand(counted, preset, passed):
     block = counted.settings.data.text_block_len
     asked = counted.encoder.text_example("a red circle", length=2 * block)
-    sampling = dataclasses.replace(counted.settings.sampling, text_preset=preset, text_steps=3)
+    sampling = config.changed(counted.settings.sampling, {"text": {"preset": preset, "steps": 3}})
     assert passed_by(counted, sampling, asked) == passed(1 + 3 + 2, block)
 
 

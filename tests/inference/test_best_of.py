@@ -13,7 +13,7 @@ from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import rules, tasks, world
 
-SAMPLING = {"num_steps": 2, "text_steps": 1}
+SAMPLING = {"num_steps": 2, "text": {"steps": 1}}
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 
 

@@ -18,7 +18,7 @@ from sparse_lavida_jax.sampling.presets import Turn
 from sparse_lavida_jax.scenes import tasks, world
 
 TASKS = (*tasks.TASKS, "fill_layout")
-SAMPLING = {"num_steps": 4, "text_steps": 2, "layout_temperature": 1.0}
+SAMPLING = {"num_steps": 4, "layout_temperature": 1.0, "text": {"steps": 2}}
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 
 

@@ -22,7 +22,7 @@ from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.schema import InputError
 
 TASKS = (*tasks.TASKS, "fill_layout")
-SAMPLING = {"num_steps": 4, "text_steps": 4, "layout_temperature": 1.0}
+SAMPLING = {"num_steps": 4, "layout_temperature": 1.0, "text": {"steps": 4}}
 IMAGE = world.render(tasks.sample("edit", 0, 0).image)
 LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
 
@@ -173,8 +173,8 @@ def test_a_replayed_image_has_the_same_record(pipe, drawn):
         ({"task": "reflect"}, "only the last of its images"),
         ({"sampling": {"order": "confidence", "preset": "none"}}, "confidences"),
         ({"sampling": {"preset": "p"}}, "all masks"),
-        ({"sampling": {"text_preset": "prefix"}}, "all masks"),
-        ({"sampling": {"text_commit": "threshold"}}, "stop early"),
+        ({"sampling": {"text": {"preset": "prefix"}}}, "all masks"),
+        ({"sampling": {"text": {"commit": "threshold"}}}, "stop early"),
         ({"sampling": {"quantize": "int8"}}, "8 bits"),
         ({"codes": [[1]] * 35}, r"its codes are not \[36, 1\]"),
         ({"codes": [[64]] * 36}, "below 64"),

@@ -105,7 +105,9 @@ def test_half_a_character_is_reported(words):
 
 def test_scales_of_a_row_are_its_own_or_those_of_the_settings():
     """All are numbers once a request is made, and its own guidance applies to edits too."""
-    asked = config.Sampling(temperature=0.4, text_temperature=0.6, guidance=4.0, guidance_edit=1.2)
+    asked = config.Sampling(
+        temperature=0.4, guidance=4.0, guidance_edit=1.2, text=config.TextSampling(temperature=0.6)
+    )
     own = {"temperature": [0.0, None], "guidance": [None, 1.5]}
     first, second = requests._scales(asked, own, 2, 1, draws=True)
     assert first == presets.scales(asked, "image") | {"temperature": 0.0}

@@ -18,7 +18,7 @@ from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.tags import GIVEN_BLOCK
 
 TASKS = (*tasks.TASKS, "fill_layout")
-SAMPLING = {"num_steps": 4, "text_steps": 4, "layout_temperature": 1.0}
+SAMPLING = {"num_steps": 4, "layout_temperature": 1.0, "text": {"steps": 4}}
 CIRCLE = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"  # in cell 13, seven tokens
 SCENE = world.Scene.of({13: world.NAMED["circle", "red", "large"]})
 IMAGE = world.render(SCENE)

@@ -8,7 +8,6 @@ compilers round differently. Only `passed` is newer: what counts as a token chan
 drawn.
 """
 
-import dataclasses
 import hashlib
 import json
 import pathlib
@@ -16,6 +15,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import results
 from sparse_lavida_jax.page import example_prompts
@@ -34,7 +34,11 @@ CASES = {
     ),
     "top_k_top_p": (
         "generate", PROMPT, False,
-        {"sampling": {"top_k": 8, "top_p": 0.9, "text_top_p": 0.8}, "temperature": 1.0, "seed": 5},
+        {
+            "sampling": {"top_k": 8, "top_p": 0.9, "text": {"top_p": 0.8}},
+            "temperature": 1.0,
+            "seed": 5,
+        },
     ),
     "edit": ("edit", "make the red circle green", True, {"seed": 6}),
     "inpaint": ("inpaint", PROMPT, True, {"box": (48, 48, 96, 96), "seed": 7}),
@@ -57,7 +61,7 @@ def result_of(pipe, name):
     """Returns the result of a case."""
     task, words, is_shown, options = CASES[name]
     if "sampling" in options:
-        sampling = dataclasses.replace(pipe.settings.sampling, **options["sampling"])
+        sampling = config.changed(pipe.settings.sampling, options["sampling"])
         options = options | {"sampling": sampling}
     shown = example_prompts.start(task) if is_shown else None
     return pipe.run(pipe.requests(task, words, shown, **options))

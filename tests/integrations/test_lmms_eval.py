@@ -40,7 +40,7 @@ class Pipe(pipeline.SparseLaViDa):
 
     def sample(self, examples, *, sampling, seed, shared):
         assert shared
-        self.calls.append((len(examples), sampling.text_step_ratio, sampling.text_steps))
+        self.calls.append((len(examples), sampling.text.step_ratio, sampling.text.steps))
         return list(zip(examples, seed, strict=True))
 
     def texts(self, said):
@@ -145,8 +145,8 @@ def test_answers_come_in_the_order_of_the_requests(model):
 
 def test_steps_may_be_chosen(adapter):
     made = adapter.SparseLaViDaLmms(pretrained="models/mine", text_steps="4")
-    assert (made.sampling.text_steps, made.sampling.text_step_ratio) == (4, 0.0)
-    assert made.sampling.text_temperature == 0.0
+    assert (made.sampling.text.steps, made.sampling.text.step_ratio) == (4, 0.0)
+    assert made.sampling.text.temperature == 0.0
     with pytest.raises(ValueError, match="knows no conv_template: model_args are pretrained"):
         adapter.SparseLaViDaLmms(pretrained="models/mine", conv_template="x")
 

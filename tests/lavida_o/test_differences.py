@@ -196,7 +196,7 @@ def converted(tokenizer):
     """Returns a pipeline set up like that of a converted folder, except for text blocks."""
     given = raw_data.settings(
         tokenizer,
-        sampling={"text_preset": "prefix", "text_step_ratio": 1.0, "num_steps": 2},
+        sampling={"num_steps": 2, "text": {"preset": "prefix", "step_ratio": 1.0}},
         data={"text_block_len": 1},
     )
     model = dataclasses.replace(given.model, trained_attention="full")
@@ -223,14 +223,16 @@ def test_boxes_take_one_pass_of_the_whole_sequence_as_released(converted, asked)
     converted.ground(IMAGE, ["a cat", "a dog"])
     bench = object.__new__(refcoco.RefCoco)
     bench.config, bench.settings = converted.settings, config.Evaluate()
-    bench.sampling = dataclasses.replace(converted.settings.sampling, **bench.sampled_with)
+    bench.sampling = config.changed(converted.settings.sampling, bench.sampled_with)
     bench.answer(converted, [benchmark.Item("0", "a cat", {}, (png(),))], None)
     for settings, phases, _ in asked:
         assert settings.preset == presets.preset("dense")
         assert [part.num_steps for part in phases] == [1]
     assert [phases[0].count[0, 0] for _, phases, _ in asked] == [8, 4]
     sparse = dataclasses.replace(converted.settings.model, trained_attention="step_causal")
-    assert presets.one_pass(config.Sampling(), sparse, 8) == config.Sampling(text_steps=1)
+    assert presets.one_pass(config.Sampling(), sparse, 8) == config.Sampling(
+        text=config.TextSampling(steps=1)
+    )
 
 
 def test_only_layouts_of_images_have_a_temperature_of_their_own(converted, asked):
@@ -270,7 +272,7 @@ def test_more_steps_than_tokens_are_refused():
     with pytest.raises(config.ConfigError, match=r"^steps=10 is more than there are tokens"):
         engine.check_steps(image, config.Sampling(num_steps=10), model, 4)
     with pytest.raises(config.ConfigError, match=r"^steps=5 is more than there are tokens"):
-        engine.check_steps(text, config.Sampling(text_steps=5), model, 4)
+        engine.check_steps(text, config.Sampling(text=config.TextSampling(steps=5)), model, 4)
 
 
 def test_images_are_seen_and_read_in_float32_whatever_the_parameters_are():

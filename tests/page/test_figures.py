@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures show what the code does: entries, steps and token counts are read back from them."""
 
-import dataclasses
 import importlib.util
 import pathlib
 import re
@@ -96,11 +95,11 @@ def test_tokens_are_those_of_the_prompts_and_steps_that_are_laid_out(name, guida
         "draw": suites._example(words, "image", 16, settings.model.codes_per_token),
         "text": suites._example(words, "text", 32, 1),
     }
-    kinds = {"preset": "draw", "text_preset": "text"}
-    for field, task in kinds.items():
+    asked = {"draw": {"preset": name}, "text": {"text": {"preset": name}}}
+    for task, changes in asked.items():
         if task == "draw" and name in config.TEXT_PRESETS:
             continue
-        sampling = dataclasses.replace(settings.sampling, **{field: name})
+        sampling = config.changed(settings.sampling, changes)
         case = suites.RequestCase(
             id=name, task=task, method=name, example=examples[task], sampling=sampling,
             text_block_len=8,
@@ -116,7 +115,7 @@ def test_a_text_counts_up_to_the_text_block_in_which_it_ends():
     settings = config.Config(model=tiny.model_settings())
     case = suites.RequestCase(
         id="", task="text", method="sparse", example=suites._example((), "text", 32, 1),
-        sampling=dataclasses.replace(settings.sampling, text_steps=2), text_block_len=8,
+        sampling=config.changed(settings.sampling, {"text": {"steps": 2}}), text_block_len=8,
     )  # fmt: skip
     plan, how = case.plan(settings.model), case.settings(settings.model)
     for end, blocks in ((0, 1), (7, 1), (8, 2), (31, 4), (32, 4)):

@@ -85,16 +85,18 @@ def text_sampling(variant):
     factor, threshold = variant.get("factor"), variant.get("threshold")
     assert variant["cfg_scale"] == 0, "text guidance raises in the release"
     return config.Sampling(
-        text_preset=preset,
-        text_temperature=float(variant["temperature"]),
-        text_steps=variant["steps_per_block"],
-        text_schedule=variant["schedule"] or "even",
-        text_shift=float((variant["schedule_kwargs"] or {}).get("shift", 1.0)),
-        text_confidence=REMASKING.get(variant["remasking"], variant["remasking"]),
-        text_commit="factor" if factor else "threshold" if threshold else "count",
-        text_factor=float(factor or 1.0),
-        text_threshold=float(threshold or 0.9),
-        released_behaviour=True,
+        text=config.TextSampling(
+            preset=preset,
+            temperature=float(variant["temperature"]),
+            steps=variant["steps_per_block"],
+            schedule=variant["schedule"] or "even",
+            shift=float((variant["schedule_kwargs"] or {}).get("shift", 1.0)),
+            confidence=REMASKING.get(variant["remasking"], variant["remasking"]),
+            commit="factor" if factor else "threshold" if threshold else "count",
+            factor=float(factor or 1.0),
+            threshold=float(threshold or 0.9),
+        ),
+        released=config.ReleasedSampling(text_behaviour=True),
     )
 
 
@@ -134,18 +136,20 @@ def image_sampling(variant):
         schedule=schedule if schedule in orders.SCHEDULES else "linear",
         shift=float(variant["shift"]),
         confidence_noise=float(variant["alg_temp"]),
-        confidence_noise_schedule=variant["schedule_temp"] if falls else "constant",
-        confidence_noise_end=float(variant["min_temperature"]),
-        confidence_noise_shift=float(variant["shift_alg_effective"]),
         temperature=0.0 if variant["sample_policy"] == "argmax" else float(variant["temperature"]),
-        temperature_schedule=variant["schedule_temp_samp"] if cools else "constant",
-        temperature_end=float(variant["min_temperature_samp"]),
         top_k=variant["top_k"] or 0,
         top_p=float(variant["top_p"] or 1.0),
         guidance=guidance,
         guidance_image=float(variant["guidance_scale_image"]) if guidance else 0.0,
         guidance_interval=tuple(float(share) for share in variant["cfg_interval"]),
         edit_guidance=EDIT_MODES[variant["edit_mode"]],
+        released=config.ReleasedSampling(
+            confidence_noise_schedule=variant["schedule_temp"] if falls else "constant",
+            confidence_noise_end=float(variant["min_temperature"]),
+            confidence_noise_shift=float(variant["shift_alg_effective"]),
+            temperature_schedule=variant["schedule_temp_samp"] if cools else "constant",
+            temperature_end=float(variant["min_temperature_samp"]),
+        ),
     )
 
 

@@ -127,7 +127,10 @@ def boxes(case, steps):
     (masks,) = np.nonzero(ids == given.settings.model.text_mask_id)
     assert (np.diff(masks) == 1).all()
     request = seen_request(given, variant, ids, range(masks[0], masks[-1] + 1))
-    sampling = config.Sampling(text_preset="dense", text_steps=steps, released_behaviour=True)
+    sampling = config.Sampling(
+        text=config.TextSampling(preset="dense", steps=steps),
+        released=config.ReleasedSampling(text_behaviour=True),
+    )
     settings = tiny.step_settings(sampling, given.settings.model, "text")
     plan = presets.plan(sampling, settings, given.settings.model, request.given[None], len(masks))
     shown, last, _ = replay.history(given.model(), request, plan, settings)

@@ -103,7 +103,9 @@ def answer(order: str = "left_to_right", ends: tuple[int, ...] = (), **changes) 
     given = infilled.given & (not ends)
     given[: tiny.TEXT_BLOCK_LEN] = not ends
     requests = about, dataclasses.replace(infilled, given=given)
-    sampling = config.Sampling(text_steps=2, text_temperature=TEMPERATURE, text_block_order=order)
+    sampling = config.Sampling(
+        text=config.TextSampling(steps=2, temperature=TEMPERATURE, block_order=order)
+    )
     return Case(requests, settings, sampling, ends)
 
 
@@ -271,7 +273,7 @@ def blocks_at(case: Case, steps: list[Step], number: int) -> np.ndarray:
 
 def text_blocks(case: Case) -> list[int]:
     """Returns the text blocks in the requested order."""
-    order, number = case.sampling.text_block_order, tiny.TEXT_LEN // tiny.TEXT_BLOCK_LEN
+    order, number = case.sampling.text.block_order, tiny.TEXT_LEN // tiny.TEXT_BLOCK_LEN
     named = {"left_to_right": range(number), "right_to_left": reversed(range(number))}
     return list(named[order] if order in named else map(int, order.split(",")))
 
@@ -312,7 +314,7 @@ def test_every_step_is_the_papers(name):
         return
     # The second text ends in the second text block, so nothing decodes the third.
     last = max(case.ends) // tiny.TEXT_BLOCK_LEN
-    assert len(steps) == (last + 1) * case.sampling.text_steps
+    assert len(steps) == (last + 1) * case.sampling.text.steps
     assert ((left == mask_id).all(axis=-1).sum(axis=1) == tiny.TEXT_BLOCK_LEN).all()
     for row, end in enumerate(case.ends):
         np.testing.assert_array_equal(response[row, :end], left[row, :end])

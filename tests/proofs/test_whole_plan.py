@@ -59,20 +59,22 @@ def case(name: str) -> Case:
     if name == "inpaint":
         rows = [{"words": 3, "given": 0.4}, {"words": 7, "given": 0.7}]
     changes = {
-        "draw": {"guidance": 0.7, "temperature_schedule": "linear", "temperature_end": 0.5},
+        "draw": {
+            "guidance": 0.7,
+            "released": {"temperature_schedule": "linear", "temperature_end": 0.5},
+        },
         "guided in some steps": {"guidance": 0.7, "guidance_interval": (0.3, 0.7)},
         "registers": {"registers": 3, "registers_end": 1},
         "passes": {"cell_passes": 2},
         "filtered": {"top_k": 6, "top_p": 0.8, "merge_cells": 2},
         "edit": {"guidance": 0.7, "guidance_image": 0.4},
         "inpaint": {},
-        "answer": {"text_steps": 2, "text_temperature": 0.8},
+        "answer": {"text": {"steps": 2, "temperature": 0.8}},
     }[name]
     codes = {"passes": 4, "edit": 4}.get(name, 1)
     model = tiny.model_settings(codes_per_token=codes)
-    sampling = config.Sampling(
-        num_steps=5, schedule="linear", order_seed=-1, temperature=0.8, **changes
-    )
+    shared = {"num_steps": 5, "schedule": "linear", "order_seed": -1, "temperature": 0.8}
+    sampling = config.build(config.Sampling, shared | changes)
     scales = presets.scales(sampling, modality)
     examples = [tiny.request(modality, model, i, **row) for i, row in enumerate(rows)]
     requests = [RowRequest(seed=5 + i, attempt=i, **scales) for i in range(len(rows))]

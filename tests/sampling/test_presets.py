@@ -49,10 +49,11 @@ def test_text_is_sampled_in_blocks_as_it_was_trained_in(ran):
 
 def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
     pipe, seen = ran
-    asked = dict(text_block_len=20, layout_block_len=10, text_temperature=0.2)
-    for changes in ({}, {"layout_temperature": 0.7}):
-        pipe.generate("a circle", sampling=config.Sampling(num_steps=2, **asked, **changes))
-    pipe.ask(None, "why?", max_new_tokens=40, sampling=config.Sampling(**asked))
+    text = config.TextSampling(block_len=20, temperature=0.2)
+    asked = config.Sampling(num_steps=2, layout_block_len=10, text=text)
+    pipe.generate("a circle", sampling=asked)
+    pipe.generate("a circle", sampling=dataclasses.replace(asked, layout_temperature=0.7))
+    pipe.ask(None, "why?", max_new_tokens=40, sampling=asked)
     texts = [rest for modality, *rest in seen if modality == "text"]
     assert texts == [[10, 0.2], [10, 0.7], [20, 0.2]]
 
@@ -61,9 +62,9 @@ def test_a_text_that_is_no_whole_blocks_has_as_many_steps_as_tokens(ran):
     """It is one block: earlier, more steps were silently cut, or refused although they fit."""
     pipe, _ = ran
     example = pipe.encoder.text_example("a", length=10)  # blocks have 8 tokens
-    pipe.sample([example], sampling=config.Sampling(text_steps=10))
+    pipe.sample([example], sampling=config.Sampling(text=config.TextSampling(steps=10)))
     with pytest.raises(config.ConfigError, match="1 to 10 are allowed"):
-        pipe.sample([example], sampling=config.Sampling(text_steps=11))
+        pipe.sample([example], sampling=config.Sampling(text=config.TextSampling(steps=11)))
 
 
 @pytest.mark.parametrize("name", options.PUBLISHED)
@@ -71,17 +72,17 @@ def test_published_samplers_have_names(ran, name):
     pipe, _ = ran
     for task, words in (("generate", "a"), ("ask", "why?")):
         (made,) = pipe.requests(task, words, sampler=name)
-        for field, value in options.PUBLISHED[name].items():
-            assert getattr(made.sampling, field) == value
+        assert config.changed(made.sampling, options.PUBLISHED[name]) == made.sampling
+        assert config.changed(pipe.settings.sampling, options.PUBLISHED[name]) == made.sampling
 
 
 def test_as_released_questions_have_blocks_of_128_and_layouts_of_16():
     released = options.changed(config.Sampling(), draws=False, sampler="released")
-    assert (released.text_block_len, released.layout_block_len) == (128, 16)
-    assert (released.layout_temperature, released.text_temperature) == (0.5, 0.0)
+    assert (released.text.block_len, released.layout_block_len) == (128, 16)
+    assert (released.layout_temperature, released.text.temperature) == (0.5, 0.0)
     assert (released.edit_guidance, released.grid) == ("source_only", "code")
     fast = options.changed(config.Sampling(), draws=False, sampler="fast_dllm")
-    assert (fast.text_preset, fast.text_commit, fast.text_factor) == ("fast_dllm_dual", "factor", 1)
+    assert (fast.text.preset, fast.text.commit, fast.text.factor) == ("fast_dllm_dual", "factor", 1)
 
 
 def test_what_is_said_by_itself_prevails_over_a_samplers_name():
@@ -89,7 +90,7 @@ def test_what_is_said_by_itself_prevails_over_a_samplers_name():
     asked = [("steps", 4), ("sampler", "released")]
     for given in (dict(asked), dict(asked[::-1])):
         made = options.changed(config.Sampling(), draws=False, **given)
-        assert (made.text_steps, made.text_step_ratio, made.text_block_len) == (4, 0.0, 128)
+        assert (made.text.steps, made.text.step_ratio, made.text.block_len) == (4, 0.0, 128)
 
 
 def test_more_registers_than_were_trained_are_refused(ran):
@@ -120,9 +121,9 @@ def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evalu
     assert [(row.task, row.method) for row in rows] == [
         ("draw", "dense"), ("text", "dense"), ("text", "fast_dllm"),
     ]  # fmt: skip
-    assert rows[-1].sampling.text_commit == "factor"
+    assert rows[-1].sampling.text.commit == "factor"
     released = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="released"))
-    assert scenes.SmallWorld(released).sampling.text_block_len == 128
+    assert scenes.SmallWorld(released).sampling.text.block_len == 128
     wrong = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="quick"))
     with pytest.raises(RequestError, match="sampler='quick' is not a sampler of text: choose"):
         scenes.SmallWorld(wrong)

@@ -38,7 +38,7 @@ class RefCoco(Benchmark):
         "refcoco_plus": {"split": "refcoco+/val", "batch_size": 16},
         "refcocog": {"split": "refcocog/val", "batch_size": 16},
     }
-    sampled_with: ClassVar = {"text_steps": 1, "text_step_ratio": 0.0, "text_commit": "count"}
+    sampled_with: ClassVar = {"text": {"steps": 1, "step_ratio": 0.0, "commit": "count"}}
 
     def read(self):
         """Yields an item for each phrase; an object has several."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import fastapi
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files, image_files
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.prompting.request_errors import RequestError
@@ -61,7 +62,7 @@ async def chat(request: fastapi.Request):
     more: dict[str, Any] = {}
     if asked.top_p < 1:
         sampling = service.pipe.settings.sampling
-        more["sampling"] = dataclasses.replace(sampling, text_top_p=asked.top_p)
+        more["sampling"] = config.changed(sampling, {"text": {"top_p": asked.top_p}})
     if asked.task == "ground":
         return await _boxes(client, asked, talk, more)
 
