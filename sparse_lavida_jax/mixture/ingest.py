@@ -19,7 +19,7 @@ from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax.data import files, image_files, images
 from sparse_lavida_jax.lavida_o import chat
-from sparse_lavida_jax.mixture.input_tables import Reader, Row
+from sparse_lavida_jax.mixture.input_tables import SHOWN, Reader, Row
 from sparse_lavida_jax.mixture.recipe import Dataset
 from sparse_lavida_jax.mixture.records import Record, RecordError
 from sparse_lavida_jax.prompting.request_errors import check_characters
@@ -295,7 +295,8 @@ class _RowReader:
     def _needs(self, *fields: str) -> None:
         for field in fields:
             if not self._has(field):
-                raise RecordError(f"it has no {field}")
+                columns = ", ".join(map(str, self.row))
+                raise RecordError(f"it has no {field}; its columns: {columns:.{SHOWN}}")
 
     def _text(self, field: str, *, with_images: bool = False) -> str:
         return _checked_words(field, self._value(field), with_images=with_images)
