@@ -6,7 +6,6 @@ that the method needs, slots those of the compiled widths, padding included.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -95,6 +95,12 @@ def share_of_operations(settings: config.VQ, width: int) -> float:
     return counts[0] / counts[1]
 
 
+def width_of(model: AnyPreview) -> int:
+    """Returns the channels of a decoder."""
+    table = model.painter.codes if isinstance(model, CellModel) else model.codebook
+    return table.shape[1]
+
+
 def save(folder: pathlib.Path, model: AnyPreview) -> None:
     """Writes `preview.safetensors` into the folder of the teacher."""
     arrays = {name: np.asarray(value) for name, value in _stored(model).items()}

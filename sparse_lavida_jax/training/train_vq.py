@@ -261,8 +261,8 @@ def _farthest(points: np.ndarray, most: int) -> np.ndarray:
         distance = np.minimum(distance, np.linalg.norm(points - codes[-1], axis=1))
     codes = np.stack(codes)
     for _ in range(3):  # Lloyd's iterations
-        nearest = nearest(points, codes)
-        codes = np.stack([points[nearest == i].mean(axis=0) for i in np.unique(nearest)])
+        owner = nearest(points, codes)
+        codes = np.stack([points[owner == i].mean(axis=0) for i in np.unique(owner)])
     return codes
 
 
