@@ -35,6 +35,7 @@ SMALLER = 1.5  # an image gives a square for each time that its side is larger b
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 Images = UInt8[np.ndarray, "n h w 3"]
+NewImages = UInt8[np.ndarray, "m h w 3"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def fit(
         train_vq.optimizer_of(settings),
     )
     if isinstance(model, CellModel):
-        trained = model.painter
+        trained: PyTree = model.painter
     else:
         assert isinstance(teacher, vq.VQModel)
         trained = model
@@ -170,7 +171,7 @@ def _make_step(teacher: vq.AnyVQ, optimizer: optax.GradientTransformation) -> Ca
 # Images.
 
 
-def _images(settings: config.Config, sizes: config.VQ) -> tuple[Images, Images]:
+def _images(settings: config.Config, sizes: config.VQ) -> tuple[Images, NewImages]:
     """Returns images to learn from, and new ones."""
     source, seed = settings.data.source, settings.seed
     if source == "prepared":
@@ -192,7 +193,7 @@ def _most(side: int) -> int:
 
 def _squares(
     folder: pathlib.Path, settings: config.Config, sizes: config.VQ
-) -> tuple[Images, Images]:
+) -> tuple[Images, NewImages]:
     """Returns random squares of the images in a folder; those of every eighth image are new."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     np.random.default_rng(settings.seed).shuffle(paths)  # pyright: ignore[reportArgumentType]

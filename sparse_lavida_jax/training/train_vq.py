@@ -218,10 +218,10 @@ def _components(
 
     For a codebook of means, only the first one has unit variance.
     """
-    patches = patches(survey.astype(np.float32) / 255, settings.factor)
-    patches = patches.reshape(-1, patches.shape[-1])
-    mean = patches.mean(axis=0)
-    covariance = (patches - mean).T @ (patches - mean) / len(patches)
+    cut = patches(survey.astype(np.float32) / 255, settings.factor)
+    cut = cut.reshape(-1, cut.shape[-1])
+    mean = cut.mean(axis=0)
+    covariance = (cut - mean).T @ (cut - mean) / len(cut)
     variance, directions = np.linalg.eigh(covariance)
     strongest = np.argsort(-variance)[: settings.latent_channels]
     scale = np.sqrt(np.maximum(variance[strongest], 1e-6))

@@ -14,7 +14,6 @@ from flax import nnx
 from PIL import Image
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art.cells import CellModel
 from sparse_lavida_jax.models import preview_decoder, vq, vq_files
 from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.training import train_preview
@@ -48,7 +47,7 @@ def folder(tmp_path) -> pathlib.Path:
 def test_it_has_at_most_a_tenth_of_the_operations(settings):
     width = preview_decoder.width_for(settings)
     assert preview_decoder.share_of_operations(settings, width) <= 0.1
-    assert preview_decoder.share_of_operations(settings, width + 8) > 0.1
+    assert width % preview_decoder.WIDTHS == 0
 
 
 def test_a_teacher_that_is_small_itself_is_refused():
@@ -79,7 +78,7 @@ def test_a_file_of_another_teacher_and_a_damaged_one_are_refused(folder, tmp_pat
         (safetensors.numpy.save(arrays, {"teacher": "0" * 64}), "another image tokenizer"),
         (safetensors.numpy.save(arrays), "another image tokenizer"),
         (safetensors.numpy.save({"codes": arrays["codebook"]}), "another image tokenizer"),
-        (safetensors.numpy.save({"codebook": np.float32(1)[None][0:0]}), "another image"),
+        (safetensors.numpy.save({"codebook": np.zeros(0, np.float32)}), "another image"),
         (safetensors.numpy.save({"other": arrays["codebook"]}), "cannot be read"),
         (path.read_bytes()[:-5], "cannot be read"),
         (b"", "cannot be read"),
@@ -104,6 +103,7 @@ def test_only_previews_are_decoded_by_it(folder):
 
 def test_the_first_blocks_are_the_means_of_the_teachers():
     teacher = tiny()
+    assert isinstance(teacher, vq.VQModel)
     codes = np.random.default_rng(0).integers(0, 8, (4, 8, 8))  # two are never seen
     pairs = train_preview.Pairs(codes, vq.to_pixels(teacher, codes))
     found = train_preview.mean_blocks(teacher, pairs)
