@@ -6,6 +6,7 @@ the neighbours of a code adds what its block leaves out. For a tokenizer of `kin
 blocks are those of the codebook, and the network is a narrower painter.
 """
 
+import bisect
 import dataclasses
 import functools
 import pathlib
@@ -77,22 +78,35 @@ def width_for(settings: config.VQ) -> int:
     Raises:
         ConfigError: the smallest one has more.
     """
-    for width in range(MOST_WIDTH, 0, -WIDTHS):
-        if (share := share_of_operations(settings, width)) <= MOST_SHARE:
-            return width
-    raise config.ConfigError(
-        f"The exact decoder is so small that one of {WIDTHS} channels for previews would have"
-        f" {share:.0%} of its operations; the most is {MOST_SHARE:.0%}. It needs none: use it"
-        " without."
-    )
+    widths, share_of = range(0, MOST_WIDTH + 1, WIDTHS), functools.cache(share_of_operations)
+    fit = bisect.bisect_right(widths[1:], MOST_SHARE, key=lambda width: share_of(settings, width))
+    if not fit:
+        raise config.ConfigError(
+            f"The exact decoder is so small that one of {WIDTHS} channels for previews would have"
+            f" {share_of(settings, WIDTHS):.0%} of its operations; the most is {MOST_SHARE:.0%}."
+            " Use the exact one for previews too."
+        )
+    return widths[fit]
 
 
 def share_of_operations(settings: config.VQ, width: int) -> float:
     """Returns the operations to decode a largest image, relative to the exact decoder."""
+    if settings.kind == "cells":
+        made = jax.eval_shape(lambda: CellModel(_narrow(settings, width), rngs=nnx.Rngs(0)))
+    else:
+        made = jax.eval_shape(lambda: PreviewDecoder(settings, width, rngs=nnx.Rngs(0)))
+    return _decoding(made, settings) / _teacher_decoding(settings)
+
+
+@functools.cache
+def _teacher_decoding(settings: config.VQ) -> float:
+    return _decoding(vq.shapes(settings), settings)
+
+
+def _decoding(model: vq.CodeDecoder, settings: config.VQ) -> float:
+    """Returns the operations to decode a largest image."""
     codes = jax.ShapeDtypeStruct((1, *(settings.image_size // settings.factor,) * 2), jnp.int32)
-    small, exact = _shapes(settings, width), vq.shapes(settings)
-    counts = [operations(lambda model, x: model.decode(x), one, codes) for one in (small, exact)]
-    return counts[0] / counts[1]
+    return operations(lambda model, x: model.decode(x), model, codes)
 
 
 def width_of(model: AnyPreview) -> int:
@@ -156,10 +170,3 @@ def _stored(model: AnyPreview) -> dict[str, Array]:
 
 def _narrow(settings: config.VQ, width: int) -> config.VQ:
     return dataclasses.replace(settings, latent_channels=width, layers_per_block=LAYERS)
-
-
-@functools.cache
-def _shapes(settings: config.VQ, width: int) -> AnyPreview:
-    if settings.kind == "cells":
-        return jax.eval_shape(lambda: CellModel(_narrow(settings, width), rngs=nnx.Rngs(0)))
-    return jax.eval_shape(lambda: PreviewDecoder(settings, width, rngs=nnx.Rngs(0)))
