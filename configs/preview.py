@@ -22,5 +22,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer = dict(
         learning_rate=1e-2, final_fraction=0.02, warmup_steps=30, b1=0.9, b2=0.99, clip_norm=1.0
     )
-    c.train = dict(stage="preview", train_steps=1500, batch_size=8)
+    c.train = dict(stage="preview", train_steps=1000, batch_size=8)
     return c
