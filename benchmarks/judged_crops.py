@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from PIL import Image, ImageFilter
 
 from sparse_lavida_jax.art import sheet
@@ -93,7 +93,16 @@ def crowded(stream: str, index: int) -> ArtScene:
 
 
 def _on_another(scene: ArtScene, rng: np.random.Generator) -> UInt8[np.ndarray, "h w 3"]:
-    """Returns a scene on a random colour that fades into another one.
+    """Returns a scene on a random colour that fades into another one."""
+    first = rng.uniform(100, 255, 3)
+    second = np.clip(first + rng.normal(0, 20, 3), 0, 255)
+    fade = np.linspace(0, 1, IMAGE_SIZE)[:, None]
+    colours = (1 - fade) * first + fade * second
+    return on_ground(scene, colours[:, None] if rng.random() < 0.5 else colours[None])
+
+
+def on_ground(scene: ArtScene, ground: Float[np.ndarray, "#h #w 3"]) -> UInt8[np.ndarray, "h w 3"]:
+    """Draws a scene on other colours than those of the world.
 
     How much of the background shows in a pixel is read from renderings on white and on yellow.
     """
@@ -103,11 +112,6 @@ def _on_another(scene: ArtScene, rng: np.random.Generator) -> UInt8[np.ndarray, 
     )
     white, yellow = (np.array(BACKGROUNDS[name], np.float32) for name in ("white", "yellow"))
     shows = np.clip((on_white - on_yellow)[..., 2:] / (white - yellow)[2], 0, 1)
-    first = rng.uniform(100, 255, 3)
-    second = np.clip(first + rng.normal(0, 20, 3), 0, 255)
-    fade = np.linspace(0, 1, len(on_white))[:, None]
-    colours = (1 - fade) * first + fade * second
-    ground = colours[:, None] if rng.random() < 0.5 else colours[None]
     return np.clip(on_white + shows * (ground - white), 0, 255).astype(np.uint8)
 
 
@@ -136,9 +140,7 @@ def _changed(bordered: Image.Image, box: Box, rng: np.random.Generator) -> UInt8
     return np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8)
 
 
-def faulty(
-    scene: ArtScene, thing: Placed, fault: str
-) -> UInt8[np.ndarray, "h w 3"] | None:
+def faulty(scene: ArtScene, thing: Placed, fault: str) -> UInt8[np.ndarray, "h w 3"] | None:
     """Draws a scene in which a thing has a fault; None where a thing cannot have it.
 
     Args:

@@ -1,241 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A second judge of drawings: a small network that names the thing in a box.
+r"""A second judge of drawings: a small network that never saw the sheet names what is in a box.
 
     python -m benchmarks.second_judge --train    # writes benchmarks/second_judge.safetensors
     python -m benchmarks.second_judge --check    # how often it is right, and agrees with the first
-    python -m benchmarks.second_judge --check --things=2000 --disagreements=disagreements.png
+    python -m benchmarks.second_judge --check --disagreements=disagreements.png
 
 The first judge (`sparse_lavida_jax/art/judge.py`) compares pixels with the drawings of the sheet.
-This one has no drawings at hand: it learned looks (a thing, its style and where it faces) from true
-scenes, on backgrounds that they have and others, turned, shifted, scaled and blurred a little.
-Where both agree, the name is no artefact of comparing pixels.
+This one (`look_network`) learned looks from true scenes, on their backgrounds and on others,
+turned, shifted, scaled and blurred a little. Where both agree, a name is no artefact of comparing
+pixels.
 """
 
 import dataclasses
-import functools
 import pathlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-import safetensors.numpy
-from absl import flags
-from flax import nnx
-from jaxtyping import Array, Float, Int, UInt8
+from absl import app, flags
+from jaxtyping import UInt8
 
-from benchmarks import command, measurements
-from benchmarks.judged_crops import FAULTS, SEED, SIDE, Box, crop, crowded, examples, faulty, padded
+from benchmarks import command, look_network, measurements
+from benchmarks.judged_crops import FAULTS, SEED, Box, examples, faulty
+from benchmarks.look_network import NOTHING, UNSURE, Judged, Look, judge, judge_crops, look_of
 from sparse_lavida_jax.art import judge as first_judge
-from sparse_lavida_jax.art import sheet
 from sparse_lavida_jax.art.dice import ArtDice
-from sparse_lavida_jax.art.world import STEP, Placed, render
+from sparse_lavida_jax.art.sheet import SIZES
+from sparse_lavida_jax.art.world import STEP, ArtScene, Placed, render
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals.scorers import wilson_interval
 from sparse_lavida_jax.models import vq, vq_files
 
+__all__ = ["Compared", "Judged", "compared", "judge"]
+
 TRAIN = flags.DEFINE_bool("train", False, "Train the network and write its weights.")
-CHECK = flags.DEFINE_bool("check", False, "Measure it, and write a row.")
-THINGS = flags.DEFINE_integer("things", 500, "Things of each measurement.", lower_bound=10)
+CHECK = flags.DEFINE_bool("check", False, "Measure it, and write rows.")
+CROPS = flags.DEFINE_integer("crops", 4000, "Crops that its accuracy is of.", lower_bound=10)
+THINGS = flags.DEFINE_integer("things", 500, "Things in the other measurements.", lower_bound=10)
 SHEET = flags.DEFINE_string("disagreements", "", "Image to write: what the judges differ on.")
 
-WEIGHTS = pathlib.Path(__file__).with_suffix(".safetensors")
-BATCH, ROUNDS, POOL, EPOCHS = 128, 10, 24_576, 3  # a round learns from POOL new crops
-LEARNING_RATE, WARM_UP, WEIGHT_DECAY = 2e-3, 200, 0.01
-WIDTHS = ((5, 2, 24), (3, 2, 48), (3, 1, 64), (3, 2, 80))  # kernel, stride, channels
-HIDDEN = 96
-UNSURE = 0.5  # a smaller margin names nothing for certain; ours
-NOTHING = ("nothing", "", "")
-
-Look = tuple[str, str, str]  # name, style, facing
+SHOWN, ZOOM = 20, 3  # disagreements in the image, and how much they are enlarged
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
-    """What the network names in boxes.
+class Compared:
+    """What both judges name in a box of an image.
 
     Attributes:
-        names: English names of the sheet, or "nothing".
-        styles, facings: "" for nothing; a thing without a front faces "".
-        margins: probability of the named look, less that of the next one.
+        image: its number.
+        box: in steps.
+        first, second: what they name; `NOTHING` where they find no thing.
+        margin: of the second one.
+        background: as the first one reads it.
     """
 
-    names: list[str]
-    styles: list[str]
-    facings: list[str]
-    margins: Float[np.ndarray, " n"]
-
-    @property
-    def looks(self) -> list[Look]:
-        return list(zip(self.names, self.styles, self.facings, strict=True))
-
-
-def judge(pixels: UInt8[np.ndarray, "h w 3"], boxes: Sequence[Box]) -> Judged:
-    """Names what is in boxes of an image.
-
-    Raises:
-        ValueError: a box is not square, or not inside the image.
-        FileNotFoundError: there are no weights.
-    """
-    bordered = padded(pixels)
-    for left, top, right, bottom in boxes:
-        height, width = (side // STEP for side in pixels.shape[:2])
-        if not (0 <= left < right <= width and 0 <= top < bottom <= height) or (
-            right - left != bottom - top
-        ):
-            raise ValueError(
-                f"the box {(left, top, right, bottom)} is not a square inside the image, which is"
-                f" {width}x{height} steps of {STEP} pixels. Give left, top, right and bottom in"
-                " steps, as `Placed.box` does."
-            )
-    return judge_crops(np.array([crop(bordered, box) for box in boxes], np.uint8))
-
-
-def judge_crops(crops: UInt8[np.ndarray, "*n"]) -> Judged:
-    """Names crops [n 32 32 3], which may be none."""
-    network, found, known = load(), list[np.ndarray](), looks()
-    for start in range(0, len(crops), BATCH):
-        part = crops[start : start + BATCH]
-        filled = np.zeros((BATCH, SIDE, SIDE, 3), np.uint8)
-        filled[: len(part)] = part
-        found.append(np.asarray(_probabilities(network, filled))[: len(part)])
-    shares = np.concatenate(found) if found else np.zeros((0, len(known)), np.float32)
-    best = shares.argmax(axis=1)
-    top = np.sort(shares, axis=1)[:, -2:]
-    names, styles, facings = ([known[number][part] for number in best] for part in range(3))
-    return Judged(names, styles, facings, top[:, 1] - top[:, 0])
-
-
-@functools.cache
-def looks() -> tuple[Look, ...]:
-    """Lists what the network can say: a class for each look, the last one for nothing."""
-    return (
-        *(
-            (thing.name, style, facing)
-            for thing in sheet.load().things
-            for style in sheet.STYLES
-            for facing in (("left", "right") if thing.drawn else ("",))
-        ),
-        NOTHING,
-    )
-
-
-@functools.cache
-def _numbers() -> dict[Look, int]:
-    return {look: number for number, look in enumerate(looks())}
-
-
-class Network(nnx.Module):
-    """Four convolutions and two dense layers; each but the last is normalised over channels."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        convolutions, norms, channels, side = [], [], 3, SIDE
-        for kernel, stride, width in WIDTHS:
-            convolutions.append(
-                nnx.Conv(channels, width, (kernel, kernel), strides=stride, rngs=rngs)
-            )
-            norms.append(nnx.LayerNorm(width, rngs=rngs))
-            channels, side = width, side // stride
-        self.convolutions, self.norms = nnx.List(convolutions), nnx.List(norms)
-        self.hidden = nnx.Linear(side * side * channels, HIDDEN, rngs=rngs)
-        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
-        self.looks = nnx.Linear(HIDDEN, len(looks()), rngs=rngs)
-
-    def __call__(self, crops: UInt8[Array, "b 32 32 3"]) -> Float[Array, "b looks"]:
-        """Returns the logits of looks."""
-        x = crops.astype(jnp.float32) / 127.5 - 1
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x = jax.nn.relu(norm(convolution(x)))
-        return self.looks(jax.nn.relu(self.norm(self.hidden(x.reshape(len(x), -1)))))
-
-
-@jax.jit
-def _probabilities(
-    network: Network, crops: UInt8[Array, "b 32 32 3"]
-) -> Float[Array, "b looks"]:
-    return jax.nn.softmax(network(crops), axis=-1)
-
-
-
-def train(rounds: int, pool: int) -> Network:
-    """Returns a network that learned from rounds of new crops; weights are kept after each."""
-    network = Network(rngs=nnx.Rngs(SEED))
-    steps = rounds * EPOCHS * (pool // BATCH)
-    rates = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, min(WARM_UP, steps // 2), steps)
-    optimizer = optax.adamw(rates, weight_decay=WEIGHT_DECAY)
-    opt_state: Any = optimizer.init(network)  # pyright: ignore[reportArgumentType]  it is a pytree
-    run, start = _make_step(optimizer), time.perf_counter()
-    for number in range(rounds):
-        crops, things = examples(f"train/{number}", pool)
-        labels, loss = labels_of(things), jnp.zeros(())
-        for epoch in range(EPOCHS):
-            order = np.random.default_rng((SEED, number, epoch)).permutation(pool)
-            for batch in order[: pool // BATCH * BATCH].reshape(-1, BATCH):
-                network, opt_state, loss = run(network, opt_state, crops[batch], labels[batch])
-        save(network)
-        seconds = time.perf_counter() - start
-        print(f"round {number + 1} of {rounds}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
-    return network
-
-
-def _make_step(optimizer: optax.GradientTransformation) -> Callable:
-    def loss_of(network: Network, crops, labels) -> Float[Array, ""]:
-        losses = optax.softmax_cross_entropy_with_integer_labels(network(crops), labels)
-        return jnp.mean(losses)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(network: Network, opt_state: Any, crops, labels):
-        loss, gradient = jax.value_and_grad(loss_of)(network, crops, labels)
-        updates, opt_state = optimizer.update(gradient, opt_state, network)
-        return jax.tree.map(jnp.add, network, updates), opt_state, loss
-
-    return step
-
-
-def labels_of(things: Sequence[Placed | None]) -> Int[np.ndarray, " n"]:
-    """Returns the number of the look of each thing."""
-    return np.array([_numbers()[look_of(thing)] for thing in things], np.int32)
-
-
-def look_of(thing: Placed | None) -> Look:
-    return (thing.name, thing.style, thing.facing) if thing else NOTHING
-
-
-def save(network: Network) -> None:
-    """Writes the weights in half precision."""
-    leaves = jax.tree_util.tree_leaves_with_path(network)
-    safetensors.numpy.save_file(
-        {jax.tree_util.keystr(path): np.asarray(leaf, np.float16) for path, leaf in leaves}, WEIGHTS
-    )
-
-
-@functools.cache
-def load() -> Network:
-    """Reads the weights.
-
-    Raises:
-        FileNotFoundError: there are none.
-    """
-    if not WEIGHTS.exists():
-        raise FileNotFoundError(
-            f"the second judge has no weights at {WEIGHTS}: make them with"
-            " `python -m benchmarks.second_judge --train`."
-        )
-    arrays = safetensors.numpy.load_file(WEIGHTS)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(arrays[jax.tree_util.keystr(path)], jnp.float32),
-        Network(rngs=nnx.Rngs(0)),
-    )
+    image: int
+    box: Box
+    first: Look
+    second: Look
+    margin: float
+    background: str
 
 
 def main(_: list[str]) -> None:
     """Trains the network, measures it, or both."""
+    if not (TRAIN.value or CHECK.value):
+        raise app.UsageError("Nothing is asked for: give --train, --check, or both.")
     if TRAIN.value:
-        train(ROUNDS, POOL)
-        print(f"{WEIGHTS}: {WEIGHTS.stat().st_size} bytes")
+        look_network.train(look_network.ROUNDS, look_network.POOL)
+        print(f"{look_network.WEIGHTS}: {look_network.WEIGHTS.stat().st_size} bytes")
+    if CHECK.value:
+        look_network.load.cache_clear()
+        bench = measurements.Bench("second_judge")
+        for name, row in rows():
+            bench.write(name, row)
+            print(name, said(row), flush=True)
+
+
+def said(row: dict[str, Any]) -> str:
+    """Returns the shares of a row in words."""
+    low, high = row["interval_95"]
+    groups = [f"{name} {share:.4f}" for name, share in row.get("groups", {}).items()]
+    return "; ".join([f"{row['share']:.4f} ({low:.4f} to {high:.4f}) of {row['total']}", *groups])
+
+
+def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields names and values of rows."""
+    for name, is_changed in (("changed", True), ("plain", False)):
+        crops, things = examples(f"test/{name}", CROPS.value, is_changed)
+        yield f"accuracy/{name}", accuracy(judge_crops(crops), things)
+    scenes = drawn_scenes(THINGS.value)
+    for fault in FAULTS:
+        yield f"faults/{fault}", unsure_of_faults(scenes, fault)
+    images = np.stack([render(scene) for scene in scenes])
+    model = vq_files.load("art")[0]
+    copies = vq.to_pixels(model, vq.encode_images(model, images, batch=16), batch=16)
+    boxes = [[thing.box for thing in scene.things] for scene in scenes]
+    for name, pixels in (("true", images), ("tokenizer", copies)):
+        found = compared(pixels, boxes)
+        yield f"agreement/{name}", agreement(found, scenes)
+        if SHEET.value:
+            path = pathlib.Path(SHEET.value)
+            _write_sheet(path.with_stem(f"{path.stem}-{name}"), pixels, found)
+
+
+def counted(right: Sequence[bool]) -> dict[str, Any]:
+    """Returns a share with its interval."""
+    correct, total = sum(map(bool, right)), len(right)
+    interval = list(wilson_interval(correct, total))
+    share = correct / max(total, 1)
+    return {"correct": correct, "total": total, "share": share, "interval_95": interval}
+
+
+def accuracy(judged: Judged, things: Sequence[Placed | None]) -> dict[str, Any]:
+    """Returns how often crops of true scenes are named as they are, and that by size and style."""
+    right = [one == look_of(thing) for one, thing in zip(judged.looks, things, strict=True)]
+    parts = defaultdict[str, list[bool]](list)
+    for is_right, look, thing in zip(right, judged.looks, things, strict=True):
+        names = (thing.size, thing.style, f"{thing.size} {thing.style}") if thing else ("nothing",)
+        for name in names:
+            parts[name].append(is_right)
+        parts["name alone"].append(look[0] == look_of(thing)[0])
+        parts["name and style"].append(look[:2] == look_of(thing)[:2])
+    sure = [one for one, margin in zip(right, judged.margins, strict=True) if margin >= UNSURE]
+    groups = {name: float(np.mean(parts[name])) for name in sorted(parts)}
+    intervals = {name: counted(parts[name])["interval_95"] for name in sorted(parts)}
+    return counted(right) | {
+        "groups": groups | {"sure": len(sure) / len(right), "of the sure": float(np.mean(sure))},
+        "intervals_95": intervals,
+    }
+
+
+def unsure_of_faults(scenes: Sequence[ArtScene], fault: str) -> dict[str, Any]:
+    """Returns how often it is unsure of things with a fault, or names nothing."""
+    unsure, others = list[bool](), list[bool]()
+    for scene in scenes:
+        for thing in scene.things:
+            if (pixels := faulty(scene, thing, fault)) is not None:
+                found = judge(pixels, [thing.box])
+                unsure.append(found.looks[0] == NOTHING or found.margins[0] < UNSURE)
+                others.append(found.looks[0] != look_of(thing))
+    return counted(unsure) | {"groups": {"not named as the thing was": float(np.mean(others))}}
+
+
+def drawn_scenes(things: int) -> list[ArtScene]:
+    """Returns random scenes of the world, with so many things together, or a few more."""
+    scenes = list[ArtScene]()
+    while sum(map(len, scenes)) < things:
+        scenes.append(ArtDice(SEED, "second judge/drawn", len(scenes)).scene())
+    return scenes
+
+
+def compared(
+    images: UInt8[np.ndarray, "n h w 3"], boxes: Sequence[Sequence[Box]] | None = None
+) -> list[Compared]:
+    """Returns what both judges name in boxes of drawings.
+
+    Args:
+        boxes: of each image; by default those in which the first judge finds a thing.
+    """
+    found = []
+    for number, pixels in enumerate(images):
+        reading = first_judge.read(pixels)
+        by_box = {one.thing.box: look_of(one.thing) for one in reading.found}
+        asked = list(by_box if boxes is None else boxes[number])
+        seconds = judge(pixels, asked)
+        for box, look, margin in zip(asked, seconds.looks, seconds.margins, strict=True):
+            first = by_box.get(box, NOTHING)
+            found.append(Compared(number, box, first, look, float(margin), reading.background))
+    return found
+
+
+def agreement(found: Sequence[Compared], scenes: Sequence[ArtScene]) -> dict[str, Any]:
+    """Returns how often both judges name the same look, and how often each names the true one."""
+    true = {(i, thing.box): look_of(thing) for i, one in enumerate(scenes) for thing in one.things}
+    first, second = (
+        [look == true[one.image, one.box] for one, look in zip(found, looks, strict=True)]
+        for looks in ([one.first for one in found], [one.second for one in found])
+    )
+    sure = [one.first == one.second for one in found if one.margin >= UNSURE]
+    groups = {"first": first, "second": second, "of the sure": sure}
+    differing = [
+        {"first": " ".join(one.first), "second": " ".join(one.second), "margin": one.margin}
+        | {"true": " ".join(true[one.image, one.box])}
+        for one in found
+        if one.first != one.second
+    ]
+    return counted([one.first == one.second for one in found]) | {
+        "groups": {name: float(np.mean(right)) for name, right in groups.items()},
+        "disagreements": differing,
+    }
+
+
+def _write_sheet(
+    path: pathlib.Path, images: UInt8[np.ndarray, "n h w 3"], found: Sequence[Compared]
+) -> None:
+    """Draws disagreements, a row for each: the drawing, and what the first and the second name."""
+    side = max(SIZES.values())
+    tiles = []
+    for one in [one for one in found if one.first != one.second][:SHOWN]:
+        left, top, right, bottom = (STEP * at for at in one.box)
+        size = next(name for name, wide in SIZES.items() if wide == right - left)
+        parts = [images[one.image, top:bottom, left:right]]
+        for name, style, facing in (one.first, one.second):
+            thing = () if name == NOTHING[0] else (Placed(0, 0, name, style, size, facing),)
+            parts.append(render(ArtScene(one.background, thing), side=right - left))
+        wide = (side - (right - left)) // 2
+        border = ((wide, wide), (wide, wide), (0, 0))
+        tiles.append(np.concatenate([np.pad(part, border) for part in parts], axis=1))
+    if tiles:
+        image_files.write(path, image_files.enlarged(np.concatenate(tiles), ZOOM))
 
 
 if __name__ == "__main__":
