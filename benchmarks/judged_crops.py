@@ -75,7 +75,7 @@ def examples(
         shown += [(None, box) for box in _empty_box(scene, rng)]
         for thing, box in shown[: count - len(things)]:
             one = _changed(bordered, box, rng) if is_changed else crop(bordered, box)
-            crops[len(things)] = one
+            crops[len(things)] = np.asarray(one)
             things.append(thing)
         if len(things) == count:
             break

@@ -9,7 +9,6 @@ import functools
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import numpy as np
 import optax
 import safetensors.numpy
 from flax import nnx
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from benchmarks.judged_crops import SEED, SIDE, Box, crop, examples, padded
 from sparse_lavida_jax.art import sheet
@@ -144,7 +143,7 @@ def train(rounds: int, pool: int) -> Network:
     steps = rounds * EPOCHS * (pool // BATCH)
     rates = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, min(WARM_UP, steps // 2), steps)
     optimizer = optax.adamw(rates, weight_decay=WEIGHT_DECAY)
-    opt_state: Any = optimizer.init(network)  # pyright: ignore[reportArgumentType]  it is a pytree
+    opt_state: PyTree = optimizer.init(network)  # pyright: ignore[reportArgumentType]  it is a pytree
     run, start = _make_step(optimizer), time.perf_counter()
     for number in range(rounds):
         crops, things = examples(f"train/{number}", pool)
@@ -165,7 +164,7 @@ def _make_step(optimizer: optax.GradientTransformation) -> Callable:
         return jnp.mean(losses)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(network: Network, opt_state: Any, crops, labels):
+    def step(network: PyTree, opt_state: PyTree, crops, labels):
         loss, gradient = jax.value_and_grad(loss_of)(network, crops, labels)
         updates, opt_state = optimizer.update(gradient, opt_state, network)
         return jax.tree.map(jnp.add, network, updates), opt_state, loss
