@@ -153,6 +153,7 @@ def train(rounds: int, pool: int) -> Network:
             for batch in order[: pool // BATCH * BATCH].reshape(-1, BATCH):
                 network, opt_state, loss = run(network, opt_state, crops[batch], labels[batch])
         save(network)
+        load.cache_clear()
         seconds = time.perf_counter() - start
         print(f"round {number + 1} of {rounds}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
     return network

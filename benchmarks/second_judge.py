@@ -4,6 +4,7 @@ r"""A second judge of drawings: a small network that never saw the sheet names w
     python -m benchmarks.second_judge --train    # writes benchmarks/second_judge.safetensors
     python -m benchmarks.second_judge --check    # how often it is right, and agrees with the first
     python -m benchmarks.second_judge --check --disagreements=disagreements.png
+    python -m benchmarks.second_judge --drawings=images  # both judges, on a folder of drawings
 
 The first judge (`sparse_lavida_jax/art/judge.py`) compares pixels with the drawings of the sheet.
 This one (`look_network`) learned looks from true scenes, on their backgrounds and on others,
@@ -38,6 +39,7 @@ TRAIN = flags.DEFINE_bool("train", False, "Train the network and write its weigh
 CHECK = flags.DEFINE_bool("check", False, "Measure it, and write rows.")
 CROPS = flags.DEFINE_integer("crops", 4000, "Crops that its accuracy is of.", lower_bound=10)
 THINGS = flags.DEFINE_integer("things", 500, "Things in the other measurements.", lower_bound=10)
+DRAWINGS = flags.DEFINE_string("drawings", "", "Folder of PNG images that both judges look at.")
 SHEET = flags.DEFINE_string("disagreements", "", "Image to write: what the judges differ on.")
 
 SHOWN, ZOOM = 20, 3  # disagreements in the image, and how much they are enlarged
@@ -64,18 +66,19 @@ class Compared:
 
 
 def main(_: list[str]) -> None:
-    """Trains the network, measures it, or both."""
-    if not (TRAIN.value or CHECK.value):
-        raise app.UsageError("Nothing is asked for: give --train, --check, or both.")
+    """Trains the network, measures it, or compares the judges on drawings."""
+    if not (TRAIN.value or CHECK.value or DRAWINGS.value):
+        raise app.UsageError("Nothing is asked for: give --train, --check or --drawings=folder.")
     if TRAIN.value:
         look_network.train(look_network.ROUNDS, look_network.POOL)
         print(f"{look_network.WEIGHTS}: {look_network.WEIGHTS.stat().st_size} bytes")
-    if CHECK.value:
-        look_network.load.cache_clear()
-        bench = measurements.Bench("second_judge")
-        for name, row in rows():
-            bench.write(name, row)
-            print(name, said(row), flush=True)
+    bench = measurements.Bench("second_judge")
+    for name, row in [
+        *(rows() if CHECK.value else ()),
+        *(drawings_row() if DRAWINGS.value else ()),
+    ]:
+        bench.write(name, row)
+        print(name, said(row), flush=True)
 
 
 def said(row: dict[str, Any]) -> str:
@@ -97,12 +100,21 @@ def rows() -> Iterator[tuple[str, dict[str, Any]]]:
     model = vq_files.load("art")[0]
     copies = vq.to_pixels(model, vq.encode_images(model, images, batch=16), batch=16)
     boxes = [[thing.box for thing in scene.things] for scene in scenes]
-    for name, pixels in (("true", images), ("tokenizer", copies)):
+    for name, pixels in (("true", list(images)), ("tokenizer", list(copies))):
         found = compared(pixels, boxes)
         yield f"agreement/{name}", agreement(found, scenes)
-        if SHEET.value:
-            path = pathlib.Path(SHEET.value)
-            _write_sheet(path.with_stem(f"{path.stem}-{name}"), pixels, found)
+        _write_sheet(name, pixels, found)
+
+
+def drawings_row() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the agreement on a folder of drawings, where the first judge finds a thing."""
+    folder = pathlib.Path(DRAWINGS.value)
+    if not (paths := sorted(folder.glob("*.png"))):
+        raise app.UsageError(f"{folder} has no PNG images: give --drawings a folder that has some.")
+    images = [image_files.read(path) for path in paths]
+    found = compared(images)
+    yield f"agreement/{folder.name}", agreement(found)
+    _write_sheet(folder.name, images, found)
 
 
 def counted(right: Sequence[bool]) -> dict[str, Any]:
@@ -133,15 +145,25 @@ def accuracy(judged: Judged, things: Sequence[Placed | None]) -> dict[str, Any]:
 
 
 def unsure_of_faults(scenes: Sequence[ArtScene], fault: str) -> dict[str, Any]:
-    """Returns how often it is unsure of things with a fault, or names nothing."""
-    unsure, others = list[bool](), list[bool]()
+    """Returns how often it is unsure of things with a fault, or names nothing.
+
+    The groups are how often it does not name the thing as it was, how often one of the two holds,
+    and how often the first judge notices something.
+    """
+    unsure, otherwise, first = list[bool](), list[bool](), list[bool]()
     for scene in scenes:
         for thing in scene.things:
             if (pixels := faulty(scene, thing, fault)) is not None:
                 found = judge(pixels, [thing.box])
-                unsure.append(found.looks[0] == NOTHING or found.margins[0] < UNSURE)
-                others.append(found.looks[0] != look_of(thing))
-    return counted(unsure) | {"groups": {"not named as the thing was": float(np.mean(others))}}
+                unsure.append(found.looks[0] == NOTHING or bool(found.margins[0] < UNSURE))
+                otherwise.append(found.looks[0] != look_of(thing))
+                reading = first_judge.read(pixels)
+                first.append(bool(reading.fault) or reading.scene != scene)
+    either = [one or other for one, other in zip(unsure, otherwise, strict=True)]
+    groups = {"named otherwise": otherwise, "either": either, "first judge": first}
+    return counted(unsure) | {
+        "groups": {name: counted(noticed)["share"] for name, noticed in groups.items()}
+    }
 
 
 def drawn_scenes(things: int) -> list[ArtScene]:
@@ -153,7 +175,7 @@ def drawn_scenes(things: int) -> list[ArtScene]:
 
 
 def compared(
-    images: UInt8[np.ndarray, "n h w 3"], boxes: Sequence[Sequence[Box]] | None = None
+    images: Sequence[UInt8[np.ndarray, "h w 3"]], boxes: Sequence[Sequence[Box]] | None = None
 ) -> list[Compared]:
     """Returns what both judges name in boxes of drawings.
 
@@ -172,45 +194,59 @@ def compared(
     return found
 
 
-def agreement(found: Sequence[Compared], scenes: Sequence[ArtScene]) -> dict[str, Any]:
-    """Returns how often both judges name the same look, and how often each names the true one."""
-    true = {(i, thing.box): look_of(thing) for i, one in enumerate(scenes) for thing in one.things}
-    first, second = (
-        [look == true[one.image, one.box] for one, look in zip(found, looks, strict=True)]
-        for looks in ([one.first for one in found], [one.second for one in found])
-    )
-    sure = [one.first == one.second for one in found if one.margin >= UNSURE]
-    groups = {"first": first, "second": second, "of the sure": sure}
-    differing = [
-        {"first": " ".join(one.first), "second": " ".join(one.second), "margin": one.margin}
-        | {"true": " ".join(true[one.image, one.box])}
-        for one in found
-        if one.first != one.second
-    ]
-    return counted([one.first == one.second for one in found]) | {
-        "groups": {name: float(np.mean(right)) for name, right in groups.items()},
-        "disagreements": differing,
+def agreement(
+    found: Sequence[Compared], scenes: Sequence[ArtScene] | None = None
+) -> dict[str, Any]:
+    """Returns how often both judges name the same look.
+
+    Args:
+        scenes: what the images should show: how often each judge names that is returned, too.
+    """
+    same = [one.first == one.second for one in found]
+    groups = {"of the sure": [one.first == one.second for one in found if one.margin >= UNSURE]}
+    groups["name alone"] = [one.first[0] == one.second[0] for one in found]
+    if scenes is not None:
+        drawn = ((i, thing) for i, scene in enumerate(scenes) for thing in scene.things)
+        true = {(i, thing.box): look_of(thing) for i, thing in drawn}
+        groups["first is right"] = [one.first == true[one.image, one.box] for one in found]
+        groups["second is right"] = [one.second == true[one.image, one.box] for one in found]
+    return counted(same) | {
+        "groups": {name: counted(right)["share"] for name, right in groups.items()},
+        "disagreements": [dataclasses.asdict(one) for one in found if one.first != one.second],
     }
 
 
 def _write_sheet(
-    path: pathlib.Path, images: UInt8[np.ndarray, "n h w 3"], found: Sequence[Compared]
+    name: str, images: Sequence[UInt8[np.ndarray, "h w 3"]], found: Sequence[Compared]
 ) -> None:
-    """Draws disagreements, a row for each: the drawing, and what the first and the second name."""
+    if SHEET.value and any(one.first != one.second for one in found):
+        path = pathlib.Path(SHEET.value)
+        image_files.write(path.with_stem(f"{path.stem}-{name}"), sheet_of(images, found))
+
+
+def sheet_of(
+    images: Sequence[UInt8[np.ndarray, "h w 3"]], found: Sequence[Compared]
+) -> UInt8[np.ndarray, "y x 3"]:
+    """Draws disagreements, a row for each: the drawing, and what the first and the second name.
+
+    Raises:
+        ValueError: there are none.
+    """
     side = max(SIZES.values())
     tiles = []
     for one in [one for one in found if one.first != one.second][:SHOWN]:
         left, top, right, bottom = (STEP * at for at in one.box)
         size = next(name for name, wide in SIZES.items() if wide == right - left)
-        parts = [images[one.image, top:bottom, left:right]]
-        for name, style, facing in (one.first, one.second):
-            thing = () if name == NOTHING[0] else (Placed(0, 0, name, style, size, facing),)
+        parts = [images[one.image][top:bottom, left:right]]
+        for look, style, facing in (one.first, one.second):
+            thing = () if look == NOTHING[0] else (Placed(0, 0, look, style, size, facing),)
             parts.append(render(ArtScene(one.background, thing), side=right - left))
         wide = (side - (right - left)) // 2
         border = ((wide, wide), (wide, wide), (0, 0))
         tiles.append(np.concatenate([np.pad(part, border) for part in parts], axis=1))
-    if tiles:
-        image_files.write(path, image_files.enlarged(np.concatenate(tiles), ZOOM))
+    if not tiles:
+        raise ValueError("the judges agree on everything: there is nothing to draw.")
+    return image_files.enlarged(np.concatenate(tiles), ZOOM)
 
 
 if __name__ == "__main__":

@@ -79,10 +79,16 @@ def test_weights_that_are_missing_are_asked_for(monkeypatch, tmp_path):
 
 def test_the_judges_are_compared():
     scene = ArtScene.of("blue", [CAT, Placed(18, 18, "key", "fluent", "small")])
-    found = second_judge.compared(render(scene)[None])
+    images = [render(scene)]
+    found = second_judge.compared(images)
     assert [one.first for one in found] == [look_network.look_of(one) for one in scene.things]
-    row = second_judge.agreement(found, [scene])
-    assert (row["correct"], row["total"], row["disagreements"]) == (2, 2, [])
+    for row in (second_judge.agreement(found, [scene]), second_judge.agreement(found)):
+        assert (row["correct"], row["total"], row["disagreements"]) == (2, 2, [])
+    with pytest.raises(ValueError, match="agree on everything"):
+        second_judge.sheet_of(images, found)
+    found[1] = dataclasses.replace(found[1], second=look_network.NOTHING)
+    assert second_judge.agreement(found)["share"] == 0.5
+    assert second_judge.sheet_of(images, found).shape == (3 * 40, 3 * 3 * 40, 3)
 
 
 def test_faults_change_the_right_half_or_all_of_a_thing():
