@@ -188,6 +188,7 @@ def save(network: Network) -> None:
     safetensors.numpy.save_file(
         {jax.tree_util.keystr(path): np.asarray(leaf, np.float16) for path, leaf in leaves}, WEIGHTS
     )
+    WEIGHTS.chmod(0o644)  # the library makes the file private
 
 
 @functools.cache

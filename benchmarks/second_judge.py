@@ -13,6 +13,7 @@ pixels.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -68,15 +69,13 @@ class Compared:
 def main(_: list[str]) -> None:
     """Trains the network, measures it, or compares the judges on drawings."""
     if not (TRAIN.value or CHECK.value or DRAWINGS.value):
-        raise app.UsageError("Nothing is asked for: give --train, --check or --drawings=folder.")
+        raise app.UsageError("nothing is asked for: give --train, --check or --drawings=folder.")
     if TRAIN.value:
         look_network.train(look_network.ROUNDS, look_network.POOL)
         print(f"{look_network.WEIGHTS}: {look_network.WEIGHTS.stat().st_size} bytes")
     bench = measurements.Bench("second_judge")
-    for name, row in [
-        *(rows() if CHECK.value else ()),
-        *(drawings_row() if DRAWINGS.value else ()),
-    ]:
+    found = [rows()] * CHECK.value + [drawings_row()] * bool(DRAWINGS.value)
+    for name, row in itertools.chain(*found):
         bench.write(name, row)
         print(name, said(row), flush=True)
 
@@ -139,7 +138,7 @@ def accuracy(judged: Judged, things: Sequence[Placed | None]) -> dict[str, Any]:
     groups = {name: float(np.mean(parts[name])) for name in sorted(parts)}
     intervals = {name: counted(parts[name])["interval_95"] for name in sorted(parts)}
     return counted(right) | {
-        "groups": groups | {"sure": len(sure) / len(right), "of the sure": float(np.mean(sure))},
+        "groups": groups | {"sure": len(sure) / len(right), "of the sure": counted(sure)["share"]},
         "intervals_95": intervals,
     }
 
@@ -147,8 +146,7 @@ def accuracy(judged: Judged, things: Sequence[Placed | None]) -> dict[str, Any]:
 def unsure_of_faults(scenes: Sequence[ArtScene], fault: str) -> dict[str, Any]:
     """Returns how often it is unsure of things with a fault, or names nothing.
 
-    The groups are how often it does not name the thing as it was, how often one of the two holds,
-    and how often the first judge notices something.
+    Groups: it does not name the thing as it was; that or unsure; the first judge notices it.
     """
     unsure, otherwise, first = list[bool](), list[bool](), list[bool]()
     for scene in scenes:
@@ -161,9 +159,7 @@ def unsure_of_faults(scenes: Sequence[ArtScene], fault: str) -> dict[str, Any]:
                 first.append(bool(reading.fault) or reading.scene != scene)
     either = [one or other for one, other in zip(unsure, otherwise, strict=True)]
     groups = {"named otherwise": otherwise, "either": either, "first judge": first}
-    return counted(unsure) | {
-        "groups": {name: counted(noticed)["share"] for name, noticed in groups.items()}
-    }
+    return counted(unsure) | {"groups": {name: float(np.mean(groups[name])) for name in groups}}
 
 
 def drawn_scenes(things: int) -> list[ArtScene]:
