@@ -24,6 +24,7 @@ from sparse_lavida_jax.art.world import STEP, Placed
 
 WEIGHTS = pathlib.Path(__file__).with_name("second_judge.safetensors")
 BATCH, ROUNDS, POOL, EPOCHS = 128, 10, 24_576, 3  # a round learns from POOL new crops
+FEW = 8  # crops, as of one image, that are judged in a smaller batch
 LEARNING_RATE, WARM_UP, WEIGHT_DECAY = 2e-3, 200, 0.01
 WIDTHS = ((5, 2, 24), (3, 2, 48), (3, 1, 64), (3, 2, 80))  # kernel, stride, channels
 HIDDEN = 96
@@ -77,9 +78,10 @@ def judge(pixels: UInt8[np.ndarray, "h w 3"], boxes: Sequence[Box]) -> Judged:
 def judge_crops(crops: UInt8[np.ndarray, "*n"]) -> Judged:
     """Names crops [n 32 32 3], which may be none."""
     network, found, known = load(), list[np.ndarray](), looks()
-    for start in range(0, len(crops), BATCH):
-        part = crops[start : start + BATCH]
-        filled = np.zeros((BATCH, SIDE, SIDE, 3), np.uint8)
+    batch = FEW if len(crops) <= FEW else BATCH
+    for start in range(0, len(crops), batch):
+        part = crops[start : start + batch]
+        filled = np.zeros((batch, SIDE, SIDE, 3), np.uint8)
         filled[: len(part)] = part
         found.append(np.asarray(_probabilities(network, filled))[: len(part)])
     shares = np.concatenate(found) if found else np.zeros((0, len(known)), np.float32)
