@@ -300,7 +300,12 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         kind = typing.get_args(kind)[0]
     origin = typing.get_origin(kind) or kind
     if dataclasses.is_dataclass(kind):
-        return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
+        if isinstance(value, kind):  # type: ignore[arg-type]
+            return value
+        if not isinstance(value, dict | ConfigDict):
+            place = f"{schema.__name__}.{name}"
+            raise ConfigError(f"{place} is {shown(value)}: it must hold settings by name.")
+        return build(kind, value)  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType) and isinstance(value, kind):
         return value
     if origin is Any:

@@ -47,7 +47,7 @@ def test_every_setting_of_sampling_that_moved_is_where_the_table_says():
     both = {"sampling": {"text_steps": 4, "text": {"steps": 2, "most": 1}}}
     assert old_names.current(both)["sampling"] == {"text": {"steps": 4, "most": 1}}
     hostile = old_names.current({"sampling": {"text_steps": 4, "text": 5}})
-    with pytest.raises(config.ConfigError, match="TextSampling is 5"):
+    with pytest.raises(config.ConfigError, match=r"Sampling\.text is 5"):
         config.build(config.Sampling, hostile["sampling"])
 
 
