@@ -264,7 +264,9 @@ def build(schema: type[T], given: Any) -> T:
     kinds = annotations(schema)
     if unknown := sorted(set(given) - set(kinds)):
         named = ", ".join(map(str, unknown))
-        hints = "".join(f" {old_names.hint(str(name))}" for name in unknown).rstrip()
+        hints = "".join(
+            f" {old_names.hint(str(name), section=schema.__name__)}" for name in unknown
+        ).rstrip()
         raise ConfigError(
             f"{schema.__name__} has no {named:.{SHOWN}}.{hints} It has: {', '.join(kinds)}."
         )
