@@ -25,8 +25,8 @@ Three block assignments (config `diffusion.blocks`):
   uniformly to blocks 1..M, masked tokens to M+1..M+N. The weight 1/(t p(t)), where p is the density
   from which t was drawn, makes the loss Eq. 1.
 
-`data/corrupted_rows.py` puts the tokens into streams. LaViDa-O's own objective (config `diffusion.corruption = "released"`) has no blocks: see
-`data/released_objective.py`.
+`data/corrupted_rows.py` puts the tokens of rows into streams. LaViDa-O's own objective (config
+`diffusion.corruption = "released"`) has no blocks: see `data/released_objective.py`.
 """
 
 import bisect
