@@ -15,6 +15,7 @@ import traces
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import released_objective
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.diffusion import ABSENT
 from sparse_lavida_jax.sequence import Blank, LearnedText, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK

@@ -22,6 +22,7 @@ from sparse_lavida_jax.checkpoints import named_arrays
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import images, released_objective
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.sequence import (
     Blank,
     LearnedText,
