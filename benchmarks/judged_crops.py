@@ -131,12 +131,12 @@ def _empty_box(scene: ArtScene, rng: np.random.Generator) -> Iterator[Box]:
 
 
 def _changed(bordered: Image.Image, box: Box, rng: np.random.Generator) -> UInt8[np.ndarray, "*n"]:
-    """Returns a crop that is a little turned, shifted, scaled, blurred and noisy."""
+    """Returns a crop with a small rotation, shift, change of scale, blur and noise."""
     turn, x, y, scale = rng.uniform(-1, 1, 4) * (TURN, SHIFT, SHIFT, SCALE)
     image = crop(bordered, box, turn, 1 + scale, (x, y))
     if rng.random() < 0.5:
         image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, BLUR)))
-    noise = rng.normal(0, rng.uniform(0, 5), (SIDE, SIDE, 3))
+    noise = rng.normal(0, rng.uniform(0, NOISE), (SIDE, SIDE, 3))
     return np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8)
 
 

@@ -36,8 +36,9 @@ from benchmarks.measurements import Bench, path_of, read_rows
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.data.batch import ORDER_SEEDS, RowShape, longest_of, stack
+from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.diffusion import Blocks, Corrupted, CorruptedRow
+from sparse_lavida_jax.diffusion import Blocks
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.image_codec import ImageCodec
@@ -198,7 +199,7 @@ class Likelihood:
         )
 
         def corrupted(blocks: Blocks, *, full_attention: bool) -> CorruptedRow:
-            return diffusion.CorruptedRow(
+            return CorruptedRow(
                 prompt, example.response, "image", blocks, model, full_attention=full_attention
             )
 

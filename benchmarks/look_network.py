@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small network that names the look in a box: a thing, its style and where it faces.
 
-It has no drawings at hand when it judges: it learned looks from true scenes (`judged_crops`).
+It compares nothing with the sheet: it was trained on crops of true scenes (`judged_crops`).
 """
 
 import dataclasses

@@ -20,8 +20,8 @@ from jax.sharding import Sharding
 from benchmarks import timing
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import GroupShape, TrainingRow, longest_of, make_row
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.kernels import attention
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.scenes import tasks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A second judge of drawings: a small network that never saw the sheet names what is in a box.
+r"""A second judge of drawings: a small network, trained without the sheet, names things in boxes.
 
     python -m benchmarks.second_judge --train    # writes benchmarks/second_judge.safetensors
     python -m benchmarks.second_judge --check    # how often it is right, and agrees with the first
@@ -7,9 +7,8 @@ r"""A second judge of drawings: a small network that never saw the sheet names w
     python -m benchmarks.second_judge --drawings=images  # both judges, on a folder of drawings
 
 The first judge (`sparse_lavida_jax/art/judge.py`) compares pixels with the drawings of the sheet.
-This one (`look_network`) learned looks from true scenes, on their backgrounds and on others,
-turned, shifted, scaled and blurred a little. Where both agree, a name is no artefact of comparing
-pixels.
+This one (`look_network`) learned from crops of true scenes, on several backgrounds, with small
+rotations, shifts, changes of scale and blur. A name that both give does not depend on one method.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ NAMES = {
     "edit_plan": "edit_layout",
     "fill_plan": "fill_layout",
 }
-# Settings of sampling that lie in a section of it now, by the name that they had beside it.
+# Sampling settings that moved into a section, by their former names.
 _TEXT = (
     "preset", "temperature", "block_len", "top_k", "top_p", "steps", "step_ratio", "schedule",
     "shift", "confidence", "commit", "threshold", "factor", "entropy", "most", "block_order",
@@ -56,7 +56,7 @@ def current(values: Any) -> Any:
 
 
 def _in_sections(sampling: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns settings of sampling with their sections."""
+    """Returns sampling settings with those that moved in their sections."""
     found = {key: value for key, value in sampling.items() if key not in SECTIONS}
     for key in SECTIONS.keys() & sampling.keys():
         section, name = SECTIONS[key]
@@ -83,15 +83,17 @@ def stream_of(task: str) -> str:
     return _FIRST_NAMES.get(task, task)
 
 
-def hint(name: str, dashes: str = "") -> str:
+def hint(name: str, dashes: str = "", section: str = "") -> str:
     """Returns "`--plan` is now `--layout`." for an old name, else "".
 
     Args:
         name: of a setting, an option or a task, with underscores or dashes between its words.
         dashes: "--" for an option of the command line.
+        section: of the settings that have no such name.
     """
     old = name.replace("-", "_")
-    new = NAMES.get(old, ".".join(SECTIONS.get(old, ())))
+    moved = SECTIONS.get(old, ()) if section.lower() == "sampling" else ()
+    new = NAMES.get(old) or ".".join(moved)
     if not new:
         return ""
     spelled = new.replace("_", "-") if dashes else new

@@ -264,7 +264,9 @@ def build(schema: type[T], given: Any) -> T:
     kinds = annotations(schema)
     if unknown := sorted(set(given) - set(kinds)):
         named = ", ".join(map(str, unknown))
-        hints = "".join(f" {old_names.hint(str(name))}" for name in unknown).rstrip()
+        hints = "".join(
+            f" {old_names.hint(str(name), section=schema.__name__)}" for name in unknown
+        ).rstrip()
         raise ConfigError(
             f"{schema.__name__} has no {named:.{SHOWN}}.{hints} It has: {', '.join(kinds)}."
         )
@@ -300,7 +302,12 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         kind = typing.get_args(kind)[0]
     origin = typing.get_origin(kind) or kind
     if dataclasses.is_dataclass(kind):
-        return value if isinstance(value, kind) else build(kind, value)  # type: ignore[arg-type]
+        if isinstance(value, kind):  # type: ignore[arg-type]
+            return value
+        if not isinstance(value, dict | ConfigDict):
+            place = f"{schema.__name__}.{name}"
+            raise ConfigError(f"{place} is {shown(value)}: it must hold settings by name.")
+        return build(kind, value)  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType) and isinstance(value, kind):
         return value
     if origin is Any:

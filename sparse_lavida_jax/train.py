@@ -18,8 +18,8 @@ from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.checkpoints.tensors import SHARD_BYTES
 from sparse_lavida_jax.convert import adapters
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.data.feed import Feed
-from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser

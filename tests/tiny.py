@@ -13,6 +13,7 @@ import numpy as np
 
 from sparse_lavida_jax import config, diffusion, sequence
 from sparse_lavida_jax.data.batch import RowShape, TrainingRow, stack
+from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
@@ -305,20 +306,20 @@ def sample_input(
     )
 
 
-def batch(modalities: list[sequence.Modality], settings: config.Model) -> diffusion.Corrupted:
+def batch(modalities: list[sequence.Modality], settings: config.Model) -> Corrupted:
     """Returns a training batch of arbitrary responses of these modalities, with uniform blocks."""
     asked = [request(modality, settings, i, words=3) for i, modality in enumerate(modalities)]
     mean = config.Diffusion(blocks="uniform", weighting="mean")
     rng = np.random.default_rng(0)
     blocks = [diffusion.uniform_blocks(rng, one.given, mean) for one in asked]
     rows = [
-        diffusion.CorruptedRow(sample_input(one, settings), one.response, modality, cut, settings)
+        CorruptedRow(sample_input(one, settings), one.response, modality, cut, settings)
         for one, modality, cut in zip(asked, modalities, blocks, strict=True)
     ]
     return stacked(rows, settings)
 
 
-def shape_of(rows: list[diffusion.CorruptedRow]) -> RowShape:
+def shape_of(rows: list[CorruptedRow]) -> RowShape:
     """Returns the shape of the longest row."""
     sides = ("understanding", "generation")
     return RowShape(*(max(len(getattr(row, side).block) for row in rows) for side in sides))
@@ -334,6 +335,6 @@ def registers_from(row: TrainingRow, settings: config.Model) -> int:
     raise AssertionError("a row without a register")
 
 
-def stacked(rows: list[diffusion.CorruptedRow], settings: config.Model, shape=None, **more):
+def stacked(rows: list[CorruptedRow], settings: config.Model, shape=None, **more):
     """Returns rows as a batch, by default of the length of the longest."""
     return stack(rows, shape or shape_of(rows), settings, **more)

@@ -2,7 +2,7 @@
 """The sampler step by step, and what training computes for each of its states.
 
 `moments` runs the complete sampler (prefill, cache, truncation) and records its states.
-`training_logits` lays out the same states with `diffusion.CorruptedRow` and `data.batch.stack`, as
+`training_logits` lays out the same states with `CorruptedRow` and `data.batch.stack`, as
 in training, and runs the model once without a cache.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import tiny
 
 from sparse_lavida_jax import config, diffusion, orders, sample, sequence
+from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.sampling import calls, plans, presets
 from sparse_lavida_jax.sampling.state import NOT_DECODED
@@ -221,7 +222,7 @@ def training_logits(
                 )
                 mask_id = model.settings.image_mask_id if settings.modality == "image" else None
                 rows.append(
-                    diffusion.CorruptedRow(
+                    CorruptedRow(
                         prompt,
                         moment.responses[r],
                         settings.modality,
@@ -258,7 +259,7 @@ def blocks_of(moment: Moment, row: int, with_rest: bool, mask_id: int | None) ->
     )
 
 
-def training_pass(model, batch: diffusion.Corrupted):
+def training_pass(model, batch: Corrupted):
     """Returns (text logits, image logits) of a training pass without cache."""
     features = None if batch.pixels is None else model.see(batch.pixels)
     hidden, _ = model(batch.understanding, batch.generation, features, wanted=batch.predicts)
@@ -274,7 +275,11 @@ forward = tiny.quick_jit(training_pass)
 
 
 def spread_logits(
-    model, batch: diffusion.Corrupted, modality: sequence.Modality, starts: list[int], length: int
+    model,
+    batch: Corrupted,
+    modality: sequence.Modality,
+    starts: list[int],
+    length: int,
 ) -> np.ndarray:
     """Returns logits [rows l g v] at the response tokens whose weight is not 0, 0 elsewhere.
 

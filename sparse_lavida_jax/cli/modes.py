@@ -422,6 +422,6 @@ def _check_name(word: str, settings: dict) -> None:
     for part in name.split("."):
         if not isinstance(section, dict) or part not in section:
             known = ", ".join(section) if isinstance(section, dict) else "no parts: it is a value"
-            hint = f" {old_names.hint(part)}".rstrip()
+            hint = f" {old_names.hint(part, section=path.rpartition('.')[2])}".rstrip()
             raise UsageError(f"{path} has no {part!r}.{hint} It has: {known}.")
         section, path = section[part], f"{path}.{part}"

@@ -20,14 +20,15 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from sparse_lavida_jax import config, diffusion, orders
-from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.diffusion import (
-    Blocks,
+from sparse_lavida_jax.data.corrupted_rows import (
     Corrupted,
     CorruptedRow,
     Streams,
     StreamTokens,
+    corrupt_together,
 )
+from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.diffusion import Blocks
 from sparse_lavida_jax.sequence import (
     Response,
     SeenBatch,
@@ -303,7 +304,7 @@ def stack(
     if not isinstance(rows, Streams):
         found: set[StreamNames] = {row.predicts for row in rows}
         predicts = predicts or (found.pop() if len(found) == 1 else "both")
-        rows = diffusion.corrupt_together(rows)
+        rows = corrupt_together(rows)
     (understanding, text), (generation, image) = (
         _stacked(
             stream, shared or alone(stream.totals), length, pad_token,

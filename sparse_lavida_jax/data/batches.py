@@ -15,7 +15,7 @@ import grain
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import GroupShape, Row, buckets, longest_of
-from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.tags import StreamNames
 
 MOST_ATTEMPTS = 64  # to draw an example, or a batch, that fits its shape

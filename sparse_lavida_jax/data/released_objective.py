@@ -12,12 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import GroupShape, Row, RowShape, alone, see_together, stack
-from sparse_lavida_jax.diffusion import (
-    Corrupted,
-    Streams,
-    StreamTokens,
-    Tokens,
-)
+from sparse_lavida_jax.data.corrupted_rows import Corrupted, Streams, StreamTokens, Tokens
 from sparse_lavida_jax.orders import MIN_TIME, time_and_slope
 from sparse_lavida_jax.sequence import (
     LearnedText,

@@ -98,7 +98,8 @@ def sampling_of(given: config.Sampling, model: config.Model) -> config.Sampling:
         )
     return dataclasses.replace(
         given, order_seed=-1, top_k=0, top_p=1.0, temperature=1.0, guidance=0.0, guidance_edit=-1.0,
-        guidance_image=0.0, released=config.ReleasedSampling(),
+        guidance_image=0.0,
+        released=dataclasses.replace(given.released, temperature_schedule="constant"),
     )  # fmt: skip
 
 

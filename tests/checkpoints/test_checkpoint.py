@@ -343,8 +343,8 @@ def test_what_is_no_number_is_refused_unless_it_is_asked_for(save, wrong):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"model": null}', "Model is None: it must hold settings by name"),
-        ('{"model": {"vision": null}}', "Vision is None: it must hold settings by name"),
+        ('{"model": null}', "Config.model is None: it must hold settings by name"),
+        ('{"model": {"vision": null}}', "Model.vision is None: it must hold settings by name"),
         ('{"model": {"num_layers": 1000000}}', r"num_layers=1000000 .* must lie in 0\.\.1024"),
         ('{"seed": 1, "seed": 2}', "the key 'seed' is there twice"),
         ('{"model": ' * 100_000, "nested more than 100 deep"),

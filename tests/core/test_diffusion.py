@@ -15,6 +15,7 @@ import traces
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data import released_objective
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.diffusion import ABSENT
 from sparse_lavida_jax.sequence import Blank, LearnedText, Response, Source, Text, VisionTokens
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_CELL, NO_EMBEDDING, NO_FEATURE, PROMPT_BLOCK
@@ -167,7 +168,7 @@ def a_row(modality, *, full_attention=False, codes_per_token=4, num_registers=2)
     masked = block > 2
     blocks = diffusion.Blocks(block, masked, 2, (3, 4), np.where(masked, 0.5, 0.0), 7.0)
     prompt = tiny.sample_input(asked, settings)
-    row = diffusion.CorruptedRow(
+    row = CorruptedRow(
         prompt, asked.response, modality, blocks, settings, full_attention=full_attention
     )
     return settings, asked, prompt, blocks, row
@@ -218,7 +219,7 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
             counts.add(int(known[0]))
         assert not some.known[~blocks.masked].any()
     assert counts == {0, 1, 2, 3}
-    row = diffusion.CorruptedRow(prompt, asked.response, "image", some, settings)
+    row = CorruptedRow(prompt, asked.response, "image", some, settings)
     image = row.generation
     here = np.flatnonzero(blocks.block != ABSENT)
     slots = len(prompt.codes) + np.arange(len(here))
@@ -230,7 +231,7 @@ def test_some_codes_of_the_cells_of_a_block_are_known_and_have_no_loss():
     # A text has no codes, but may share a batch with images.
     _, asked, prompt, blocks, _ = a_row("text")
     whole = diffusion.partly_known(rng, blocks, "text", 4, half)
-    answer = diffusion.CorruptedRow(prompt, asked.response, "text", whole, settings)
+    answer = CorruptedRow(prompt, asked.response, "text", whole, settings)
     assert answer.generation.weight.shape == answer.generation.tokens.shape
     batch = tiny.stacked([row, answer], settings, RowShape(32, 40))
     assert batch.image_weight.shape == (2, 40, 4)
@@ -250,7 +251,7 @@ def test_codes_of_an_edited_region_weigh_more_and_the_sum_stays(partial_cells):
     inside[:, 1] = 5.0
     heavy = plain._replace(code_weight=inside)
     before, after = (
-        diffusion.CorruptedRow(prompt, asked.response, "image", each, settings).generation.weight
+        CorruptedRow(prompt, asked.response, "image", each, settings).generation.weight
         for each in (plain, heavy)
     )
     np.testing.assert_array_equal(after > 0, before > 0)
@@ -272,9 +273,7 @@ def test_a_cell_of_a_plan_is_whole_where_it_is_clean_whatever_is_known_or_weighs
         np.random.default_rng(0), blocks, "image", 4, config.Diffusion(partial_cells=1.0)
     )
     some = some._replace(code_weight=heavy)
-    row = diffusion.CorruptedRow(
-        tiny.sample_input(asked, settings), asked.response, "image", some, settings
-    )
+    row = CorruptedRow(tiny.sample_input(asked, settings), asked.response, "image", some, settings)
     image, held = row.generation, slice(None, len(blocks.block))
     codes, hidden = asked.response[blocks.token], blocks.masked[:, None] & ~some.known
     assert some.known[blocks.masked].any(axis=1).all() and not some.known[~blocks.masked].any()
@@ -338,9 +337,7 @@ def test_a_group_without_images_has_no_generation_stream():
     settings = tiny.model_settings()
     asked = tiny.request("text", settings, 0, words=3)
     blocks = diffusion.uniform_blocks(np.random.default_rng(0), asked.given, config.Diffusion())
-    row = diffusion.CorruptedRow(
-        tiny.sample_input(asked, settings), asked.response, "text", blocks, settings
-    )
+    row = CorruptedRow(tiny.sample_input(asked, settings), asked.response, "text", blocks, settings)
     batch = tiny.stacked([row], settings)
     assert batch.generation is None
     assert batch.image_weight is None

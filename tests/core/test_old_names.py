@@ -40,14 +40,14 @@ def test_settings_records_and_rows_get_new_names_and_a_plan_of_the_sampler_keeps
 
 
 def test_every_setting_of_sampling_that_moved_is_where_the_table_says():
-    """With both names a setting is the old one; what is no section is left to be refused."""
+    """If a file has both names, the old one counts. What should be a section is refused later."""
     for old, (section, name) in old_names.SECTIONS.items():
         assert hasattr(getattr(config.Sampling(), section), name)
         assert not hasattr(config.Sampling(), old)
     both = {"sampling": {"text_steps": 4, "text": {"steps": 2, "most": 1}}}
     assert old_names.current(both)["sampling"] == {"text": {"steps": 4, "most": 1}}
     hostile = old_names.current({"sampling": {"text_steps": 4, "text": 5}})
-    with pytest.raises(config.ConfigError, match="TextSampling is 5"):
+    with pytest.raises(config.ConfigError, match=r"Sampling\.text is 5"):
         config.build(config.Sampling, hostile["sampling"])
 
 
@@ -88,3 +88,5 @@ def test_an_old_setting_is_refused_with_the_new_one():
         config.build(config.Sampling, {"plan": False})
     with pytest.raises(config.ConfigError, match=r"`text_steps` is now `text\.steps`"):
         config.build(config.Sampling, {"text_steps": 4})
+    # Other sections, and options of requests, never had such names.
+    assert old_names.hint("text_steps", "--") == "" == old_names.hint("text_steps", section="Data")

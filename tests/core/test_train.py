@@ -27,6 +27,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.checkpoints.tensors import list_tensors
 from sparse_lavida_jax.convert import adapters
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
@@ -47,7 +48,7 @@ def _quick(monkeypatch):
 # The loss.
 
 
-def a_text_and_an_image_row(model) -> diffusion.Corrupted:
+def a_text_and_an_image_row(model) -> Corrupted:
     """Two rows that share a batch, of different lengths and weights."""
     rng, rows = np.random.default_rng(0), []
     settings = config.Diffusion(num_masked_blocks=2)
@@ -55,7 +56,7 @@ def a_text_and_an_image_row(model) -> diffusion.Corrupted:
         one = tiny.request(modality, model, seed, words=4)
         blocks = diffusion.uniform_blocks(rng, one.given, settings)
         prompt = tiny.sample_input(one, model)
-        rows.append(diffusion.CorruptedRow(prompt, one.response, modality, blocks, model))
+        rows.append(CorruptedRow(prompt, one.response, modality, blocks, model))
     return tiny.stacked(rows, model, RowShape(32, 24))
 
 

@@ -110,7 +110,7 @@ def test_unknown_tasks_and_tokenizers_list_the_known_ones(tmp_path, words, compl
     ("name", "content", "told"),
     [
         ("config.json", "[" * 999 + "]" * 999, "nested more than 100 deep"),
-        ("config.json", '{"model": null}', "Model is None"),
+        ("config.json", '{"model": null}', "Config.model is None"),
         ("config.json", '{"model": {"num_layers": 1000000}}', "must lie in 0..1024"),
         ("config.json", '{"seed": 3}', "and 125 more"),
         ("vq/config.json", "[" * 999 + "]" * 999, "nested more than 100 deep"),

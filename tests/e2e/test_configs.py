@@ -12,7 +12,8 @@ import pytest
 import stand_ins
 from flax import nnx
 
-from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax import config, orders
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.evals import benchmarks, exact
 from sparse_lavida_jax.models import image_codec, vq_files
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -152,7 +153,7 @@ def test_batches_come_out(name, monkeypatch):
     )
     for group in made.groups:
         batch = made.batch(group, 0)
-        assert isinstance(batch, diffusion.Corrupted)
+        assert isinstance(batch, Corrupted)
         assert batch.understanding.tokens.shape[0] * given.data.packing == given.train.batch_size
 
 

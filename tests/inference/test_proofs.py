@@ -187,7 +187,7 @@ def test_a_replayed_image_has_the_same_record(pipe, drawn):
         ({"margins": {"image": [float("nan")] * 36}}, "a list of numbers"),
         ({"margins": {"image": [True] * 36}}, "a list of numbers"),
         ({"margins": {"layout": "0.5"}}, "a list of numbers"),
-        ({"margins": [0.5]}, "_Margins is"),
+        ({"margins": [0.5]}, "margins is"),
         ({"margins": {"pixels": []}}, "pixels"),
     ],
 )

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import tiny
 
-from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import named_arrays
 from sparse_lavida_jax.convert import names
 from sparse_lavida_jax.data import images, released_objective
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.sequence import (
     Blank,
     LearnedText,
@@ -65,7 +66,7 @@ class Pass:
 
     given: golden.Case
     variant: dict
-    batch: diffusion.Corrupted
+    batch: Corrupted
     places: dict[str, np.ndarray]
     length: int
     codes: np.ndarray

@@ -11,6 +11,7 @@ import tiny
 import traces
 
 from sparse_lavida_jax import config, diffusion
+from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.models.stack import run_layers
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -45,7 +46,7 @@ def batch_of(model, requests, blocks, modality, shape=None):
     """Returns a training batch, its shape, and the start of each response."""
     prompts = [tiny.sample_input(asked, model.settings) for asked in requests]
     rows = [
-        diffusion.CorruptedRow(prompt, asked.response, modality, cut, model.settings)
+        CorruptedRow(prompt, asked.response, modality, cut, model.settings)
         for prompt, asked, cut in zip(prompts, requests, blocks, strict=True)
     ]
     shape = shape or tiny.shape_of(rows)

@@ -14,6 +14,7 @@ import traces
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import RowShape
+from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.models import stack
 from sparse_lavida_jax.tags import without_blocks
 
@@ -24,7 +25,7 @@ TOLERANCE = 2e-5
 # Every token in block 0.
 
 
-def full_attention_batch(model) -> diffusion.Corrupted:
+def full_attention_batch(model) -> Corrupted:
     """Two rows of prompt, source cells and image with scattered masks, without padding."""
     settings = model.settings
     rng = np.random.default_rng(7)
@@ -34,9 +35,7 @@ def full_attention_batch(model) -> diffusion.Corrupted:
         blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion(attention="full"))
         prompt = tiny.sample_input(asked, settings)
         rows.append(
-            diffusion.CorruptedRow(
-                prompt, asked.response, "image", blocks, settings, full_attention=True
-            )
+            CorruptedRow(prompt, asked.response, "image", blocks, settings, full_attention=True)
         )
     return tiny.stacked(rows, settings, full_attention=True)
 
@@ -70,7 +69,7 @@ def test_without_blocks_turns_any_training_pass_into_full_attention():
     rng = np.random.default_rng(1)
     asked = tiny.request("image", settings, 0, words=4, source=True)
     blocks = diffusion.uniform_blocks(rng, asked.given, config.Diffusion())
-    row = diffusion.CorruptedRow(
+    row = CorruptedRow(
         tiny.sample_input(asked, settings), asked.response, "image", blocks, settings
     )
     text_len, image_len = len(row.understanding.block), len(row.generation.block)
@@ -131,7 +130,7 @@ def test_one_step_is_the_training_pass_with_one_masked_block(modality):
     for asked in requests:
         cut = whole_response(asked, modality, model.settings)
         prompt = tiny.sample_input(asked, model.settings)
-        rows.append(diffusion.CorruptedRow(prompt, asked.response, modality, cut, model.settings))
+        rows.append(CorruptedRow(prompt, asked.response, modality, cut, model.settings))
         starts.append(prompt.response_position)
     batch = tiny.stacked(rows, model.settings)
     logits = traces.spread_logits(model, batch, modality, starts, len(requests[0].given))
@@ -245,10 +244,7 @@ def assert_each_step_is_what_it_is_alone(asked, together: diffusion.Blocks):
     model, modality = tiny.denoiser(tiny.model_settings()), asked.modality
     rows = [together, *(alone(together, number) for number in together.masked_blocks)]
     prompt = tiny.sample_input(asked, model.settings)
-    inputs = [
-        diffusion.CorruptedRow(prompt, asked.response, modality, one, model.settings)
-        for one in rows
-    ]
+    inputs = [CorruptedRow(prompt, asked.response, modality, one, model.settings) for one in rows]
     batch = tiny.stacked(inputs, model.settings)
     is_text = modality == "text"
     logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))[0 if is_text else 1]

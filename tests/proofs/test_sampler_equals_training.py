@@ -12,6 +12,7 @@ import traces
 
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import make_row
+from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.sequence import Response
 
@@ -150,7 +151,7 @@ def test_one_row_of_a_whole_plan_has_the_logits_of_every_step_of_the_sampler():
         sizes = orders.counts("shift", 4, len(cells), 3.0)
         plan.append(diffusion.plan_blocks(cells, sizes, asked.given, 1))
         prompt = tiny.sample_input(asked, model.settings)
-        rows.append(diffusion.CorruptedRow(prompt, drawn, "image", plan[-1], model.settings))
+        rows.append(CorruptedRow(prompt, drawn, "image", plan[-1], model.settings))
     batch = tiny.stacked(rows, model.settings)
     _, logits = traces.forward(model, jax.tree.map(jnp.asarray, batch))
     predicted = np.zeros(responses.shape[:2], int)
@@ -215,7 +216,7 @@ def test_registers_of_a_long_text_stand_where_training_with_short_answers_put_th
         for places, is_same in ((length, True), (prompt.length, False)):
             blocks = traces.blocks_of(state, 0, False, None)
             longer = prompt._replace(length=places)
-            row = diffusion.CorruptedRow(longer, state.responses[0], "text", blocks, model.settings)
+            row = CorruptedRow(longer, state.responses[0], "text", blocks, model.settings)
             batch = tiny.stacked([row], model.settings)
             (trained,) = traces.spread_logits(model, batch, "text", [start], block)
             error = np.abs(trained - sampled)[state.masked[0]].max()

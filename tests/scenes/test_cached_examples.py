@@ -13,6 +13,7 @@ from absl.testing import flagsaver
 
 from benchmarks import steps
 from sparse_lavida_jax import diffusion
+from sparse_lavida_jax.data.corrupted_rows import corrupt_together
 from sparse_lavida_jax.scenes import scene_batches as scene_batches
 from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.dice import WORDS, Dice, PhiloxPool
@@ -141,7 +142,7 @@ def test_rows_made_together_are_those_made_alone(diffusion_):
 def test_rows_are_laid_out_together_as_alone(kind):
     batches = make_batches(diffusion=kind)
     rows = [batches.made(group, number, 0).tokens for group in batches.groups for number in (0, 1)]
-    together = diffusion.corrupt_together(rows)
+    together = corrupt_together(rows)
     for i, row in enumerate(rows):
         assert row.lengths == (len(row.understanding.block), len(row.generation.block))
         for side, stream in zip((row.understanding, row.generation), together, strict=True):
