@@ -257,7 +257,8 @@ class Data(Section):
     # "prepared": the records in `folder` (docs/data.md), with the tokenizers of `train.init_from`
     # or of `folder` (docs/own_images.md). "none": a model that is not trained here.
     source: Literal["scenes", "art", "prepared", "none"] = "scenes"
-    folder: Place = "prepared"  # of source "prepared": written by `--mode=prepare`
+    # Of source "prepared": written by `--mode=prepare`; for `train.stage="preview"`, of images.
+    folder: Place = "prepared"
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # taught before `tasks`
@@ -404,7 +405,8 @@ class Lora(Section):
 class Train(Section):
     """Length of a run and what it leaves on disk."""
 
-    stage: Literal["denoiser", "vq"] = "denoiser"
+    # What is trained; "preview": a small decoder for previews of `data.image_codec`.
+    stage: Literal["denoiser", "vq", "preview"] = "denoiser"
     train_steps: Positive = 1000
     batch_size: Positive = 16  # examples; as many rows, unless `data.packing` is above 1
     # Parts of a batch, processed in turn; same gradient as the whole. 0: one, on a CPU several.
@@ -598,9 +600,9 @@ class Config(Section):
         """Yields whether settings of several sections contradict each other, and the remedy."""
         data, lora, optimizer, train = self.data, self.lora, self.optimizer, self.train
         yield (
-            train.stage == "vq" and (lora.rank or optimizer.groups),
-            "Train.stage='vq' trains the whole image tokenizer: it takes neither Lora.rank nor"
-            " Optimizer.groups.",
+            train.stage != "denoiser" and (lora.rank or optimizer.groups),
+            f"Train.stage={train.stage!r} trains a whole image tokenizer or decoder: it takes"
+            " neither Lora.rank nor Optimizer.groups.",
         )
         yield (
             optimizer.frozen_dtype == "int8" and not lora.rank,

@@ -859,13 +859,17 @@ class SparseLaViDa:
     def preview(self, cells: Int[np.ndarray, "l g"], rows: int | None = None) -> Pixels:
         """Returns an image whose cells may still be masked: those are grey.
 
+        While some are masked, the decoder for previews is used if there is one.
+
         Args:
             rows: of cells; by default the image is a square.
         """
         masked = (cells == self.settings.model.image_mask_id).any(axis=-1)
         rows = rows or math.isqrt(len(cells))
         assert self.codec is not None  # tasks that need one were refused (`prompts.refusal`)
-        (image,) = self.codec.to_pixels(np.where(masked[:, None], 0, cells)[None], rows)
+        if not masked.any():
+            return self.codec.to_pixels(cells[None], rows)[0]
+        image = self.codec.to_preview(np.where(masked[:, None], 0, cells), rows)
         step = image.shape[0] // rows
         hidden = masked.reshape(rows, -1).repeat(step, axis=0).repeat(step, axis=1)
         return np.where(hidden[..., None], np.uint8(MASKED_GREY), image)

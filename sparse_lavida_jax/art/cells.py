@@ -118,7 +118,7 @@ class Painter(nnx.Module):
         x = self.codes[codes] + self.backgrounds[background][:, None, None]
         for layer in self.layers:
             x = x + layer(x)
-        return self.out(jax.nn.silu(_normed(x)))
+        return self.out(jax.nn.silu(normed(x)))
 
 
 class PainterLayer(nnx.Module):
@@ -129,7 +129,7 @@ class PainterLayer(nnx.Module):
         self.mix = nnx.Conv(width, width, (1, 1), rngs=rngs)
 
     def __call__(self, x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
-        return self.mix(jax.nn.silu(self.look(_normed(x))))
+        return self.mix(jax.nn.silu(self.look(normed(x))))
 
 
 def background_of(codes: Int[Array, "b y x"]) -> Int[Array, " b"]:
@@ -153,6 +153,6 @@ def _over(contents: Float[Array, "*n 4"], colour: Float[Array, "*#n 3"]) -> Floa
     return contents[..., :3] + (1 - contents[..., 3:] / LEVELS) * colour
 
 
-def _normed(x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
+def normed(x: Float[Array, "b y x c"]) -> Float[Array, "b y x c"]:
     """Scales the channels of each block to a mean square of 1."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)

@@ -67,15 +67,18 @@ def _train(asked: argparse.Namespace, settings: config.Config) -> None:
             f"the config {settings.name} has no data to train on (data.source='none'):"
             " choose scenes or prepared."
         )
-    if together is not None and settings.train.stage == "vq":
-        raise UsageError("train.stage='vq' is trained by one process: leave out --distributed.")
+    stage = settings.train.stage
+    if together is not None and stage != "denoiser":
+        raise UsageError(
+            f"train.stage={stage!r} is trained by one process: leave out --distributed."
+        )
     with contextlib.ExitStack() as stack:
         if together is not None:
             at = together[0] and f" at {together[0]}"
             say(f"waiting for {together[1] or 'all'} processes to connect{at}")
             runtime.connect(*together)
             stack.callback(runtime.disconnect)
-        if settings.train.stage == "denoiser":
+        if stage == "denoiser":
             from sparse_lavida_jax.models.stack import admit_kernel_for
             from sparse_lavida_jax.training import start
 
@@ -83,7 +86,7 @@ def _train(asked: argparse.Namespace, settings: config.Config) -> None:
             admit_kernel_for(settings.model, gradients=True)
         runtime.keep_freed_memory()
         run = stack.enter_context(runs.Run(_workdir(asked, settings), settings))
-        if settings.train.stage == "denoiser":
+        if stage == "denoiser":
             from sparse_lavida_jax import train
 
             if asked.data:
@@ -92,6 +95,10 @@ def _train(asked: argparse.Namespace, settings: config.Config) -> None:
                 say(own_images.size_in_words(settings))
 
             train.train(settings, run, steps)
+        elif stage == "preview":
+            from sparse_lavida_jax.training import train_preview
+
+            train_preview.train(settings, run.folder, run.is_asked_to_stop)
         else:
             from sparse_lavida_jax.training import train_vq
 

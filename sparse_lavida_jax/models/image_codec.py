@@ -2,7 +2,6 @@
 """The image tokenizer of a checkpoint, for tasks and for preparing data."""
 
 import functools
-import hashlib
 import pathlib
 
 import jax
@@ -10,8 +9,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config, sequence
-from sparse_lavida_jax.data import files
-from sparse_lavida_jax.models import vq, vq_files
+from sparse_lavida_jax.models import preview_decoder, vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.persistent_jit import Program
 from sparse_lavida_jax.programs.program_arguments import taken_apart
@@ -25,7 +23,8 @@ class ImageCodec:
         model: its cells are made of these codes.
 
     Raises:
-        ConfigError: there is no such VQ, or its codes do not fit the model.
+        ConfigError: there is no such VQ, its codes do not fit the model, or its decoder for
+            previews is of another one.
     """
 
     def __init__(self, name_or_folder: str | pathlib.Path, model: config.Model):
@@ -35,6 +34,7 @@ class ImageCodec:
         self.vq, settings = vq_files.load(name_or_folder)
         self.folder, self.image_size = vq_files.find(name_or_folder), settings.image_size
         self.factor = settings.factor  # pixels per side of a code
+        self._preview = preview_decoder.load(self.folder, self.vq)
         codes, wanted = self.image_size // self.factor, self.grid_size * self.side
         if (codes, settings.codebook_size) != (wanted, model.codebook_size):
             raise config.ConfigError(
@@ -60,6 +60,15 @@ class ImageCodec:
         """
         codes = sequence.codes_from_cells(cells, rows or self.grid_size, self.side)
         return vq.to_pixels(self._decoder(dtype), np.asarray(codes), batch=1)
+
+    def to_preview(
+        self, cells: Int[np.ndarray, "l g"], rows: int | None = None
+    ) -> UInt8[np.ndarray, "h w 3"]:
+        """Returns one image, nearly as `to_pixels`, by the decoder for previews if there is one."""
+        if self._preview is None:
+            return self.to_pixels(cells[None], rows)[0]
+        codes = sequence.codes_from_cells(cells[None], rows or self.grid_size, self.side)
+        return vq.to_pixels(self._preview, np.asarray(codes), batch=1)[0]
 
     def pixel_programs(self, cells: tuple[int, int], dtype: str = "float32") -> list[Program]:
         """Starts to make the program that decodes an image of rows and columns of cells."""
@@ -95,10 +104,7 @@ class ImageTokenizer:
     @property
     def digest(self) -> str:
         """SHA-256 of the settings and the parameters."""
-        digest = hashlib.sha256(files.read_bytes(self.folder / "config.json"))
-        with files.open_regular(self.folder / "params.safetensors") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
+        return vq_files.digest(self.folder)
 
     @functools.cached_property
     def _model(self) -> vq.AnyVQ:

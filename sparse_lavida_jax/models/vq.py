@@ -9,6 +9,7 @@ names, so that released weights fit. Images are [b h w 3] in [0, 1]; a code repr
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import einops
 import jax
@@ -99,6 +100,17 @@ class VQModel(nnx.Module):
 
 
 AnyVQ = VQModel | CellModel  # they have the same methods
+
+
+@runtime_checkable
+class CodeDecoder(Protocol):
+    """What makes images of codes: an image tokenizer, or a decoder for previews."""
+
+    codebook: Any  # one row for each code
+
+    def decode(self, codes: Int[Array, "b y x"]) -> Float[Array, "b h w 3"]:
+        """Returns the images of codes, in [0, 1]."""
+        ...
 
 
 @functools.cache
@@ -430,7 +442,7 @@ def for_decoding(model: AnyVQ, dtype: str) -> AnyVQ:
 
 
 def to_pixels(
-    model: AnyVQ, codes: Int[np.ndarray, "n y x"], batch: int = 64
+    model: CodeDecoder, codes: Int[np.ndarray, "n y x"], batch: int = 64
 ) -> UInt8[np.ndarray, "n h w 3"]:
     """Returns the images of any number of code grids, `batch` at a time, from host to host.
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of an image tokenizer: `config.json` and `params.safetensors`."""
+"""The folder of an image tokenizer: `config.json` and `params.safetensors`.
 
+It may hold a decoder for previews too (`models.preview_decoder`).
+"""
+
+import hashlib
 import os
 import pathlib
 
@@ -16,6 +20,7 @@ from sparse_lavida_jax.programs import jax_settings
 BUNDLED = pathlib.Path(__file__).parents[1] / "assets" / "models"
 FORMAT = "sparse-lavida-vq/1"
 FILES = ("config.json", "params.safetensors")
+PREVIEW = "preview.safetensors"  # need not be there
 MOST_SETTINGS = 2**20  # bytes of config.json
 
 
@@ -48,6 +53,20 @@ def copy(folder: pathlib.Path, new: pathlib.Path) -> None:
     new.mkdir()
     for name in FILES:
         files.copy(folder / name, new / name)
+    if (folder / PREVIEW).exists():
+        files.copy(folder / PREVIEW, new / PREVIEW)
+
+
+def digest(folder: pathlib.Path) -> str:
+    """Returns the SHA-256 of the settings and the parameters, without the decoder for previews.
+
+    Raises:
+        OSError: one of the files is missing or not a regular file.
+    """
+    found = hashlib.sha256(files.read_bytes(folder / "config.json"))
+    with files.open_regular(folder / "params.safetensors") as file:
+        found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def find(folder_or_name: str | os.PathLike) -> pathlib.Path:

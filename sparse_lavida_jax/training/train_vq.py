@@ -65,9 +65,9 @@ def train(
     console, seed = rich.console.Console(), settings.seed
     images_of, surveyed, reported, report = SOURCES[settings.data.source]
     if settings.vq.kind == "cells":
-        _check(settings)
+        check_length(settings)
         model = train_painter.fit(
-            settings, sheet.load(), _optimizer(settings), console, is_asked_to_stop
+            settings, sheet.load(), optimizer_of(settings), console, is_asked_to_stop
         )
     else:
         model = fit(
@@ -102,13 +102,13 @@ def fit(
         ConfigError: a length in seconds, or nothing but warm-up.
         KeyboardInterrupt: it was asked to stop, or Ctrl-C was pressed.
     """
-    _check(settings)
+    check_length(settings)
     seed, steps = settings.seed, settings.train.train_steps
     components = _components(survey, settings.vq)
     model = vq.VQModel(settings.vq, rngs=nnx.Rngs(seed))
     # Most of an image is background, which the decoder need not learn.
     model.decoder.conv_out.bias = nnx.Param(jnp.median(vq.to_float(survey), axis=(0, 1, 2)))
-    optimizer = _optimizer(settings)
+    optimizer = optimizer_of(settings)
     opt_state = optimizer.init(model)  # pyright: ignore[reportArgumentType]  it is a pytree
     warm_up = _make_step(functools.partial(_warm_up_loss, components=components), optimizer)
     owner, placed_at = jnp.arange(settings.vq.codebook_size), int(steps * WARM_UP)
@@ -135,7 +135,8 @@ def fit(
     return model
 
 
-def _check(settings: config.Config) -> None:
+def check_length(settings: config.Config) -> None:
+    """Refuses a length in seconds, and nothing but warm-up."""
     if settings.train.seconds:
         raise config.ConfigError(
             f"Train.seconds={settings.train.seconds}: an image tokenizer is trained by steps,"
@@ -149,7 +150,7 @@ def _check(settings: config.Config) -> None:
         )
 
 
-def _optimizer(settings: config.Config) -> optax.GradientTransformation:
+def optimizer_of(settings: config.Config) -> optax.GradientTransformation:
     """Returns Muon for the kernels of convolutions and Adam for the rest.
 
     After 300 steps the squared error of the targets was 0.13, compared with 0.49 with Adam alone.
@@ -217,20 +218,21 @@ def _components(
 
     For a codebook of means, only the first one has unit variance.
     """
-    patches = _patches(survey.astype(np.float32) / 255, settings.factor)
-    patches = patches.reshape(-1, patches.shape[-1])
-    mean = patches.mean(axis=0)
-    covariance = (patches - mean).T @ (patches - mean) / len(patches)
+    cut = patches(survey.astype(np.float32) / 255, settings.factor)
+    cut = cut.reshape(-1, cut.shape[-1])
+    mean = cut.mean(axis=0)
+    covariance = (cut - mean).T @ (cut - mean) / len(cut)
     variance, directions = np.linalg.eigh(covariance)
     strongest = np.argsort(-variance)[: settings.latent_channels]
     scale = np.sqrt(np.maximum(variance[strongest], 1e-6))
     if settings.codebook_start == "means":  # distances are those of pixels
         scale = scale[0]
     projection = directions[:, strongest] / scale
-    return lambda images: (_patches(images, settings.factor) - mean[None, None, None]) @ projection
+    return lambda images: (patches(images, settings.factor) - mean[None, None, None]) @ projection
 
 
-def _patches(images, factor):
+def patches(images, factor):
+    """Returns the pixels of each code, [b y x d], of images [b h w 3]."""
     return einops.rearrange(images, "b (y i) (x j) c -> b y x (i j c)", i=factor, j=factor)
 
 
@@ -245,7 +247,7 @@ def _place_codebook(
     points = np.asarray(targets).reshape(-1, targets.shape[-1])
     start = codebook.means if settings.codebook_start == "means" else _farthest
     codes = start(points, settings.codebook_size)
-    common_first = np.argsort(-np.bincount(_nearest(points, codes)))
+    common_first = np.argsort(-np.bincount(nearest(points, codes)))
     number = np.arange(settings.codebook_size)
     owner = np.where(number < len(codes), number, 0)
     padded = np.resize(codes[common_first], (settings.codebook_size, codes.shape[1]))
@@ -259,12 +261,13 @@ def _farthest(points: np.ndarray, most: int) -> np.ndarray:
         distance = np.minimum(distance, np.linalg.norm(points - codes[-1], axis=1))
     codes = np.stack(codes)
     for _ in range(3):  # Lloyd's iterations
-        nearest = _nearest(points, codes)
-        codes = np.stack([points[nearest == i].mean(axis=0) for i in np.unique(nearest)])
+        owner = nearest(points, codes)
+        codes = np.stack([points[owner == i].mean(axis=0) for i in np.unique(owner)])
     return codes
 
 
-def _nearest(points: np.ndarray, codes: np.ndarray) -> np.ndarray:
+def nearest(points: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Returns the number of the nearest code [c d] of each point [n d]."""
     return np.argmin((codes**2).sum(axis=1) - 2 * points @ codes.T, axis=1)
 
 

@@ -96,7 +96,7 @@ def test_the_painter_learns_one_thing():
     optimizer = config.Optimizer(**rates, b1=0.9, b2=0.99)
     settings = config.Config(vq=vq_settings, train=train, optimizer=optimizer)
     console = rich.console.Console(file=io.StringIO())
-    fitted = train_painter.fit(settings, one, train_vq._optimizer(settings), console)
+    fitted = train_painter.fit(settings, one, train_vq.optimizer_of(settings), console)
     scenes = training_images.TrainingImages.of(one, np.asarray(fitted.codebook, np.float32))
     images, codes, weights = scenes.batch(np.random.default_rng(5), 4)
     assert len(np.unique(weights[codes < len(world.BACKGROUNDS)])) < len(np.unique(weights))
@@ -108,5 +108,5 @@ def test_the_painter_learns_one_thing():
     assert painted < 0.8 * plain
     with pytest.raises(KeyboardInterrupt):
         train_painter.fit(
-            settings, one, train_vq._optimizer(settings), console, lambda step: step == 1
+            settings, one, train_vq.optimizer_of(settings), console, lambda step: step == 1
         )
