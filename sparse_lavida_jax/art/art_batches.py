@@ -4,8 +4,9 @@
 from typing import Any, ClassVar
 
 from sparse_lavida_jax.art import tasks
+from sparse_lavida_jax.art.world import CELL
 from sparse_lavida_jax.scenes.scene_batches import SceneBatches
-from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS
+from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
 
 
 class ArtBatches(SceneBatches):
@@ -16,3 +17,7 @@ class ArtBatches(SceneBatches):
         group: [name for name, task in tasks.TABLE.items() if task.group == group]
         for group in (*TEXT_GROUPS, *IMAGE_GROUPS)
     }
+
+    def sample(self, task: str, index: int) -> Sample:
+        side = CELL * self.settings.model.grid_size
+        return tasks.sample(task, self.settings.seed, index, side=side)

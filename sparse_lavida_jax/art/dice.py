@@ -15,6 +15,7 @@ from jaxtyping import UInt8
 from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, load
 from sparse_lavida_jax.art.world import (
     BACKGROUNDS,
+    CELL,
     IMAGE_SIZE,
     MOST_THINGS,
     STEP,
@@ -84,7 +85,7 @@ class ArtDice(Dice):
         sheet: Sheet | None = None,
     ):
         super().__init__(seed, stream, index, held_out=held_out)
-        self.steps, self.sheet = side // STEP, sheet or load()
+        self.cells, self.steps, self.sheet = side // CELL, side // STEP, sheet or load()
 
     def looks(self, count: int) -> list[Look]:
         """Returns names and styles of things for one image: of one style six times in ten.

@@ -12,7 +12,7 @@ import re
 from typing import Any, NamedTuple
 
 from sparse_lavida_jax.art.sheet import LANGUAGES, SIZES, STYLES, Sheet, load
-from sparse_lavida_jax.art.world import BACKGROUNDS, IMAGE_SIZE, STEP, ArtScene, Placed
+from sparse_lavida_jax.art.world import BACKGROUNDS, STEP, ArtScene, Placed
 from sparse_lavida_jax.scenes.grammar import (
     RELATIONS,
     Box,
@@ -24,6 +24,7 @@ from sparse_lavida_jax.scenes.grammar import (
 NUMBERS = ("a", "two", "three", "four", "five")
 SIDES = ("left", "right")
 NOTHING = "nothing"
+FARTHEST = 512  # place in an image of any size, in steps
 # The plurals that do not follow `plural`.
 _PLURALS = {"mouse": "mice", "shrimp": "shrimp", "tropical fish": "tropical fish"}
 # By language: what joins two names, what names the style of all things, and the two questions.
@@ -277,8 +278,8 @@ class ArtLayout:
         )
 
     @staticmethod
-    def parse(text: str, side: int = IMAGE_SIZE) -> "ArtLayout":
-        """Reads a layout of an image, `side` pixels per side.
+    def parse(text: str) -> "ArtLayout":
+        """Reads a layout of an image of any size.
 
         Raises:
             GrammarError: it is none, or a box that no thing fills.
@@ -286,12 +287,12 @@ class ArtLayout:
         entries = []
         for entry in text.split(","):
             name, bracket, rest = entry.strip().partition("<")
-            box = parse_box(bracket + rest)
+            box = parse_box(bracket + rest, FARTHEST)
             if name != NOTHING and name not in load().numbers:
                 raise GrammarError(f"the layout has a '{name}', which is not a thing")
             width, height = box[2] - box[0], box[3] - box[1]
             fits = width == height and STEP * width in SIZES.values()
-            if not fits or max(box) > side // STEP:
+            if not fits:
                 raise GrammarError(f"the layout's box {bracket}{rest} is not the box of a thing")
             entries.append((name, box))
         return ArtLayout(tuple(entries))

@@ -17,8 +17,6 @@ from sparse_lavida_jax.art.world import (
     BACKGROUNDS,
     CELL,
     CELL_STEPS,
-    CELLS,
-    IMAGE_SIZE,
     STEP,
     ArtScene,
     Placed,
@@ -53,31 +51,31 @@ class ArtEncoder(ExampleMaker):
 
     def seen(self, scene: Any) -> UInt8[np.ndarray, "h w 3"]:
         side = self.model.vision.image_size
-        pixels = render(EMPTY if self.data.blind else scene, IMAGE_SIZE, self.sheet)
+        pixels = render(EMPTY if self.data.blind else scene, CELL * self._cells, self.sheet)
         return resize(pixels, (side, side))
 
     def scene_example(self, sample: Sample, **how: Any) -> Example:
         example = super().scene_example(sample, **how)
         if sample.window is None:
             return example
-        learned = np.zeros((CELLS, CELLS), bool)
+        learned = np.zeros((self._cells, self._cells), bool)
         learned[sample.window] = True
         return dataclasses.replace(example, learned=learned.reshape(-1))
 
     def scene_codes(self, scene: Any) -> Int[np.ndarray, "l g"]:
         """Returns the codes of a scene, put together from those of its things."""
         empty = self._codes_of(scene.background, None)
-        grid = np.broadcast_to(empty, (CELLS, CELLS, *empty.shape[2:])).copy()
+        grid = np.broadcast_to(empty, (self._cells, self._cells, *empty.shape[2:])).copy()
         for thing in scene.things:
             # Where it begins in a cell counts, and not in which.
             moved = dataclasses.replace(thing, y=thing.y % CELL_STEPS, x=thing.x % CELL_STEPS)
             grid[thing.cells] = self._codes_of(scene.background, moved)
         for cell in scene.hidden:
             grid[cell] = empty[0, 0]
-        return grid.reshape(CELLS**2, -1)
+        return grid.reshape(self._cells**2, -1)
 
     def kept(self, sample: Sample) -> Bool[np.ndarray, " l"] | None:
-        return kept_cells(sample.layout or "")
+        return kept_cells(sample.layout or "", self._cells)
 
     def _codes_of(self, background: str, thing: Placed | None) -> Int[np.ndarray, "y x g"]:
         """Returns the codes of an empty cell of a background, or of the cells of a thing."""
@@ -91,6 +89,10 @@ class ArtEncoder(ExampleMaker):
             self._kept[key] = grid[thing.cells] if thing else grid[:1, :1]
         return self._kept[key]
 
+    @property
+    def _cells(self) -> int:
+        return self.model.grid_size
+
     @functools.cached_property
     def _kept(self) -> dict[tuple[str, Placed | None], Int[np.ndarray, "y x g"]]:
         return {}
@@ -101,13 +103,19 @@ def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> A
     return ArtEncoder(tokenizer, settings.data, settings.model, None, codec)
 
 
-def kept_cells(layout: str) -> Bool[np.ndarray, " l"] | None:
-    """Returns the cells that no box of a layout touches; None if it is not a layout."""
+def kept_cells(layout: str, cells: int) -> Bool[np.ndarray, " l"] | None:
+    """Returns the cells that no box of a layout touches; None if it is not a layout.
+
+    Args:
+        cells: in a row of the image.
+    """
     try:
         entries = ArtLayout.parse(layout.strip()).entries
     except GrammarError:
         return None
-    kept = np.ones((CELLS, CELLS), bool)
+    if max(max(box) for _, box in entries) > cells * CELL_STEPS:
+        return None
+    kept = np.ones((cells, cells), bool)
     for _, (x1, y1, x2, y2) in entries:
         kept[cells_of(y1, y2), cells_of(x1, x2)] = False
     return kept.reshape(-1)
@@ -140,7 +148,7 @@ class ArtPrompts(ScenePrompts):
         return LAYOUTS.get(task, "fill_layout") in self.encoder.data.tasks
 
     def kept_cells(self, layout: str) -> Bool[np.ndarray, " l"] | None:
-        return kept_cells(layout)
+        return kept_cells(layout, self.encoder.model.grid_size)
 
     def replacement(self, wrong: str, right: str) -> str:
         shown, wanted = Art.parse(wrong), Art.parse(right.partition(" ")[2])

@@ -3,8 +3,10 @@ r"""What models of the art world know: their words, and the tokenizer that was t
 
     python -m sparse_lavida_jax.art.vocabulary \
         --out=sparse_lavida_jax/assets/tokenizers/art/tokenizer.json
+    python -m sparse_lavida_jax.art.vocabulary --side=128 \
+        --out=sparse_lavida_jax/assets/tokenizers/art_128/tokenizer.json
 
-makes the shipped tokenizer.
+makes the shipped tokenizers: an image of 128 pixels has more places.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import functools
 import pathlib
 from collections.abc import Iterator
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.art import tasks
 from sparse_lavida_jax.art.grammar import (
     EDITS,
@@ -37,15 +40,17 @@ from sparse_lavida_jax.art.tasks import (
     reason,
     retell,
 )
-from sparse_lavida_jax.art.world import BACKGROUNDS
+from sparse_lavida_jax.art.world import BACKGROUNDS, CELL, IMAGE_SIZE, STEP
 from sparse_lavida_jax.data.files import write_text
 from sparse_lavida_jax.prompting.tokenizer import train_byte_level
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary, listed, words_of
 from sparse_lavida_jax.scenes.grammar import RELATIONS
 from sparse_lavida_jax.scenes.rules import CORRECT
-from sparse_lavida_jax.scenes.tokenizer import LOCATION_TOKENS, SPECIAL_TOKENS, Tokenizer
+from sparse_lavida_jax.scenes.tokenizer import SPECIAL_TOKENS, Tokenizer, location
 
-SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers" / "art" / "tokenizer.json"
+_FOLDER = pathlib.Path(__file__).parents[1] / "assets" / "tokenizers"
+SHIPPED = _FOLDER / "art" / "tokenizer.json"
+TOKENIZERS = {IMAGE_SIZE: SHIPPED, 128: _FOLDER / "art_128" / "tokenizer.json"}  # by side
 LARGEST_VOCABULARY = 1792
 EXAMPLES = 300  # per task and split
 
@@ -82,8 +87,12 @@ def _some(sheet: Sheet) -> str:
     return listed(list(reversed(first.values())), "and")
 
 
-def corpus(sheet: Sheet) -> Iterator[str]:
-    """Yields every name in every language, and texts of examples of every task."""
+def corpus(sheet: Sheet, side: int) -> Iterator[str]:
+    """Yields every name in every language, and texts of examples of every task.
+
+    Args:
+        side: of their images, in pixels.
+    """
     for thing in sheet.things:
         for spoken in thing.names:
             yield from (spoken, f" {spoken}")
@@ -91,17 +100,38 @@ def corpus(sheet: Sheet) -> Iterator[str]:
     for task in tasks.TABLE:
         for split in tasks.SPLITS:
             for index in range(EXAMPLES):
-                sample = tasks.sample(task, 0, index, split, sheet)
+                sample = tasks.sample(task, 0, index, split, sheet, side)
                 yield from filter(None, (sample.prompt, sample.answer, sample.layout))
+
+
+def tokenizer_for(model: config.Model) -> pathlib.Path:
+    """Returns the shipped tokenizer with the places of a model's images.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    side = CELL * model.grid_size
+    if side not in TOKENIZERS:
+        known = " or ".join(str(one // CELL) for one in TOKENIZERS)
+        raise config.ConfigError(
+            f"Model.grid_size={model.grid_size}: data.source='art' has text tokenizers for grids of"
+            f" {known} cells."
+        )
+    return TOKENIZERS[side]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains the text tokenizer of the art world.")
-    parser.add_argument("--out", type=pathlib.Path, default=SHIPPED, help="file to write")
-    out = parser.parse_args().out
+    parser.add_argument("--out", type=pathlib.Path, help="file to write; by default the shipped")
+    parser.add_argument(
+        "--side", type=int, default=IMAGE_SIZE, choices=TOKENIZERS, help="pixels per side of images"
+    )
+    asked = parser.parse_args()
+    out = asked.out or TOKENIZERS[asked.side]
     out.parent.mkdir(parents=True, exist_ok=True)
-    texts = corpus(load())
-    write_text(out, train_byte_level(texts, SPECIAL_TOKENS, LOCATION_TOKENS, LARGEST_VOCABULARY))
+    places = tuple(map(location, range(asked.side // STEP + 1)))
+    texts = corpus(load(), asked.side)
+    write_text(out, train_byte_level(texts, SPECIAL_TOKENS, places, LARGEST_VOCABULARY))
     print(f"{out}: {Tokenizer(out).vocab_size} tokens")
 
 

@@ -6,6 +6,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from sparse_lavida_jax.art import tasks as art_tasks
 from sparse_lavida_jax.art import world as art_world
 from sparse_lavida_jax.evals.chance import CHANCE
 from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
-from sparse_lavida_jax.scenes import tasks, world
+from sparse_lavida_jax.scenes import grammar, tasks, world
+from sparse_lavida_jax.scenes.task import Judgement, Sample
 
 Output = np.ndarray | str
 
@@ -28,21 +30,40 @@ class SmallWorld(NamedTuple):
 
     Attributes:
         tasks: the package of its tasks.
-        render: draws a scene, so many pixels per side.
+        sample, score: make and judge an example: `tasks.sample`, `tasks.score`.
+        render: draws a scene as the model is shown it.
         empty: a scene without anything.
+        frame: the place of the right and the bottom edge of an image.
     """
 
     tasks: Any
-    render: Callable[..., np.ndarray]
+    sample: Callable[..., Sample]
+    score: Callable[[Sample, Any], Judgement]
+    render: Callable[[Any], np.ndarray]
     empty: Any
+    frame: int
 
 
-SCENES = SmallWorld(tasks, world.render, world.EMPTY_SCENE)
-# By `data.source`.
-WORLDS = {
-    "scenes": SCENES,
-    "art": SmallWorld(art_tasks, art_world.render, art_world.ArtScene("white", ())),
-}
+SCENES = SmallWorld(
+    tasks, tasks.sample, tasks.score, world.render, world.EMPTY_SCENE, grammar.LOCATIONS - 1
+)
+
+
+def world_of(settings: config.Config) -> SmallWorld:
+    """Returns the world that a model learned; that of shapes if it learned none."""
+    if settings.data.source != "art":
+        return SCENES
+    side = art_world.CELL * settings.model.grid_size
+    return SmallWorld(
+        art_tasks,
+        functools.partial(art_tasks.sample, side=side),
+        functools.partial(art_tasks.score, side=side),
+        functools.partial(art_world.render, side=side),
+        art_world.ArtScene("white", ()),
+        side // art_world.STEP,
+    )
+
+
 EVAL_SEED = 2026  # for the prompts; the test stream is disjoint from training, whatever the seed
 
 
@@ -98,13 +119,12 @@ def answer(
         callback: see `SparseLaViDa.run`.
     """
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
-    here = WORLDS.get(pipe.settings.data.source, SCENES)
+    here = world_of(pipe.settings)
     how = {"sampling": sampling, "seed": seed, "callback": callback}
     if any(sample.given for sample in samples):
         examples = [pipe.encoder.scene_example(sample) for sample in samples]
         return list(pipe.texts(pipe.sample(examples, **how)))
-    size = pipe.settings.vq.image_size
-    shown = [here.render(s.image, size) for s in samples if s.image is not None]
+    shown = [here.render(s.image) for s in samples if s.image is not None]
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if known:
         fill = pipe.inpaint if task == "inpaint" else pipe.outpaint
@@ -142,8 +162,8 @@ def evaluate(
         pipe: a `SparseLaViDa`.
         split: "test", or "held_out" for attribute combinations that training never showed.
     """
-    here = WORLDS.get(pipe.settings.data.source, SCENES)
-    samples = [here.tasks.sample(task, seed, index, split) for index in range(prompts)]
+    here = world_of(pipe.settings)
+    samples = [here.sample(task, seed, index, split) for index in range(prompts)]
     outputs = answer(pipe, samples, sampling=sampling, seed=seed, callback=callback)
     return tally(task if split == "test" else f"{task}/{split}", samples, outputs, here)
 
@@ -180,7 +200,7 @@ def tally(
     here: SmallWorld = SCENES,
 ) -> TaskResult:
     """Adds up the scores of outputs."""
-    scores = [here.tasks.score(*pair) for pair in zip(samples, outputs, strict=True)]
+    scores = [here.score(*pair) for pair in zip(samples, outputs, strict=True)]
     named = zip(samples, scores, strict=True)
     columns = grouped((sample.column, score.ok) for sample, score in named if sample.column)
     counted = grouped(pair for score in scores for pair in score.parts.items())

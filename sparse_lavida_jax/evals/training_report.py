@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.art import tasks as art_tasks
 from sparse_lavida_jax.checkpoints import cards, model_folder
 from sparse_lavida_jax.data import files, image_files, markdown
 from sparse_lavida_jax.evals import exact, held_out, nearest, scorers
@@ -28,7 +29,7 @@ SHEET_COLUMNS = 6
 CAPTION_LINES = 4
 CAPTION_HEIGHT = 10 * CAPTION_LINES  # pixels
 SPEED_RUNS = 5  # the median is reported
-ALL_TASKS = {task for here in exact.WORLDS.values() for task in here.tasks.TASKS}
+ALL_TASKS = {*tasks.TASKS, *art_tasks.TASKS}
 LOSS_ROWS = 10  # in the table of losses
 NLL = "nll: mean negative log-likelihood of a text token or image code in nats; lower is better."
 
@@ -74,12 +75,12 @@ def check(pipe: SparseLaViDa, path: pathlib.Path, prompts: Sequence[str] = ()) -
         images = pipe.generate(prompts).pixels if prompts else ()
         tiles = [Tile(image, words) for image, words in zip(images, prompts, strict=True)]
     else:
-        here = exact.WORLDS[source]
+        here = exact.world_of(pipe.settings)
         numbers = range(CHECK_PROMPTS)
-        samples = [here.tasks.sample("draw", exact.EVAL_SEED, number, "test") for number in numbers]
+        samples = [here.sample("draw", exact.EVAL_SEED, number, "test") for number in numbers]
         images = pipe.generate([one.prompt for one in samples], as_written=True).pixels
         tiles = [
-            Tile(image, sample.prompt, here.tasks.score(sample, image).ok)
+            Tile(image, sample.prompt, here.score(sample, image).ok)
             for sample, image in zip(samples, images, strict=True)
         ]
         scores["draw"] = sum(bool(tile.ok) for tile in tiles) / len(tiles)
@@ -202,10 +203,10 @@ def _newest_sheet(folder: pathlib.Path) -> list[str]:
 
 def _scene_sections(pipe: SparseLaViDa, folder: pathlib.Path) -> list[str]:
     """Returns a table of exact scores for every trained task, and sections with examples."""
-    found, parts, here = [], [], exact.WORLDS[pipe.settings.data.source]
+    found, parts, here = [], [], exact.world_of(pipe.settings)
     prompts = pipe.settings.train.eval_prompts
     for task in [task for task in pipe.settings.data.tasks if task in here.tasks.TASKS]:
-        samples = [here.tasks.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
+        samples = [here.sample(task, exact.EVAL_SEED, i, "test") for i in range(prompts)]
         outputs = exact.answer(pipe, samples)
         found += exact.tally(task, samples, outputs, here).metrics
         if title := here.tasks.TABLE[task].label:
@@ -232,11 +233,11 @@ def _tiles(
     sample: tasks.Sample, output: exact.Output, here: exact.SmallWorld = exact.SCENES
 ) -> list[Tile]:
     """Returns the images that were shown and the output."""
-    ok = here.tasks.score(sample, output).ok
+    ok = here.score(sample, output).ok
     shown = None if sample.image is None else here.render(sample.image)
     if isinstance(output, str):
         blank = here.render(here.empty) if shown is None else shown
-        return [Tile(_with_box(blank, output), f"{sample.prompt} {output.strip()}", ok)]
+        return [Tile(_with_box(blank, output, here.frame), f"{sample.prompt} {output.strip()}", ok)]
     if shown is None:
         return [Tile(output, sample.prompt, ok)]
     return [Tile(shown, sample.prompt), Tile(output, "->", ok)]
@@ -294,9 +295,10 @@ def _enlarged(pixels: np.ndarray) -> np.ndarray:
     return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
 
 
-def _with_box(pixels: np.ndarray, text: str) -> np.ndarray:
+def _with_box(pixels: np.ndarray, text: str, frame: int) -> np.ndarray:
     try:
-        edges = [edge * pixels.shape[0] // 24 for edge in grammar.parse_box(text.strip())]
+        found = grammar.parse_box(text.strip(), frame)
+        edges = [edge * pixels.shape[0] // frame for edge in found]
     except grammar.GrammarError:
         return pixels
     (left, right), (top, bottom) = sorted(edges[::2]), sorted(edges[1::2])

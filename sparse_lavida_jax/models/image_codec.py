@@ -34,6 +34,8 @@ class ImageCodec:
         self.vq, settings = vq_files.load(name_or_folder)
         self.folder, self.image_size = vq_files.find(name_or_folder), settings.image_size
         self.factor = settings.factor  # pixels per side of a code
+        if settings.kind == "cells":  # no code depends on another: an image may have any number
+            self.image_size = self.grid_size * self.side * self.factor
         self._preview = preview_decoder.load(self.folder, self.vq)
         codes, wanted = self.image_size // self.factor, self.grid_size * self.side
         if (codes, settings.codebook_size) != (wanted, model.codebook_size):

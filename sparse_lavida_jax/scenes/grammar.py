@@ -191,13 +191,13 @@ def box_text(box: Box) -> str:
 _CELL_TEXTS = tuple(box_text(cell_box(cell)) for cell in range(GRID**2))
 
 
-def parse_box(text: str) -> Box:
-    """Reads four LOC tokens that form a box."""
+def parse_box(text: str, most: int = LOCATIONS - 1) -> Box:
+    """Reads four LOC tokens that form a box, at places from 0 to `most`."""
     match = re.fullmatch(r"<LOC_(\d{1,9})>" * 4, text)
     if match is None:
         raise GrammarError(f"'{text}' is not a box of four LOC tokens")
     x1, y1, x2, y2 = map(int, match.groups())
-    if not (x1 < x2 < LOCATIONS and y1 < y2 < LOCATIONS):
+    if not (x1 < x2 <= most and y1 < y2 <= most):
         raise GrammarError(f"'{text}' is a box without an area inside the image")
     return x1, y1, x2, y2
 

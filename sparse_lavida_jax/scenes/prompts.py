@@ -27,7 +27,6 @@ from sparse_lavida_jax.prompting.request_errors import RequestError, too_long
 from sparse_lavida_jax.prompting.vocabulary import Reading, Vocabulary
 from sparse_lavida_jax.scenes import rules, sentences, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
-    LOCATIONS,
     GrammarError,
     Layout,
     Phrase,
@@ -371,7 +370,7 @@ class ScenePrompts(PromptFormat):
     def fill_words(self, task: str, prompt: str, mask: Grid) -> str:
         """Returns words that ask to inpaint (the mask) or outpaint (the rectangle of the image)."""
         word, cells = ("fill", mask) if task == "inpaint" else ("extend", ~mask)
-        steps = (LOCATIONS - 1) // len(mask)  # of a cell
+        steps = self.frame // len(mask)  # of a cell
         rows, columns = (steps * at for at in np.nonzero(cells))
         ends = rows.max() + steps, columns.max() + steps
         box = box_text((int(columns.min()), int(rows.min()), int(ends[1]), int(ends[0])))
@@ -489,7 +488,7 @@ class ScenePrompts(PromptFormat):
 
     @property
     def frame(self) -> int:
-        return LOCATIONS - 1
+        return len(self.tokenizer.location_ids) - 1
 
     def locate_one(self, phrase: str, image: Pixels) -> Example:
         (example,) = self.locate([phrase], image)
@@ -508,7 +507,7 @@ class ScenePrompts(PromptFormat):
         responses: Sequence[Int[np.ndarray, "_l 1"]],
         size: tuple[int, int],
     ) -> list[Box | None]:
-        return [_box(self.text(ids), size) for ids in responses]
+        return [_box(self.text(ids), size, self.frame) for ids in responses]
 
     # Helpers.
 
@@ -532,10 +531,10 @@ class ScenePrompts(PromptFormat):
         return example
 
 
-def _box(text: str, size: tuple[int, int]) -> Box | None:
+def _box(text: str, size: tuple[int, int], frame: int) -> Box | None:
     try:
-        edges = parse_box(text.strip())
+        edges = parse_box(text.strip(), frame)
     except GrammarError:
         return None
-    x1, y1, x2, y2 = (edge * size[i % 2] / (LOCATIONS - 1) for i, edge in enumerate(edges))
+    x1, y1, x2, y2 = (edge * size[i % 2] / frame for i, edge in enumerate(edges))
     return x1, y1, x2, y2

@@ -143,12 +143,16 @@ class SceneBatches(Batches):
         names = [self.groups[group][up_to.searchsorted(rng.random(), "right")] for rng in rngs]
         indices = [int(rng.integers(2**40)) for rng in rngs]
         draws = zip(names, indices, strict=True)
-        samples = [self.world.sample(task, self.settings.seed, index) for task, index in draws]
+        samples = [self.sample(task, index) for task, index in draws]
         examples = [self._example(*one) for one in zip(names, samples, rngs, strict=True)]
         made = zip(examples, rngs, strict=True)
         if self.released:
             return [SequenceRow.of(self.encoder.sequence(example), rng) for example, rng in made]
         return [make_row(example, self.settings, rng) for example, rng in made]
+
+    def sample(self, task: str, index: int) -> Sample:
+        """Returns a training example of a task."""
+        return self.world.sample(task, self.settings.seed, index)
 
     def _example(self, task: str, sample: Sample, rng: np.random.Generator) -> Example:
         extra_blocks = int(rng.integers(4))

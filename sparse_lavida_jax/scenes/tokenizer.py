@@ -9,6 +9,7 @@ any other Unicode text becomes smaller pieces, down to bytes.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import re
@@ -25,7 +26,6 @@ SPECIAL_TOKENS = (
     "<|endoftext|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>", "<|eot|>", "<image>", "<source>",
     "<response>",
 )  # fmt: skip
-LOCATION_TOKENS = tuple(f"<LOC_{edge}>" for edge in range(LOCATIONS))
 # The training tasks, in this order. Tasks that were added later use the same words.
 TRAINED_ON = (
     "layout", "answer", "arithmetic", "point", "reflect", "caption", "constrained_caption",
@@ -41,11 +41,16 @@ _MOST_KEPT = 4096  # far more than the language has
 _MAKE = "make one with `python -m sparse_lavida_jax.scenes.tokenizer --out={path}`"
 
 
+def location(edge: int) -> str:
+    """Returns the LOC token of a place."""
+    return f"<LOC_{edge}>"
+
+
 class Tokenizer(TextTokenizer):
     """Converts text to ids and back.
 
     Special tokens are not text: `encode` spells them out like any other word and `decode` omits
-    them. LOC tokens are text, `<LOC_0>` to `<LOC_24>`.
+    them. LOC tokens are text, `<LOC_0>` to `<LOC_24>` or farther.
 
     Attributes:
         end_of_text_id: ends an answer, and pads.
@@ -57,7 +62,6 @@ class Tokenizer(TextTokenizer):
 
     remedies = f"name a tokenizer.json, or {_MAKE}", f"Copy it again, or {_MAKE}"
     end_of_text_id, mask_id, user_id, assistant_id, end_of_turn_id = range(5)
-    location_ids = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + LOCATIONS)
 
     def __init__(self, path: pathlib.Path | str = SHIPPED):
         """Loads a `tokenizer.json`.
@@ -67,7 +71,12 @@ class Tokenizer(TextTokenizer):
             ValueError: the file is damaged, or of a tokenizer without our special tokens.
         """
         super().__init__(path)
-        expected = SPECIAL_TOKENS + LOCATION_TOKENS
+        first = len(SPECIAL_TOKENS)
+        places = itertools.takewhile(
+            lambda edge: self._inner.id_to_token(first + edge) == location(edge), itertools.count()
+        )
+        self.location_ids = range(first, first + max(LOCATIONS, len([*places])))
+        expected = SPECIAL_TOKENS + tuple(location(edge) for edge in range(len(self.location_ids)))
         found = tuple(self._inner.id_to_token(number) for number in range(len(expected)))
         if found != expected:
             wrong = next(i for i, token in enumerate(expected) if found[i] != token)
@@ -121,7 +130,8 @@ class Tokenizer(TextTokenizer):
 
 def train(texts: Iterable[str]) -> str:
     """Trains a tokenizer and returns the contents of its `tokenizer.json`."""
-    return train_byte_level(texts, SPECIAL_TOKENS, LOCATION_TOKENS, LARGEST_VOCABULARY)
+    places = tuple(map(location, range(LOCATIONS)))
+    return train_byte_level(texts, SPECIAL_TOKENS, places, LARGEST_VOCABULARY)
 
 
 def corpus() -> Iterator[str]:

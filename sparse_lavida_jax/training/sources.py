@@ -90,7 +90,8 @@ def open_source(
     if settings.data.source != "prepared":
         path, kind, make_encoder = SHIPPED, SceneBatches, encoder_of
         if settings.data.source == "art":
-            path, kind, make_encoder = art_vocabulary.SHIPPED, ArtBatches, art_prompts.encoder_of
+            path = art_vocabulary.tokenizer_for(settings.model)
+            kind, make_encoder = ArtBatches, art_prompts.encoder_of
         codec = ImageCodec(settings.data.image_codec, settings.model)
         tokenizer = Tokenizer(path)
         batches = kind(settings, make_encoder(tokenizer, settings, codec), **share)

@@ -2,6 +2,8 @@
 """Models of the art world: their examples, batches, words and codes."""
 
 import dataclasses
+import itertools
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +146,34 @@ def test_the_layout_of_an_edit_keeps_what_it_does_not_touch(language):
         codes = [language.encoder.scene_codes(one) for one in (sample.image, sample.target)]
         assert (codes[0] == codes[1])[kept].all() and 0 < kept.sum() < 144
     assert language.kept_cells("a dragon") is None
+
+
+def test_a_larger_image_has_more_cells_and_places(given):
+    model = dataclasses.replace(given.model, grid_size=16)
+    larger = Tokenizer(vocabulary.tokenizer_for(model))
+    model = dataclasses.replace(model, vocab_size=larger.vocab_size)
+    language = prompts.ArtPrompts.of(larger, dataclasses.replace(given, model=model), HashCodec())
+    assert language.frame == 32
+    box = larger.encode("<LOC_0><LOC_16><LOC_32><LOC_32>")
+    assert language.boxes(["bear"], [np.array(box)[:, None]], (128, 128)) == [(0, 64, 128, 128)]
+    far = 0
+    for index, task in itertools.product(range(6), tasks.TASKS):
+        sample = tasks.sample(task, 5, index, side=128)
+        if isinstance(sample.answer, str) and not sample.target:
+            assert tasks.score(sample, sample.answer, side=128).ok
+            beyond = any(int(edge) > 24 for edge in re.findall(r"LOC_(\d+)", sample.answer))
+            far += beyond
+            assert tasks.score(sample, sample.answer).ok != beyond
+        for scene in filter(None, (sample.image, sample.target)):
+            codes = HashCodec().encode(world.render(scene, 128)[None])[0]
+            assert (language.encoder.scene_codes(scene) == codes).all() and len(codes) == 256
+        if task in ("inpaint", "outpaint"):
+            bare = sample.prompt[: sample.prompt.rindex(", ")]
+            hole = ~np.reshape(sample.known, (16, 16))
+            assert language.fill_words(task, bare, hole) == sample.prompt
+    assert far > 3
+    with pytest.raises(config.ConfigError, match="grids of 12 or 16 cells"):
+        vocabulary.tokenizer_for(dataclasses.replace(model, grid_size=14))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ CONFIGS = {  # the one of benchmarks is in test_evaluate.py
     if path.stem != "evaluate"
 }
 BUNDLED_BYTES = 16_000_000  # of a model that may come with the package
-NOT_SHIPPED = ("scenes_gpu",)  # models that are too large for that
+NOT_SHIPPED = ("scenes_gpu", "art_gpu")  # models that are too large for that
 
 
 def read(name) -> config.Config:
@@ -225,6 +225,20 @@ def test_the_large_model_of_a_gpu_is_as_it_says():
     fraction = large.train.train_steps / 5_845
     assert ends == [round(one.until * fraction) for one in short.data.lessons.values()]
     assert (tiny.data.packing, tiny.data.shapes) == (large.data.packing, large.data.shapes)
+
+
+def test_the_large_model_of_art_is_as_it_says():
+    """32 M parameters, 128x128 pixels; the image tokenizer of 96x96 pixels serves it too."""
+    large = read("art_gpu")
+    params = jax.eval_shape(lambda: Denoiser(large.model, rngs=nnx.Rngs(0)))
+    assert round(sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6) == 32
+    codec = image_codec.ImageCodec(large.data.image_codec, large.model)
+    assert (codec.image_size, large.model.vision.image_size) == (128, 128)
+    pixels = codec.to_pixels(np.zeros((1, 256, 4), np.int32))
+    assert pixels.shape == (1, 128, 128, 3)
+    assert codec.encode(pixels).shape == (1, 256, 4)
+    ends = {name: one.until for name, one in large.data.lessons.items()}
+    assert ends == {"name": 800, "look": 2000, "parts": 13_333}
 
 
 def test_the_image_tokenizers_are_those_of_their_configs():

@@ -7,12 +7,14 @@ out is said in `art.dice`.
 
 import importlib
 import pkgutil
+import re
 
 import numpy as np
 from jaxtyping import UInt8
 
 from sparse_lavida_jax.art import dice, judge
 from sparse_lavida_jax.art.sheet import Sheet, load
+from sparse_lavida_jax.art.world import IMAGE_SIZE, STEP
 from sparse_lavida_jax.scenes.grammar import GrammarError
 from sparse_lavida_jax.scenes.task import Judgement, Sample, Task, judged_task
 
@@ -25,9 +27,17 @@ TASKS = tuple(name for name, task in TABLE.items() if task.judge)  # that are ev
 
 
 def sample(
-    task: str, seed: int, index: int, split: str = "train", sheet: Sheet | None = None
+    task: str,
+    seed: int,
+    index: int,
+    split: str = "train",
+    sheet: Sheet | None = None,
+    side: int = IMAGE_SIZE,
 ) -> Sample:
     """Returns example number `index` of an endless sequence.
+
+    Args:
+        side: of its images, in pixels.
 
     Raises:
         ValueError: an unknown task or split, or a negative seed or index.
@@ -40,10 +50,11 @@ def sample(
     sheet, held_out = sheet or load(), split == "held_out"
     make, others = TABLE[task].make, TABLE[task].made_of
     if others:
-        made = make(sample(others[index % len(others)], seed, index, split, sheet))
+        made = make(sample(others[index % len(others)], seed, index, split, sheet, side))
         assert made is not None
         return made._replace(task=task)
-    draw = dice.ArtDice(seed, f"art/{split}/{task}", index, held_out=held_out, sheet=sheet)
+    stream, how = f"art/{split}/{task}", {"held_out": held_out, "sheet": sheet, "side": side}
+    draw = dice.ArtDice(seed, stream, index, **how)
     while True:
         if (made := make(draw)) is None:
             continue
@@ -62,10 +73,15 @@ def _answered(made: Sample) -> Sample:
     return made._replace(target=None) if made.answer is not None else made
 
 
-def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement:
+def score(
+    sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str, side: int = IMAGE_SIZE
+) -> Judgement:
     """Judges a response: pixels for an image task, otherwise text.
 
     A bad response scores 0 with a reason, never an exception.
+
+    Args:
+        side: of the example's images, in pixels.
 
     Raises:
         ValueError: pixels where the task asks for text or the other way round, or a task without
@@ -74,8 +90,16 @@ def score(sample: Sample, output: UInt8[np.ndarray, "h w 3"] | str) -> Judgement
     task = judged_task(TABLE, sample.task, output)
     assert task.judge is not None
     try:
-        response = output.strip() if isinstance(output, str) else judge.read(output)
+        response = _inside(output, side) if isinstance(output, str) else judge.read(output)
         fault = task.judge(sample, response)
     except GrammarError as error:
         fault = str(error)
     return Judgement(not fault, fault)
+
+
+def _inside(text: str, side: int) -> str:
+    """Returns a text without spaces around it; refuses places outside an image."""
+    edges = [int(edge) for edge in re.findall(r"<LOC_(\d{1,9})>", text)]
+    if max(edges, default=0) > side // STEP:
+        raise GrammarError(f"'{text}' has a box that is not inside the image")
+    return text.strip()

@@ -3,7 +3,7 @@
 
 from sparse_lavida_jax.art import rules
 from sparse_lavida_jax.art.dice import ArtDice
-from sparse_lavida_jax.art.grammar import Art
+from sparse_lavida_jax.art.grammar import FARTHEST, Art
 from sparse_lavida_jax.data import images
 from sparse_lavida_jax.scenes.grammar import box_text, parse_box
 from sparse_lavida_jax.scenes.task import Sample, Task
@@ -21,7 +21,7 @@ def make(dice: ArtDice) -> Sample | None:
 def judge(sample: Sample, output: str) -> str:
     phrase = Art.parse(sample.prompt.removeprefix("where is the ").removesuffix("?"))
     thing = rules.find(sample.image, phrase)
-    overlap = images.overlap(parse_box(output), thing.box)
+    overlap = images.overlap(parse_box(output, FARTHEST), thing.box)
     return "" if overlap >= LEAST_OVERLAP else f"the box overlaps {phrase} by {overlap:.2f} only"
 
 

@@ -10,7 +10,7 @@ from sparse_lavida_jax.art import rules
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.grammar import ArtLayout
 from sparse_lavida_jax.art.tasks import draw
-from sparse_lavida_jax.art.world import CELL_STEPS, CELLS
+from sparse_lavida_jax.art.world import CELL_STEPS
 from sparse_lavida_jax.scenes.grammar import box_text
 from sparse_lavida_jax.scenes.task import Sample, Task
 
@@ -23,10 +23,9 @@ def make_hole(dice: ArtDice, *, word: str) -> Sample | None:
     Args:
         word: "fill" a rectangle, or "extend" it.
     """
-    (top, height), (left, width) = (
-        (dice.below(CELLS - side + 1), side) for side in (dice.between(*SIDES) for _ in range(2))
-    )
-    hidden = np.full((CELLS, CELLS), word == "extend")
+    sides = [dice.between(*SIDES) for _ in range(2)]
+    (top, height), (left, width) = ((dice.below(dice.cells - side + 1), side) for side in sides)
+    hidden = np.full((dice.cells, dice.cells), word == "extend")
     hidden[top : top + height, left : left + width] ^= True
     drawn = draw.make(dice)
     if drawn is None:

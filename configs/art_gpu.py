@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""A larger model of real art for one GPU: 128x128 pixels, 16x16 cells, 32 M parameters, bfloat16.
+
+    python -m sparse_lavida_jax.main --config=configs/art_gpu.py
+    timeout -s TERM 570 python -m sparse_lavida_jax.main --config=configs/art_gpu.py  # a piece
+    python -m sparse_lavida_jax.main --config=configs/art_gpu.py:tiny     # the same on a CPU
+
+It ends after 25 minutes of training or 20,000 steps, and scores itself in `report.md`. SIGTERM
+saves it, and the same line goes on: the second line may be typed until the run is finished.
+
+It was never run on a GPU. World, tasks and lessons are those of `configs/art.py`, with the lessons
+as fractions of its steps; the image tokenizer is the same, and the text tokenizer has places for
+larger images. `tiny` has one lesson.
+"""
+
+import art
+import ml_collections
+
+STEPS = 20_000
+
+
+def get_config(size: str = "large") -> ml_collections.ConfigDict:
+    if size not in ("large", "tiny"):
+        raise ValueError(f"art_gpu has no size {size!r}: choose large or tiny.")
+    c = art.get_config()
+    c.name = "art_gpu"
+    lesson_steps = c.train.train_steps
+
+    c.model.update(
+        width=512,
+        mlp_hidden=1280,
+        num_layers=6,
+        dual_tower_layers=3,
+        num_heads=8,
+        head_dim=64,  # the GPU kernel takes 64 and 128
+        generation_width=320,
+        generation_mlp_hidden=896,
+        grid_size=16,
+        num_registers=8,
+        compute_dtype="bfloat16",
+        unroll_layers=False,
+        vision=dict(
+            image_size=128,
+            patch_size=16,
+            width=256,
+            num_layers=2,
+            num_heads=4,
+            mlp_hidden=512,
+            pool=1,
+        ),
+    )
+    # Four examples share a row, each a segment of its own.
+    c.data.update(packing=4, shapes="run")
+    c.diffusion.update(plan_steps=(12, 16, 24))
+    c.sampling.update(num_steps=16)
+    c.optimizer.update(learning_rate=3e-3, warmup_steps=200, final_fraction=0.03)
+    c.train.update(
+        train_steps=STEPS,
+        batch_size=512,
+        seconds=1500.0,
+        checkpoint_seconds=120.0,
+        keep_states=1,
+        eval_every=0,
+        eval_prompts=100,
+        model_dtype="bfloat16",
+        model_file_mb=14,
+    )
+
+    if size == "tiny":
+        c.name = "art_gpu_tiny"
+        c.data.lessons = dict(name=c.data.lessons.name)
+        c.data.tasks = dict(name=1.0, draw=1.0)
+        c.model.update(
+            width=64, mlp_hidden=96, num_layers=2, dual_tower_layers=1, head_dim=16,
+            generation_width=48, generation_mlp_hidden=64,
+        )  # fmt: skip
+        c.model.vision.update(width=32, num_layers=1, mlp_hidden=48)
+        c.train.update(
+            train_steps=40, batch_size=16, seconds=0.0, log_every=5, eval_tasks=(), eval_prompts=0
+        )
+    for lesson in c.data.lessons.values():
+        lesson.until = max(1, round(lesson.until * c.train.train_steps / lesson_steps))
+    return c
