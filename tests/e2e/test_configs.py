@@ -238,7 +238,7 @@ def test_the_large_model_of_art_is_as_it_says():
     assert pixels.shape == (1, 128, 128, 3)
     assert codec.encode(pixels).shape == (1, 256, 4)
     ends = {name: one.until for name, one in large.data.lessons.items()}
-    assert ends == {"name": 800, "look": 2000, "parts": 13_333}
+    assert ends == {"name": 240, "look": 600, "parts": 4000}
 
 
 def test_the_image_tokenizers_are_those_of_their_configs():
