@@ -9,9 +9,9 @@ It scores itself in `report.md`. SIGTERM saves it, and the same line goes on: th
 typed until the run is finished.
 
 It was never run on a GPU; compiled for an H200, its 6,000 steps are predicted to take 20 minutes
-(`benchmarks.aot_training`). World, tasks and lessons are those of `configs/art.py`, with the lessons
-as fractions of its steps; the image tokenizer is the same, and the text tokenizer has places for
-larger images. `tiny` has one lesson.
+(`benchmarks.aot_training`). World, tasks and lessons are those of `configs/art.py`, with the
+lessons as fractions of its steps; the image tokenizer is the same, and the text tokenizer has
+places for larger images. `tiny` has one lesson.
 """
 
 import art

@@ -295,7 +295,7 @@ def _enlarged(pixels: np.ndarray) -> np.ndarray:
     return pixels.repeat(factor, axis=0).repeat(factor, axis=1)
 
 
-def _with_box(pixels: np.ndarray, text: str, frame: int) -> np.ndarray:
+def _with_box(pixels: np.ndarray, text: str, frame: int = grammar.LOCATIONS - 1) -> np.ndarray:
     try:
         found = grammar.parse_box(text.strip(), frame)
         edges = [edge * pixels.shape[0] // frame for edge in found]
