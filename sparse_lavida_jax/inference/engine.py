@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
 
 from sparse_lavida_jax import config, sample, sequence
 from sparse_lavida_jax.data.example import Example
-from sparse_lavida_jax.inference import batch_shapes, whole_plan
+from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -26,9 +26,12 @@ from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings
 from sparse_lavida_jax.sampling.progress import Callback
 from sparse_lavida_jax.sampling.prompts import SampleInput, sample_input
-from sparse_lavida_jax.sampling.state import NOT_DECODED, ends_from
+from sparse_lavida_jax.sampling.state import NOT_DECODED, UNTOLD, ends_from
 from sparse_lavida_jax.sequence import Modality
 from sparse_lavida_jax.tags import FIRST_BLOCK
+
+if TYPE_CHECKING:
+    from sparse_lavida_jax.inference import whole_plan
 
 MOST_LOGITS = 2**28  # of a pass over whole plans
 
@@ -43,7 +46,7 @@ class SampleOutput:
         tokens: the number of tokens each passed through the network (`costs.costs`).
         shared: how many of these stand for later rows of its batch too, which do not count them.
         drawn: the tokens of each as its steps drew them, also after an end-of-text.
-        decoded_at: the block in which each token was decoded; `whole_plan.UNTOLD` for those that
+        decoded_at: the block in which each token was decoded; `state.UNTOLD` for those that
             depend on when a batch stopped: after the step in which a text ended.
     """
 
@@ -178,7 +181,7 @@ class Engine:
         tolerance: float = 0.0,
         most_logits: int = MOST_LOGITS,
         programs: Programs = contextlib.nullcontext,
-    ) -> list[tuple[list[whole_plan.Step], whole_plan.Scores]]:
+    ) -> "list[tuple[list[whole_plan.Step], whole_plan.Scores]]":
         """Returns the steps that would decode responses, and how they score them, in one pass.
 
         Args:
@@ -192,6 +195,8 @@ class Engine:
             RequestError: they are more, or an example has an image in several views.
             ConfigError: more steps than there are tokens.
         """
+        from sparse_lavida_jax.inference import whole_plan  # to sample does without
+
         if any(one.views for one in examples):
             raise RequestError("an image that the model sees in several views fits no such pass.")
         model, block = self.model.settings, sampling.text.block_len or self.text_block_len
@@ -246,14 +251,14 @@ def _until_end(
 
     It ends when it has an end-of-text that counts, and everything before that is decoded.
     """
-    at = np.where(decoded_at == NOT_DECODED, whole_plan.UNTOLD, decoded_at)
-    may_end = (drawn[:, 0] == end) & (at != whole_plan.UNTOLD)
+    at = np.where(decoded_at == NOT_DECODED, UNTOLD, decoded_at)
+    may_end = (drawn[:, 0] == end) & (at != UNTOLD)
     may_end &= np.arange(len(at)) >= ends_from(example)
-    for last in np.unique(at[at != whole_plan.UNTOLD]):
-        now = (at != whole_plan.UNTOLD) & (at <= last)
+    for last in np.unique(at[at != UNTOLD]):
+        now = (at != UNTOLD) & (at <= last)
         ends = np.flatnonzero(may_end & now)
         if len(ends) and now[: ends[0]].all():
-            return np.where(at <= last, at, whole_plan.UNTOLD)
+            return np.where(at <= last, at, UNTOLD)
     return at
 
 

@@ -31,10 +31,9 @@ from sparse_lavida_jax.sampling.calls import over_mesh
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
 from sparse_lavida_jax.sampling.prompts import SampleInput, drops
+from sparse_lavida_jax.sampling.state import UNTOLD
 from sparse_lavida_jax.sequence import RESPONSE_STREAM, SeenBatch, prompt_row, stack_images
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, Stream
-
-UNTOLD = 0  # in `decoded_at`: no step of the plan decodes the token
 
 
 class Step(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from sparse_lavida_jax import config, sequence
-from sparse_lavida_jax.models import preview_decoder, vq, vq_files
+from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.persistent_jit import Program
 from sparse_lavida_jax.programs.program_arguments import taken_apart
@@ -36,7 +36,11 @@ class ImageCodec:
         self.factor = settings.factor  # pixels per side of a code
         if settings.kind == "cells":  # no code depends on another: an image may have any number
             self.image_size = self.grid_size * self.side * self.factor
-        self._preview = preview_decoder.load(self.folder, self.vq)
+        self._preview = None
+        if (self.folder / vq_files.PREVIEW).exists():
+            from sparse_lavida_jax.models import preview_decoder
+
+            self._preview = preview_decoder.load(self.folder, self.vq)
         codes, wanted = self.image_size // self.factor, self.grid_size * self.side
         if (codes, settings.codebook_size) != (wanted, model.codebook_size):
             raise config.ConfigError(

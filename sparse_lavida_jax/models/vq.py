@@ -9,7 +9,7 @@ names, so that released weights fit. Images are [b h w 3] in [0, 1]; a code repr
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import einops
 import jax
@@ -19,7 +19,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from sparse_lavida_jax import config, runtime
-from sparse_lavida_jax.art.cells import CellModel
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.programs.persistent_jit import persistent_jit, shapes_of
 from sparse_lavida_jax.programs.program_arguments import taken_apart
@@ -99,7 +98,12 @@ class VQModel(nnx.Module):
         return self.decoder(self.post_quant_conv(latents))
 
 
-AnyVQ = VQModel | CellModel  # they have the same methods
+if TYPE_CHECKING:
+    from sparse_lavida_jax.art.cells import CellModel
+
+    AnyVQ = VQModel | CellModel  # they have the same methods
+else:
+    AnyVQ = nnx.Module  # other models do without the art world
 
 
 @runtime_checkable
@@ -116,7 +120,9 @@ class CodeDecoder(Protocol):
 @functools.cache
 def shapes(settings: config.VQ) -> AnyVQ:
     """Returns the model with shapes instead of arrays; it must not be modified."""
-    kind = CellModel if settings.kind == "cells" else VQModel
+    kind = VQModel
+    if settings.kind == "cells":
+        from sparse_lavida_jax.art.cells import CellModel as kind
     return shapes_of(lambda: kind(settings, rngs=nnx.Rngs(0)), settings)
 
 
@@ -430,7 +436,7 @@ def for_decoding(model: AnyVQ, dtype: str) -> AnyVQ:
     results are the grey levels, for which bfloat16 is too coarse. In bfloat16, accelerators read
     the input of a group norm once and double the sides with fewer operations.
     """
-    if isinstance(model, CellModel):  # sums of a few codes, in float32 whatever it is stored in
+    if not isinstance(model, VQModel):  # sums of a few codes, in float32 whatever it is stored in
         return model
     wide = jax.tree.map(lambda leaf: leaf.astype("float32"), model)
     if dtype == "float32":

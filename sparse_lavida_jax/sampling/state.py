@@ -29,6 +29,7 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 NOISE = {"text": 0, "layout": 1, "image": 2}  # so that stages with one seed differ in noise
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
+UNTOLD = 0  # in `decoded_at`: nobody knows which step decoded the token, or none did
 
 
 def attention(model: Denoiser, *_: Any, **__: Any) -> str:

@@ -103,7 +103,7 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
         stand_ins.settings(data={"tasks": trained}),
         [*asked("draw"), *asked("answer"), *asked("draw", "held_out")],
     )
-    bench = scenes.SmallWorld(dataclasses.replace(pipe.settings, evaluate=EVALUATE))
+    bench = scenes.SceneTasks(dataclasses.replace(pipe.settings, evaluate=EVALUATE))
     answers = []
     for batch in bench.batches(bench.items[::-1]):
         assert len({item.key.rsplit("/", 1)[0] for item in batch}) == 1 and len(batch) <= 8
@@ -121,7 +121,7 @@ def test_everything_that_was_trained_is_evaluated(tmp_path):
 
 def test_a_batch_of_infills_shows_images_to_all_rows_or_to_none(tmp_path):
     """This includes infills without a given word, of which only some show an image."""
-    bench = scenes.SmallWorld(
+    bench = scenes.SceneTasks(
         dataclasses.replace(
             stand_ins.settings(data={"tasks": {"infill": 1.0}}),
             evaluate=config.Evaluate(limit=250, batch_size=32),

@@ -123,9 +123,9 @@ def test_a_published_sampler_is_a_row_of_the_benchmark_and_a_setting_of_an_evalu
     ]  # fmt: skip
     assert rows[-1].sampling.text.commit == "factor"
     released = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="released"))
-    assert scenes.SmallWorld(released).sampling.text.block_len == 128
+    assert scenes.SceneTasks(released).sampling.text.block_len == 128
     wrong = dataclasses.replace(settings, evaluate=config.Evaluate(limit=1, sampler="quick"))
     with pytest.raises(RequestError, match="sampler='quick' is not a sampler of text: choose"):
-        scenes.SmallWorld(wrong)
+        scenes.SceneTasks(wrong)
     with pytest.raises(RequestError, match="sampler='prefix' is not a sampler of images: choose"):
         options.changed(config.Sampling(), draws=True, sampler="prefix")

@@ -13,7 +13,7 @@ from sparse_lavida_jax.evals.official_files import EvaluationError
 from sparse_lavida_jax.scenes import tasks
 
 
-class SmallWorld(Benchmark):
+class SceneTasks(Benchmark):
     """Every task that a small model was trained on, and drawing of held-out combinations.
 
     The prompts are ours, and never occur in training.
@@ -100,4 +100,4 @@ def _name(item: Item) -> str:
     return task if split == "test" else f"{task}/{split}"
 
 
-BENCHMARK = SmallWorld
+BENCHMARK = SceneTasks
