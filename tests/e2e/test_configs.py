@@ -157,8 +157,9 @@ def test_batches_come_out(name, monkeypatch):
         assert batch.understanding.tokens.shape[0] * given.data.packing == given.train.batch_size
 
 
-def test_the_dense_baseline_differs_in_its_attention_only():
-    sparse, dense = read("scenes_long"), read("scenes_dense")
+@pytest.mark.parametrize("names", [("scenes_long", "scenes_dense"), ("art", "art_dense")])
+def test_the_dense_baseline_differs_in_its_attention_only(names):
+    sparse, dense = map(read, names)
     assert (sparse.diffusion.attention, dense.diffusion.attention) == ("step_causal", "full")
     alike = dataclasses.replace(
         dense,
@@ -169,6 +170,16 @@ def test_the_dense_baseline_differs_in_its_attention_only():
         model=dataclasses.replace(dense.model, trained_attention="step_causal"),
     )
     assert alike == sparse
+    pairs = [(one.data.lessons.items(), one.train.train_steps) for one in (sparse, dense)]
+    lessons = [sorted((lesson.until, name) for name, lesson in items) for items, _ in pairs]
+    assert [name for _, name in lessons[0]] == [name for _, name in lessons[1]]
+    tasks = [{name: lesson.tasks for name, lesson in items} for items, _ in pairs]
+    assert tasks[0] == tasks[1]
+    assert all(lessons[place][-1][0] < pairs[place][1] for place in (0, 1))
+
+
+def test_each_lesson_of_the_dense_baseline_has_as_many_more_steps():
+    sparse, dense = read("scenes_long"), read("scenes_dense")
     for name, lesson in sparse.data.lessons.items():
         share = lesson.until / sparse.train.train_steps
         assert dense.data.lessons[name].until == pytest.approx(
