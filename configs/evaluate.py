@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The benchmarks of the paper, and exact scores of a small model on the scenes.
+r"""The benchmarks of the paper, and exact scores of a small model on its world.
 
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/evaluate.py:scenes
     python -m sparse_lavida_jax.main --mode=evaluate --config=configs/evaluate.py:geneval \
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval
 
-After the colon: chartqa, docvqa, dpg, geneval, imgedit, mathverse, mathvista, mjhq, mmbench, mme,
-mmmu, refcoco, refcoco_plus, refcocog, scenes. Each file of `sparse_lavida_jax/evals/benchmarks`
+After the colon: art, chartqa, docvqa, dpg, geneval, imgedit, mathverse, mathvista, mjhq, mmbench,
+mme, mmmu, refcoco, refcoco_plus, refcocog, scenes. Each file of `sparse_lavida_jax/evals/benchmarks`
 states the settings of its benchmark; docs/api/benchmarks.md lists the official files and the
 judges.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chance levels of the scenes: the share that is right without looking at the image.
+"""Chance levels of small worlds: the share that is right without looking at the image.
 
 Such a reply is, for text, the right answer that is most frequent among prompts of the same kind;
 for an image, the one that was shown, unchanged; for a place, that of any object of the scene. A
@@ -39,4 +39,29 @@ CHANCE = {
     "edit/held_out": 0.0,
     "inpaint": 0.0,
     "outpaint": 0.0,
+}
+# Of the art world: the most frequent right answer among 2,000 prompts of the same kind and language
+# ("ask") or 1,500 of the same kind ("reason", "reflect"), any box of the scene ("ground", 300
+# prompts), the image unchanged (150 prompts). tests/evals/test_art_benchmark.py counts some again.
+ART_CHANCE = {
+    "ask": 0.54,
+    "ask/held_out": 0.58,
+    "ground": 0.53,
+    "ground/held_out": 0.34,
+    "reason": 0.15,
+    "reflect": 0.52,
+    "caption": 0.0,
+    "detect": 0.0,
+    "locate": 0.0,
+    "name": 0.0,
+    "retell": 0.01,
+    "draw": 0.0,
+    "draw/held_out": 0.0,
+    "layout": 0.01,
+    "edit_layout": 0.0,
+    "edit": 0.0,
+    "edit/held_out": 0.01,
+    "inpaint": 0.01,
+    "outpaint": 0.01,
+    "outpaint/held_out": 0.0,
 }

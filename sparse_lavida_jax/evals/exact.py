@@ -17,7 +17,7 @@ from sparse_lavida_jax.art import judge as art_judge
 from sparse_lavida_jax.art import rules as art_rules
 from sparse_lavida_jax.art import tasks as art_tasks
 from sparse_lavida_jax.art import world as art_world
-from sparse_lavida_jax.evals.chance import CHANCE
+from sparse_lavida_jax.evals.chance import ART_CHANCE, CHANCE
 from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import grammar, tasks, world
 from sparse_lavida_jax.scenes.task import Judgement, Sample
@@ -34,6 +34,7 @@ class SmallWorld(NamedTuple):
         render: draws a scene as the model is shown it.
         empty: a scene without anything.
         frame: the place of the right and the bottom edge of an image.
+        chance: scores without looking, by task (`evals/chance.py`).
     """
 
     tasks: Any
@@ -42,10 +43,17 @@ class SmallWorld(NamedTuple):
     render: Callable[[Any], np.ndarray]
     empty: Any
     frame: int
+    chance: Mapping[str, float]
 
 
 SCENES = SmallWorld(
-    tasks, tasks.sample, tasks.score, world.render, world.EMPTY_SCENE, grammar.LOCATIONS - 1
+    tasks,
+    tasks.sample,
+    tasks.score,
+    world.render,
+    world.EMPTY_SCENE,
+    grammar.LOCATIONS - 1,
+    CHANCE,
 )
 
 
@@ -61,6 +69,7 @@ def world_of(settings: config.Config) -> SmallWorld:
         functools.partial(art_world.render, side=side),
         art_world.ArtScene("white", ()),
         side // art_world.STEP,
+        ART_CHANCE,
     )
 
 
@@ -78,6 +87,7 @@ class TaskResult:
         attribute_precision: share of drawn objects whose shape and colour were asked for; None for
             tasks that do not draw from words.
         reasons: the most common reasons for a score of 0, with their counts.
+        chance: the score without looking; None: it is not known.
     """
 
     task: str
@@ -86,6 +96,7 @@ class TaskResult:
     columns: dict[str, tuple[int, int]]
     attribute_precision: float | None
     reasons: dict[str, int]
+    chance: float | None = None
 
     @property
     def share(self) -> float:
@@ -94,8 +105,7 @@ class TaskResult:
     @property
     def metrics(self) -> list[Metric]:
         """The lines of a table: the whole, each column, the precision of the drawings."""
-        chance = CHANCE.get(self.task)
-        found = [Metric(self.task, self.share, self.total, self.correct, chance)]
+        found = [Metric(self.task, self.share, self.total, self.correct, self.chance)]
         for column, (hits, total) in sorted(self.columns.items()):
             found.append(Metric(f"- {column}", hits / total, total, hits))
         if self.attribute_precision is not None and self.columns:
@@ -109,6 +119,7 @@ def answer(
     *,
     sampling: config.Sampling | None = None,
     seed: int | Sequence[int] = 0,
+    layout: bool | None = None,
     callback: Callable[..., None] | None = None,
 ) -> list[Output]:
     """Returns the model's output for samples of one task: images or text.
@@ -116,6 +127,7 @@ def answer(
     Args:
         pipe: a `SparseLaViDa`.
         samples: all with an image or none, and likewise for given tokens.
+        layout: whether to lay an image out in words first; None: as in the sampling settings.
         callback: see `SparseLaViDa.run`.
     """
     task, prompts = samples[0].task, [sample.prompt for sample in samples]
@@ -128,14 +140,15 @@ def answer(
     known = [s.known_grid for s in samples if s.known_grid is not None]
     if known:
         fill = pipe.inpaint if task == "inpaint" else pipe.outpaint
-        return list(fill(shown, prompts, known=known, as_written=True, **how).pixels)
+        how |= {"as_written": True, "layout": layout}
+        return list(fill(shown, prompts, known=known, **how).pixels)
     if here.tasks.TABLE[task].is_image and here.tasks.TABLE[task].command is None:
         # No command asks for it: it is asked as in training, without a layout.
         examples = [pipe.encoder.scene_example(sample, with_layout=False) for sample in samples]
         dtype = (sampling or pipe.settings.sampling).vq_dtype
         return list(pipe.codec.to_pixels(np.stack(pipe.sample(examples, **how)), None, dtype))
     if here.tasks.TABLE[task].is_image:
-        how["as_written"] = True
+        how |= {"as_written": True, "layout": layout}
         drawn = pipe.edit(shown, prompts, **how) if shown else pipe.generate(prompts, **how)
         return list(drawn.pixels)
     short = here.tasks.TABLE[task].group == "answer"
@@ -216,6 +229,7 @@ def tally(
         columns={column: (sum(hits), len(hits)) for column, hits in columns.items()} | parts,
         attribute_precision=right / drawn if drawn else None,
         reasons=dict(reasons.most_common(8)),
+        chance=here.chance.get(name),
     )
 
 
@@ -238,6 +252,7 @@ def as_json(result: TaskResult) -> dict[str, Any]:
 
 def from_json(row: Mapping[str, Any]) -> TaskResult:
     """Returns the scores in a row of `benchmarks/quality.py`."""
+    row = {"chance": CHANCE.get(row["task"]), **row}  # older rows hold none
     given = {field.name: row[field.name] for field in dataclasses.fields(TaskResult)}
     given["columns"] = {name: (right, total) for name, (right, total) in row["columns"].items()}
     return TaskResult(**given)

@@ -159,7 +159,7 @@ def test_another_checkpoint_needs_another_folder(model, tmp_path, capsys):
     assert "is another evaluation: checkpoint was" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*QUESTIONS, *IMAGES, "scenes"])
+@pytest.mark.parametrize("name", [*QUESTIONS, *IMAGES, "scenes", "art"])
 def test_every_benchmark_has_a_config(name):
     settings = config.read(EVALUATE.with_name(f"evaluate.py:{name}"))
     assert settings.name == f"eval_{name}"
@@ -168,7 +168,7 @@ def test_every_benchmark_has_a_config(name):
 
 
 def test_a_config_for_no_benchmark_lists_those_that_there_are():
-    known = [*QUESTIONS, *IMAGES, "scenes"]
+    known = [*QUESTIONS, *IMAGES, "scenes", "art"]
     with pytest.raises(config.ConfigError) as error:
         config.read(EVALUATE.with_name("evaluate.py:genevil"))
     assert f"no benchmark 'genevil'. There are: {', '.join(sorted(known))}." in str(error.value)

@@ -26,7 +26,7 @@ SPLITS = {
 }  # fmt: skip
 PARQUET = {"mathvista", "mmmu"}
 SHARES = (0.0, 1e-05, 0.5, 1.0, 1 / 3)  # of correct answers, for DPG-Bench
-NAMES = sorted({*benchmarks.names()} - {"scenes"})
+NAMES = sorted({*benchmarks.names()} - {"scenes", "art"})
 
 
 def load(name, data=None, **changes):
@@ -97,7 +97,7 @@ def test_what_is_missing_is_named_with_where_to_get_it(name, tmp_path):
 
 def test_a_benchmark_that_does_not_exist_lists_those_that_do():
     with pytest.raises(
-        EvaluationError, match=r"no benchmark 'genevil'\. There are: chartqa, docvqa"
+        EvaluationError, match=r"no benchmark 'genevil'\. There are: art, chartqa, docvqa"
     ):
         load("genevil", SAMPLES)
 

@@ -2,15 +2,18 @@
 """The scenes: every task of a small model, and prompts of held-out combinations."""
 
 import itertools
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals import exact
-from sparse_lavida_jax.evals.benchmark import EXPORT, Benchmark, Item, write_images
+from sparse_lavida_jax.evals.benchmark import EXPORT, Answer, Benchmark, Item, write_images
 from sparse_lavida_jax.evals.exact import EVAL_SEED
-from sparse_lavida_jax.evals.official_files import EvaluationError
-from sparse_lavida_jax.scenes import tasks
+from sparse_lavida_jax.evals.official_files import EvaluationError, Record
+from sparse_lavida_jax.evals.scorers import Metric
+from sparse_lavida_jax.scenes.task import Sample
 
 
 class SceneTasks(Benchmark):
@@ -22,23 +25,48 @@ class SceneTasks(Benchmark):
     title = "Scenes"
     source = "The package makes its prompts itself."
     configs: ClassVar = {"scenes": {"checkpoint": "scenes", "limit": 100, "batch_size": 32}}
+    learned: ClassVar[str] = "scenes"  # the data of its models
+    held_out: ClassVar[Sequence[str]] = ("draw",)  # tasks with prompts of held-out combinations
+
+    def __init__(self, settings):
+        self.here = exact.world_of(settings)
+        super().__init__(settings)
+
+    @property
+    def limit(self) -> int:
+        """The number of prompts of a task."""
+        return self.settings.limit or max(self.config.train.eval_prompts, 1)
+
+    @property
+    def trained(self) -> list[str]:
+        """The tasks that the model learned and a program judges."""
+        return [task for task in self.config.data.tasks if task in self.here.tasks.TASKS]
 
     def read(self):
         """Yields the prompts of each task."""
-        if self.config.data.source != "scenes":
+        if self.config.data.source != self.learned:
             raise EvaluationError(
-                "the benchmark 'scenes' judges models of scenes. For a LaViDa-O choose another"
-                " benchmark: configs/evaluate.py."
+                f"the benchmark {self.learned!r} judges models of {self.learned}. For a LaViDa-O"
+                " choose another benchmark: configs/evaluate.py."
             )
-        trained = [task for task in self.config.data.tasks if task in tasks.TASKS]
-        asked = [(task, "test") for task in trained]
-        if "draw" in trained:
-            asked.append(("draw", "held_out"))
+        asked = [(task, "test") for task in self.trained]
+        asked += [(task, "held_out") for task in self.held_out if task in self.trained]
         for task, split in asked:
-            for number in range(self.settings.limit or max(self.config.train.eval_prompts, 1)):
-                words = tasks.sample(task, EVAL_SEED, number, split).prompt
-                record = {"task": task, "split": split, "number": number}
-                yield Item(f"{task}/{split}/{number:05}", words, record)
+            for number in range(self.limit):
+                yield self.item({"task": task, "split": split, "number": number})
+
+    def item(self, record: Record, ending: str = "") -> Item:
+        """Returns the item of a prompt.
+
+        Args:
+            ending: of its key, if the same prompt is asked in several ways.
+        """
+        key = f"{record['task']}/{record['split']}/{record['number']:05}{ending}"
+        return Item(key, self.sample(record).prompt, record)
+
+    def sample(self, record: Record) -> Sample:
+        """Returns the example of a record."""
+        return self.here.sample(record["task"], EVAL_SEED, record["number"], record["split"])
 
     def first(self, items):
         """Returns all items: `limit` is per task."""
@@ -49,12 +77,12 @@ class SceneTasks(Benchmark):
 
         The tasks take turns, so that the time of the first batches tells that of the others.
         """
-        samples = {item.index: _sample(item) for item in items}
+        samples = {item.index: self.sample(item.record) for item in items}
 
         def kind(item):
             sample = samples[item.index]
             shows = sample.image is not None
-            return item.record["task"], item.record["split"], bool(sample.given), shows
+            return self.name(item.record), bool(sample.given), shows
 
         batches = super().batches
         kinds = itertools.groupby(sorted(items, key=kind), kind)
@@ -68,8 +96,9 @@ class SceneTasks(Benchmark):
 
     def answer(self, pipe, items, folder):
         """Returns texts, or the names of image files."""
-        samples, seeds = [_sample(item) for item in items], [self.seed_of(item) for item in items]
-        made = exact.answer(pipe, samples, sampling=self.sampling, seed=seeds)
+        samples = [self.sample(item.record) for item in items]
+        how = {"sampling": self.sampling, "layout": items[0].record.get("layout")}
+        made = exact.answer(pipe, samples, seed=[self.seed_of(item) for item in items], **how)
         return [
             {"text": output}
             if isinstance(output, str)
@@ -80,24 +109,25 @@ class SceneTasks(Benchmark):
     def scores(self, answers, folder):
         """Returns the share of correct responses for each task, and for its columns."""
         found = []
-        for name, members in itertools.groupby(answers, lambda one: _name(one.item)):
-            samples, outputs = [], []
-            for one in members:
-                samples.append(_sample(one.item))
-                files = one.output.get("files")
-                outputs.append(image_files.read(folder / EXPORT / files[0]) if files else one.text)
-            found += exact.tally(name, samples, outputs).metrics
+        for name, members in itertools.groupby(answers, lambda one: self.name(one.record)):
+            found += self.scores_of(name, [*members], folder)
         return found
 
+    def scores_of(self, name: str, answers: Sequence[Answer], folder) -> list[Metric]:
+        """Returns the scores of answers to prompts of one task and split."""
+        samples = [self.sample(one.record) for one in answers]
+        outputs = [one.text if "text" in one.output else image(one, folder) for one in answers]
+        return exact.tally(name, samples, outputs, self.here).metrics
 
-def _sample(item: Item) -> tasks.Sample:
-    record = item.record
-    return tasks.sample(record["task"], EVAL_SEED, record["number"], record["split"])
+    def name(self, record: Record) -> str:
+        """Returns the name of the score that a prompt counts for."""
+        task, split = record["task"], record["split"]
+        return task if split == "test" else f"{task}/{split}"
 
 
-def _name(item: Item) -> str:
-    task, split = item.record["task"], item.record["split"]
-    return task if split == "test" else f"{task}/{split}"
+def image(answer: Answer, folder: pathlib.Path) -> Pixels:
+    """Returns the image of an answer."""
+    return image_files.read(folder / EXPORT / answer.output["files"][0])
 
 
 BENCHMARK = SceneTasks
