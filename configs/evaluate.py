@@ -6,9 +6,8 @@ r"""The benchmarks of the paper, and exact scores of a small model on its world.
         --checkpoint=models/lavida-o --config.evaluate.data=benchmarks/geneval
 
 After the colon: art, chartqa, docvqa, dpg, geneval, imgedit, mathverse, mathvista, mjhq, mmbench,
-mme, mmmu, refcoco, refcoco_plus, refcocog, scenes. Each file of `sparse_lavida_jax/evals/benchmarks`
-states the settings of its benchmark; docs/api/benchmarks.md lists the official files and the
-judges.
+mme, mmmu, refcoco, refcoco_plus, refcocog, scenes. `sparse_lavida_jax/evals/benchmarks` states the
+settings of each; docs/api/benchmarks.md lists the official files and the judges.
 """
 
 import ml_collections
