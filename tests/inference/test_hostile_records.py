@@ -20,7 +20,7 @@ from sparse_lavida_jax import pipeline
 from sparse_lavida_jax.checkpoints.model_folder import CheckpointError
 from sparse_lavida_jax.cli import program
 from sparse_lavida_jax.data import image_files
-from sparse_lavida_jax.inference import batch_shapes, engine
+from sparse_lavida_jax.inference import batch_shapes, engine, whole_plan
 from sparse_lavida_jax.inference.results import SHOWN_KEY
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import tasks, world
@@ -103,7 +103,7 @@ def still(monkeypatch):
 
     if not os.environ.get("SLOW_TESTS"):
         monkeypatch.setattr(engine.sample, "sample", sample)
-        monkeypatch.setattr(engine.whole_plan, "scores", scores)
+        monkeypatch.setattr(whole_plan, "scores", scores)
 
 
 @pytest.mark.parametrize("task", ["generate", "edit", "inpaint", "outpaint"])
