@@ -448,7 +448,7 @@ def for_decoding(model: AnyVQ, dtype: str) -> AnyVQ:
 
 
 def to_pixels(
-    model: CodeDecoder, codes: Int[np.ndarray, "n y x"], batch: int = 64
+    model: Any, codes: Int[np.ndarray, "n y x"], batch: int = 64
 ) -> UInt8[np.ndarray, "n h w 3"]:
     """Returns the images of any number of code grids, `batch` at a time, from host to host.
 
