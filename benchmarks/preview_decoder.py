@@ -46,10 +46,6 @@ def measured(folder: str, source: str, count: int) -> dict[str, float | int | st
     """
     teacher, settings = vq_files.load(folder)
     preview = preview_decoder.load(vq_files.find(folder), teacher)
-    if preview is None:
-        raise vq_files.VQError(
-            f"{folder} has no {vq_files.PREVIEW}: train one (`--config=configs/preview.py`)."
-        )
     images = np.stack([_image(source, index) for index in range(count)])
     codes = vq.encode_images(teacher, images, batch=8)
     exact, fast = (vq.to_pixels(model, codes, batch=8) for model in (teacher, preview))

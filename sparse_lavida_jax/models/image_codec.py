@@ -23,8 +23,8 @@ class ImageCodec:
         model: its cells are made of these codes.
 
     Raises:
-        ConfigError: there is no such VQ, its codes do not fit the model, or its decoder for
-            previews is of another one.
+        ConfigError: there is no such VQ, its codes do not fit the model, or the file of its
+            decoder for previews is damaged or belongs to another VQ.
     """
 
     def __init__(self, name_or_folder: str | pathlib.Path, model: config.Model):
@@ -40,7 +40,7 @@ class ImageCodec:
         if (self.folder / vq_files.PREVIEW).exists():
             from sparse_lavida_jax.models import preview_decoder
 
-            self._preview = preview_decoder.load(self.folder, self.vq)
+            self._preview = taken_apart(preview_decoder.load(self.folder, self.vq))
         codes, wanted = self.image_size // self.factor, self.grid_size * self.side
         if (codes, settings.codebook_size) != (wanted, model.codebook_size):
             raise config.ConfigError(
@@ -52,7 +52,7 @@ class ImageCodec:
 
     def encode(self, pixels: UInt8[np.ndarray, "b h w 3"]) -> Int[np.ndarray, "b l g"]:
         """Returns the cells of images in raster order, encoding each image separately."""
-        codes = vq.encode_images(self.vq, pixels, batch=1)
+        codes = vq.encode_images(self._encoder, pixels, batch=1)
         return np.asarray(sequence.cells_from_codes(codes, self.side))
 
     def to_pixels(
@@ -81,6 +81,11 @@ class ImageCodec:
         shape = 1, cells[0] * self.side, cells[1] * self.side
         codes = jax.ShapeDtypeStruct(shape, np.dtype("int32"))
         return [vq.decode.program(self._decoder(dtype), codes)]
+
+    @functools.cached_property
+    def _encoder(self) -> vq.AnyVQ:
+        with jax_settings.defaults():
+            return taken_apart(self.vq)
 
     def _decoder(self, dtype: str) -> vq.AnyVQ:
         if dtype not in self._decoders:

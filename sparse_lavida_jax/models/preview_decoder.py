@@ -103,7 +103,7 @@ def _teacher_decoding(settings: config.VQ) -> float:
     return _decoding(vq.shapes(settings), settings)
 
 
-def _decoding(model: vq.CodeDecoder, settings: config.VQ) -> float:
+def _decoding(model: vq.AnyVQ | AnyPreview, settings: config.VQ) -> float:
     """Returns the operations to decode a largest image."""
     codes = jax.ShapeDtypeStruct((1, *(settings.image_size // settings.factor,) * 2), jnp.int32)
     return operations(lambda model, x: model.decode(x), model, codes)
@@ -125,15 +125,13 @@ def save(folder: pathlib.Path, model: AnyPreview) -> None:
 
 
 @jax_settings.defaults()
-def load(folder: pathlib.Path, teacher: vq.AnyVQ) -> AnyPreview | None:
-    """Returns the decoder for previews in the folder of its teacher; None if there is none.
+def load(folder: pathlib.Path, teacher: vq.AnyVQ) -> AnyPreview:
+    """Returns the decoder for previews in the folder of its teacher.
 
     Raises:
-        VQError: its file is unreadable, inconsistent or was trained for another teacher.
+        VQError: its file is missing, unreadable, inconsistent or was trained for another teacher.
     """
     path = folder / vq_files.PREVIEW
-    if not path.exists():
-        return None
     remedy = "Delete it or train it again (`--config=configs/preview.py`)."
     try:
         header = tensor_files.read_header(path)

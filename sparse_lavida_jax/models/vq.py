@@ -9,7 +9,7 @@ names, so that released weights fit. Images are [b h w 3] in [0, 1]; a code repr
 import functools
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import einops
 import jax
@@ -104,17 +104,6 @@ if TYPE_CHECKING:
     AnyVQ = VQModel | CellModel  # they have the same methods
 else:
     AnyVQ = nnx.Module  # other models do without the art world
-
-
-@runtime_checkable
-class CodeDecoder(Protocol):
-    """What makes images of codes: an image tokenizer, or a decoder for previews."""
-
-    codebook: Any  # one row for each code
-
-    def decode(self, codes: Int[Array, "b y x"]) -> Float[Array, "b h w 3"]:
-        """Returns the images of codes, in [0, 1]."""
-        ...
 
 
 @functools.cache
@@ -451,6 +440,9 @@ def to_pixels(
     model: Any, codes: Int[np.ndarray, "n y x"], batch: int = 64
 ) -> UInt8[np.ndarray, "n h w 3"]:
     """Returns the images of any number of code grids, `batch` at a time, from host to host.
+
+    Args:
+        model: an image tokenizer, or a decoder for previews.
 
     Raises:
         ValueError: a code is not in the codebook.

@@ -6,33 +6,31 @@ the inputs and its images the targets.
 """
 
 import dataclasses
-import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import rich.console
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.art.cells import CellModel, Painter
 from sparse_lavida_jax.data import image_files
+from sparse_lavida_jax.data.image_files import READ_SUFFIXES
 from sparse_lavida_jax.models import preview_decoder, vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
-from sparse_lavida_jax.training import metrics, train_vq
+from sparse_lavida_jax.training import train_vq
+from sparse_lavida_jax.training.short_stages import check_length, descend
 
 MOST_IMAGES = 2048  # to learn from; ours
 MOST_BYTES = 2**28  # of their pixels
 HELD_OUT = 8  # of so many images of a folder, one is not learned from
 REPORT_IMAGES = 64  # new images of a world for the printed numbers
 SMALLER = 1.5  # an image gives a square for each time that its side is larger by this factor
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 Images = UInt8[np.ndarray, "n h w 3"]
 NewImages = UInt8[np.ndarray, "m h w 3"]
@@ -69,7 +67,7 @@ def train(
             or nothing but warm-up.
         KeyboardInterrupt: it was asked to stop; nothing is saved.
     """
-    train_vq.check_length(settings)
+    check_length(settings)
     name, console = settings.data.image_codec, rich.console.Console()
     folder = vq_files.find(name)
     teacher, sizes = vq_files.load(folder)
@@ -82,7 +80,7 @@ def train(
     console.print(f"{decibels(new.images, decoded):.2f} dB against it on {len(decoded)} new images")
     vq_files.copy(folder, workdir / "vq")
     preview_decoder.save(workdir / "vq", model)
-    pairs = [np.concatenate(pair, axis=1) for pair in zip(new.images, decoded, strict=True)]
+    pairs = [image_files.sheet(pair) for pair in zip(new.images, decoded, strict=True)]
     image_files.write(workdir / "previews.png", image_files.sheet(pairs[:12]))
     console.print(f"wrote {workdir / 'vq'}, and exact images next to previews: previews.png")
 
@@ -104,34 +102,30 @@ def fit(
     is_asked_to_stop: Callable[[int], bool] = lambda step: False,
 ) -> preview_decoder.AnyPreview:
     """Returns a decoder of `width` channels trained on pairs of a teacher; see `train`."""
-    model, optimizer = (
-        preview_decoder.new(teacher, width, settings.seed),
-        train_vq.optimizer_of(settings),
-    )
-    if isinstance(model, CellModel):
-        trained: PyTree = model.painter
-    else:
-        assert isinstance(teacher, vq.VQModel)
-        trained = model
+    model = preview_decoder.new(teacher, width, settings.seed)
+    if isinstance(teacher, vq.VQModel):
+        assert isinstance(model, preview_decoder.PreviewDecoder)
         model.blocks = nnx.Param(jnp.asarray(mean_blocks(teacher, pairs)))
-    opt_state = optimizer.init(trained)  # pyright: ignore[reportArgumentType]  it is a pytree
-    run, steps = _make_step(teacher, optimizer), settings.train.train_steps
-    with metrics.ProgressBar("decoder for previews", steps, console=console) as bar:
-        for step in range(steps):
-            rng = np.random.default_rng((settings.seed, step))
-            chosen = rng.integers(len(pairs.codes), size=settings.train.batch_size)
-            given = pairs.codes[chosen], pairs.images[chosen]
-            trained, opt_state, error = run(trained, opt_state, *given)
-            if is_asked_to_stop(step):
-                jax.block_until_ready(trained)
-                raise KeyboardInterrupt
-            runtime.check_interrupt()
-            if step % settings.train.log_every == 0 or step == steps - 1:
-                bar.reach(step + 1, (step + 1) / steps, squared_error=float(error))
+
+    def batch_of(step: int):
+        rng = np.random.default_rng((settings.seed, step))
+        chosen = rng.integers(len(pairs.codes), size=settings.train.batch_size)
+        return pairs.codes[chosen], pairs.images[chosen]
+
+    def loss(trained: Painter | preview_decoder.PreviewDecoder, codes: Array, images: Array):
+        if isinstance(trained, Painter):
+            assert isinstance(teacher, CellModel)
+            painted = teacher.paint(codes, trained)
+        else:
+            painted = trained.paint(codes)
+        error = jnp.mean((painted - vq.to_float(images)) ** 2)
+        return error, {"squared_error": error}
+
+    how = loss, batch_of, "decoder for previews", console, is_asked_to_stop
     if isinstance(model, CellModel):
-        model.painter = trained
+        model.painter = descend(settings, model.painter, *how)
         return model
-    return trained
+    return descend(settings, model, *how)
 
 
 def mean_blocks(teacher: vq.VQModel, pairs: Pairs) -> Float[np.ndarray, "c d"]:
@@ -145,26 +139,6 @@ def mean_blocks(teacher: vq.VQModel, pairs: Pairs) -> Float[np.ndarray, "c d"]:
     nearest = seen[train_vq.nearest(codebook, codebook[seen])]
     nearest[seen] = seen
     return (sums / np.maximum(counts, 1)[:, None])[nearest]
-
-
-def _make_step(teacher: vq.AnyVQ, optimizer: optax.GradientTransformation) -> Callable:
-    def loss(
-        trained: PyTree, images: UInt8[Array, "b h w 3"], codes: Int[Array, "b y x"]
-    ) -> Float[Array, ""]:
-        if isinstance(trained, Painter):
-            assert isinstance(teacher, CellModel)
-            painted = teacher.paint(codes, trained)
-        else:
-            painted = trained.paint(codes)
-        return jnp.mean((painted - vq.to_float(images)) ** 2)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(trained, opt_state, codes, images):
-        error, gradient = jax.value_and_grad(loss)(trained, images, codes)
-        updates, opt_state = optimizer.update(gradient, opt_state, trained)
-        return jax.tree.map(jnp.add, trained, updates), opt_state, error
-
-    return step
 
 
 # ---------------------------------------------------------------------------------------------
@@ -195,7 +169,7 @@ def _squares(
     folder: pathlib.Path, settings: config.Config, sizes: config.VQ
 ) -> tuple[Images, NewImages]:
     """Returns random squares of the images in a folder; those of every eighth image are new."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in READ_SUFFIXES)
     np.random.default_rng(settings.seed).shuffle(paths)  # pyright: ignore[reportArgumentType]
     parts: tuple[list, list] = [], []
     for i, path in enumerate(paths):
@@ -209,8 +183,8 @@ def _squares(
             break
     if not all(parts):
         raise config.ConfigError(
-            f"Data.folder={str(folder)!r} has too few images ({', '.join(SUFFIXES)}) of at least"
-            f" {sizes.factor}x{sizes.factor} pixels that can be read: give at least"
+            f"Data.folder={str(folder)!r} has too few images ({', '.join(READ_SUFFIXES)}) of at"
+            f" least {sizes.factor}x{sizes.factor} pixels that can be read: give at least"
             f" {2 * HELD_OUT}."
         )
     return np.stack(parts[0]), np.stack(parts[1])

@@ -15,7 +15,7 @@ from sparse_lavida_jax.art import judge, sheet, training_images, world
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.models.image_codec import ImageCodec
-from sparse_lavida_jax.training import train_painter, train_vq
+from sparse_lavida_jax.training import train_painter
 
 SCENES = 24
 
@@ -96,7 +96,7 @@ def test_the_painter_learns_one_thing():
     optimizer = config.Optimizer(**rates, b1=0.9, b2=0.99)
     settings = config.Config(vq=vq_settings, train=train, optimizer=optimizer)
     console = rich.console.Console(file=io.StringIO())
-    fitted = train_painter.fit(settings, one, train_vq.optimizer_of(settings), console)
+    fitted = train_painter.fit(settings, one, console)
     scenes = training_images.TrainingImages.of(one, np.asarray(fitted.codebook, np.float32))
     images, codes, weights = scenes.batch(np.random.default_rng(5), 4)
     assert len(np.unique(weights[codes < len(world.BACKGROUNDS)])) < len(np.unique(weights))
@@ -107,6 +107,4 @@ def test_the_painter_learns_one_thing():
     plain = np.square(vq.to_pixels(fitted, codes, batch=4) - images.astype(float)).mean()
     assert painted < 0.8 * plain
     with pytest.raises(KeyboardInterrupt):
-        train_painter.fit(
-            settings, one, train_vq.optimizer_of(settings), console, lambda step: step == 1
-        )
+        train_painter.fit(settings, one, console, lambda step: step == 1)

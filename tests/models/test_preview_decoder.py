@@ -65,7 +65,7 @@ def test_it_comes_back_from_the_folder_of_its_teacher_and_is_copied_with_it(tmp_
     assert vq_files.digest(tmp_path / "vq") == before
     vq_files.copy(tmp_path / "vq", tmp_path / "copied")
     back = preview_decoder.load(tmp_path / "copied", teacher)
-    assert back is not None and preview_decoder.width_of(back) == 8
+    assert preview_decoder.width_of(back) == 8
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(back), strict=True):
         np.testing.assert_array_equal(one, other)
 
