@@ -9,13 +9,14 @@ It scores itself in `report.md`. SIGTERM saves it, and the same line goes on: th
 typed until the run is finished.
 
 It was never run on a GPU; compiled for an H200, its 6,000 steps are predicted to take 20 minutes
-(`benchmarks.aot_training`). World, tasks and lessons are those of `configs/art.py`, with the
-lessons as fractions of its steps; the image tokenizer is the same, and the text tokenizer has
-places for larger images. `tiny` has one lesson.
+(`benchmarks.aot_training`). The layers are those of `configs/scenes_gpu.py`. World, tasks and
+lessons are those of `configs/art.py`, with the lessons as fractions of its steps; the image
+tokenizer is the same, and the text tokenizer has places for larger images. `tiny` has one lesson.
 """
 
 import art
 import ml_collections
+import scenes_gpu
 
 STEPS = 6_000
 
@@ -27,29 +28,9 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
     c.name = "art_gpu"
     lesson_steps = c.train.train_steps
 
-    c.model.update(
-        width=512,
-        mlp_hidden=1280,
-        num_layers=6,
-        dual_tower_layers=3,
-        num_heads=8,
-        head_dim=64,  # the GPU kernel takes 64 and 128
-        generation_width=320,
-        generation_mlp_hidden=896,
-        grid_size=16,
-        num_registers=8,
-        compute_dtype="bfloat16",
-        unroll_layers=False,
-        vision=dict(
-            image_size=128,
-            patch_size=16,
-            width=256,
-            num_layers=2,
-            num_heads=4,
-            mlp_hidden=512,
-            pool=1,
-        ),
-    )
+    c.model.update(scenes_gpu.LARGE)
+    c.model.update(grid_size=16, num_registers=8)
+    c.model.vision.image_size = 128
     # Four examples share a row, each a segment of its own.
     c.data.update(packing=4, shapes="run")
     c.diffusion.update(plan_steps=(12, 16, 24))
@@ -70,12 +51,9 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
         c.name = "art_gpu_tiny"
         c.data.lessons = dict(name=c.data.lessons.name)
         c.data.tasks = dict(name=1.0, draw=1.0)
-        c.model.update(
-            width=64, mlp_hidden=96, num_layers=2, dual_tower_layers=1, head_dim=16,
-            generation_width=48, generation_mlp_hidden=64,
-        )  # fmt: skip
-        c.model.vision.update(width=32, num_layers=1, mlp_hidden=48)
-        c.train.update(train_steps=40, batch_size=16, log_every=5, eval_tasks=(), eval_prompts=0)
+        c.model.update(scenes_gpu.TINY)
+        c.model.vision.update(scenes_gpu.TINY_VISION)
+        c.train.update(scenes_gpu.TINY_RUN)
     for lesson in c.data.lessons.values():
         lesson.until = max(1, round(lesson.until * c.train.train_steps / lesson_steps))
     return c

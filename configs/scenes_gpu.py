@@ -21,6 +21,35 @@ import scenes_long
 
 STEPS = 20_000
 LESSON_STEPS = 5_845  # of which the lessons of `configs/scenes.py` are fractions
+LARGE = dict(
+    width=512,
+    mlp_hidden=1280,
+    num_layers=6,
+    dual_tower_layers=3,
+    num_heads=8,
+    head_dim=64,  # the GPU kernel takes 64 and 128
+    generation_width=320,
+    generation_mlp_hidden=896,
+    compute_dtype="bfloat16",
+    unroll_layers=False,
+    vision=dict(
+        image_size=96,
+        patch_size=16,
+        width=256,
+        num_layers=2,
+        num_heads=4,
+        mlp_hidden=512,
+        pool=1,
+    ),
+)
+TINY = dict(
+    width=64, mlp_hidden=96, num_layers=2, dual_tower_layers=1, head_dim=16,
+    generation_width=48, generation_mlp_hidden=64,
+)  # fmt: skip
+TINY_VISION = dict(width=32, num_layers=1, mlp_hidden=48)
+TINY_RUN = dict(
+    train_steps=40, batch_size=16, seconds=0.0, log_every=5, eval_tasks=(), eval_prompts=0
+)
 
 
 def get_config(size: str = "large") -> ml_collections.ConfigDict:
@@ -30,27 +59,7 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
     c.name = "scenes_gpu"
     c.data.lessons = scenes.get_config().data.lessons
 
-    c.model.update(
-        width=512,
-        mlp_hidden=1280,
-        num_layers=6,
-        dual_tower_layers=3,
-        num_heads=8,
-        head_dim=64,  # the GPU kernel takes 64 and 128
-        generation_width=320,
-        generation_mlp_hidden=896,
-        compute_dtype="bfloat16",
-        unroll_layers=False,
-        vision=dict(
-            image_size=96,
-            patch_size=16,
-            width=256,
-            num_layers=2,
-            num_heads=4,
-            mlp_hidden=512,
-            pool=1,
-        ),
-    )
+    c.model.update(LARGE)
     # Four examples share a row, each a segment of its own: about four tiles of the kernel.
     c.data.update(packing=4, shapes="run")
     c.optimizer.update(learning_rate=3e-3, warmup_steps=200, b2=0.99, ema=0.999)
@@ -70,14 +79,9 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
         c.name = "scenes_gpu_tiny"
         c.data.lessons = dict(name=c.data.lessons.name)
         c.data.tasks = dict(name_some=1.0, draw=1.0)
-        c.model.update(
-            width=64, mlp_hidden=96, num_layers=2, dual_tower_layers=1, head_dim=16,
-            generation_width=48, generation_mlp_hidden=64,
-        )  # fmt: skip
-        c.model.vision.update(width=32, num_layers=1, mlp_hidden=48)
-        c.train.update(
-            train_steps=40, batch_size=16, seconds=0.0, log_every=5, eval_tasks=(), eval_prompts=0
-        )
+        c.model.update(TINY)
+        c.model.vision.update(TINY_VISION)
+        c.train.update(TINY_RUN)
     if size == "twin":
         c.name = "scenes_gpu_twin"
         c.data.update(packing=1, shapes="lesson")
