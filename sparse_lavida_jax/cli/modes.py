@@ -368,9 +368,12 @@ def _check_sample(asked: argparse.Namespace) -> None:
 
 def _quick_evaluation(settings: config.Config) -> config.Config:
     """Returns settings of an evaluation that ends in minutes, in a folder of its own."""
+    from sparse_lavida_jax.evals import benchmarks
+
     evaluate = settings.evaluate
-    if settings.data.source == "art":
-        evaluate = dataclasses.replace(evaluate, benchmark="art")
+    is_usual = evaluate.benchmark == config.Evaluate().benchmark
+    if is_usual and settings.data.source in benchmarks.names():  # a world has one of its own
+        evaluate = dataclasses.replace(evaluate, benchmark=settings.data.source)
     if not evaluate.limit and settings.train.eval_prompts > QUICK_LIMIT:
         evaluate = dataclasses.replace(evaluate, limit=QUICK_LIMIT, batch_size=QUICK_LIMIT)
     return dataclasses.replace(settings, name=f"eval_{settings.name}", evaluate=evaluate)
