@@ -29,7 +29,7 @@ from sparse_lavida_jax.programs.folder import keep_programs
 
 CONFIG = flags.DEFINE_string("config", "", "A config, whose model gets random weights.")
 STATE = flags.DEFINE_enum("state", None, ("cold", "warm"), "Of a process that is measured.")
-BEGUN = flags.DEFINE_float("prefilled", 0.0, "When that process was started, as time.time().")
+BEGUN = flags.DEFINE_float("begun", 0.0, "When that process was started, as time.time().")
 
 WORDS = "a red circle above a blue square"
 
@@ -47,15 +47,15 @@ def main(_: list[str]) -> None:
         kept = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
         for state in ("cold", "warm"):
             words = [sys.executable, "-m", "benchmarks.first_image"]
-            words += [f"--state={state}", f"--config={CONFIG.value}", f"--prefilled={time.time()}"]
+            words += [f"--state={state}", f"--config={CONFIG.value}", f"--begun={time.time()}"]
             status = subprocess.run(words, env=kept).returncode
             if status:
                 sys.exit(status)
 
 
-def _measure(state: str, prefilled: float) -> None:
+def _measure(state: str, begun: float) -> None:
     """Draws one image and writes a row."""
-    split = {"imports": time.time() - prefilled}
+    split = {"imports": time.time() - begun}
     compiled = measurements.compiled()
     if CONFIG.value:
         task, settings = "first image", config.read(pathlib.Path(CONFIG.value))

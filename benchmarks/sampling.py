@@ -48,7 +48,7 @@ VARIANT = flags.DEFINE_string(
     "variant", "", "Suffix of the ids of rows that are measured in another way."
 )
 MINUTES = flags.DEFINE_float(
-    "minutes", 0.0, "No further row is prefilled that would end later; 0: all are.", lower_bound=0.0
+    "minutes", 0.0, "No further row is begun that would end later; 0: all are.", lower_bound=0.0
 )
 ROWS = flags.DEFINE_list("rows", [], "Ids of the rows of a suite to measure; default: all.")
 PROFILE = flags.DEFINE_boolean("profile", False, "Profile a request of each row; time nothing.")

@@ -76,10 +76,10 @@ def _made(settings: config.Config) -> dict[str, Any]:
     first = max((lesson.until for lesson in settings.data.lessons.values()), default=0)
     number, taken = -(-EXAMPLES.value // settings.train.batch_size), []
     for turn in range(WARM_UPS + TURNS):
-        prefilled = time.process_time()
+        begun = time.process_time()
         for step in range(number):
             dataset[first + turn * number + step]
-        taken.append(time.process_time() - prefilled)
+        taken.append(time.process_time() - begun)
     examples = number * settings.train.batch_size
     return {"batch": settings.train.batch_size, "examples": examples} | times(taken[WARM_UPS:])
 
@@ -110,8 +110,8 @@ def _trained(workdir: pathlib.Path) -> tuple[int, float]:
         sys.exit(
             f"benchmarks.steps: --seconds={SECONDS.value} is too short for two reports: take more."
         )
-    (prefilled, first), (ended, last) = reports[0], reports[-1]
-    return last - first, ended - prefilled
+    (begun, first), (ended, last) = reports[0], reports[-1]
+    return last - first, ended - begun
 
 
 def _step(workdir: pathlib.Path) -> int:

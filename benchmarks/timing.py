@@ -45,13 +45,13 @@ def in_time(names: Sequence[str], minutes: float, hint: str = "") -> Iterator[st
     """
     begin, longest = time.monotonic(), 0.0
     for number, name in enumerate(names):
-        prefilled = time.monotonic() - begin
-        if minutes and number and prefilled + longest > 60 * minutes:
+        elapsed = time.monotonic() - begin
+        if minutes and number and elapsed + longest > 60 * minutes:
             left = ", ".join(names[number:])
             print(f"no time for {left} (--minutes){hint and f': {hint}'}", flush=True)
             return
         yield name
-        longest = max(longest, time.monotonic() - begin - prefilled)
+        longest = max(longest, time.monotonic() - begin - elapsed)
 
 
 def times(taken: Sequence[float]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ combine whatever calls arrive together and run one batch after another; but only
 share a compiled program, kinds take turns at the ends of phases, and a row may be cancelled or
 streamed by itself.
 
-The router passes each request to a replica. If that replica dies before its answer has prefilled,
+The router passes each request to a replica. If that replica dies before its answer has begun,
 another one gets the request; the result is the same, since it depends on the request only.
 """
 
@@ -181,17 +181,17 @@ class Router:
                 break
         plain = {name: scope[name] for name in SCOPE if name in scope}
         for _ in range(ATTEMPTS):
-            prefilled, response = False, self.replicas.remote(plain, bytes(body))
+            begun, response = False, self.replicas.remote(plain, bytes(body))
             try:
                 async for message in response:
-                    prefilled = True
+                    begun = True
                     await send(message)
                 return
             except asyncio.CancelledError:  # the client left
                 response.cancel()
                 raise
             except (RayActorError, DeploymentUnavailableError):
-                if prefilled:
+                if begun:
                     raise
         retry = {"Retry-After": str(http_errors.RETRY_SECONDS)}
         raise fastapi.HTTPException(503, "the machine that did this has stopped: try again.", retry)

@@ -15,7 +15,6 @@ from sparse_lavida_jax.art.sheet import SIZES, Sheet, blended, load
 IMAGE_SIZE = 96  # pixels per side, unless a model draws more cells
 CELL = 8  # pixels per side of what one code describes
 STEP = 4  # pixels between places; a location token is one step
-CELLS = IMAGE_SIZE // CELL  # in a row
 CELL_STEPS = CELL // STEP
 MIRRORED = {"left": "right", "right": "left", "": ""}
 MOST_THINGS = 5

@@ -148,10 +148,11 @@ def whole_sizes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     if math.prod(whole.values()) != count:
         asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ConfigError(
-            "{setting}={value} does not make up the {allowed}.",
+            "{setting}={value} does not fit the {allowed}: the sizes multiply to the number of"
+            " devices, and -1 stands for all that remain.",
             setting="mesh",
             value=asked,
-            allowed=f"{count} devices there are",
+            allowed="1 device there is" if count == 1 else f"{count} devices there are",
         )
     return {axis: whole[axis] for axis in AXES if axis in whole}
 

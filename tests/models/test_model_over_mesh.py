@@ -103,7 +103,7 @@ def test_a_command_names_the_mesh(monkeypatch):
     assert dict(mesh("--mesh=fsdp=2,tensor=-1").shape) == {"fsdp": 2, "tensor": 4}
     for words, told in (
         ("rows=2", "mesh has no axis 'rows': its axes are among"),
-        ("tensor=3", "mesh=tensor=3 does not make up the 8 devices"),
+        ("tensor=3", "mesh=tensor=3 does not fit the 8 devices"),
         ("tensor", "'tensor' is not a mesh such as tensor=4 or fsdp=2,tensor=4"),
     ):
         with pytest.raises(InputError, match=told):

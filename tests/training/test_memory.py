@@ -123,7 +123,7 @@ def test_the_mesh_of_a_plan_is_that_of_the_config():
     assert memory.axes_of({}) == {}
     for sizes, devices, told in (
         (mesh, 0, "say how many, such as --devices=64"),
-        ({"fsdp": 4}, 6, "Train.mesh=fsdp=4 does not make up the 6 devices"),
+        ({"fsdp": 4}, 6, "Train.mesh=fsdp=4 does not fit the 6 devices"),
         ({}, 2, "has no train.mesh, so its run takes one device"),
     ):
         with pytest.raises(config.ConfigError, match=told):
