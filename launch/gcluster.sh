@@ -27,7 +27,7 @@ if [ $# = 0 ] || [ -z "${CLUSTER:-}" ] || [ -z "${IMAGE:-}" ] || [ -z "${SHARE:-
     exit 2
 fi
 
-# For the flag see OPTIONS in benchmarks/aot.py. 75: stopped by a signal before its end, so that the
+# For the flag see OVER_TPUS in programs/persistent_jit.py. 75: stopped by a signal before its end, so that the
 # workload counts as failed and is restarted (EX_TEMPFAIL of sysexits.h).
 printf -v train '%q ' env LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 \
     python3 -m sparse_lavida_jax.main --distributed --stopped_exit_code=75 "$@"
