@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: each writes one JSON file per row; only `table.py` reads them."""
+"""Benchmarks: each writes one JSON file per row; `table.py` and others make tables of them."""

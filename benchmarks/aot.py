@@ -232,7 +232,7 @@ def training_axes(settings: config.Config, topology: str) -> dict[str, int]:
 def training(
     settings: config.Config, topology: str, axes: Mapping[str, int], batch: memory.BatchSize
 ) -> AotProgram:
-    """Compiles one training step: `train.train_step`, called as in `train.train`.
+    """Compiles one training step: `step.train_step`, called as in `train.py`.
 
     `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-1` halves the compilation time. It hardly changes memory or
     traffic, but changes the estimated time tenfold.

@@ -139,7 +139,9 @@ def case_of(name: str, settings: config.Config) -> RequestCase:
     found = [case for case in suites.cases(suite, settings) if case.id == row_id]
     if not found:
         known = ", ".join([*known_requests, *NARROW_REQUESTS])
-        raise config.ConfigError(f"--requests={name}: it takes {known}, at full size.")
+        raise config.ConfigError(
+            f"--requests={name}: choose among {known}, with a --config at full size."
+        )
     return suites.quantized(found[0], method) if method else found[0]
 
 

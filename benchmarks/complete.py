@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What fills the rest of words, layout and image, and how well (`inference/subsets.py`).
+r"""How well what is missing of words, layout and image is filled (`inference/subsets.py`).
 
     python -m benchmarks.complete --per-row=200   # of the bundled model; writes rows and the page
 
@@ -34,13 +34,13 @@ from sparse_lavida_jax.scenes.grammar import Layout, SceneRequest
 from sparse_lavida_jax.scenes.task import Sample
 
 COUNT = flags.DEFINE_integer("per-row", 200, "Items of each new row.", lower_bound=16)
-DONE = flags.DEFINE_string("resume-from", "runs/complete.jsonl", "Where what is done is kept.")
+DONE = flags.DEFINE_string("resume-from", "runs/complete.jsonl", "File for finished items.")
 PAGE = flags.DEFINE_string("page", "docs/log/2026-11-complete.md", "The page with the table.")
 
 MODEL, TWIN, BLIND, BATCH, SEED = "scenes", "scenes_long", "scenes_blind", 8, 57
 CELL, THING = 16, 8  # pixels per side of a cell; tokens of a thing in a layout, with its comma
 BEGIN, END = "<!-- written by benchmarks.complete -->", "<!-- up to here -->"
-Item = dict[str, Any]  # whether it is right, with what is guessed, and what is held is kept
+Item = dict[str, Any]  # whether it is right, a guess is, and what is held is kept
 
 
 class Case(NamedTuple):
@@ -111,7 +111,7 @@ def row_of(name: str, case: Case, items: list[Item]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------
-# New rows. Scenes of which no training holds the number.
+# New rows. Their scenes have numbers that no training uses.
 
 
 def _things(sample: Sample) -> tuple[Any, ...]:

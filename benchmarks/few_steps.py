@@ -37,7 +37,7 @@ SCHEDULES = flags.DEFINE_list("schedules", ["linear", "cosine", "shift"], "Cells
 ORDERS = flags.DEFINE_list("orders", ["stratified", "halton", "random"], "Orders of the cells.")
 GIVEN = flags.DEFINE_list("given", ["words", "layout"], "What is given of an image.")
 COUNT = flags.DEFINE_integer("images", 256, "Unseen images.", lower_bound=16)
-DONE = flags.DEFINE_string("resume", "runs/few_steps.jsonl", "Where what is done is kept.")
+DONE = flags.DEFINE_string("resume", "runs/few_steps.jsonl", "File for finished plans.")
 
 BATCH, SEED = 16, 56
 FIGURE = pathlib.Path(__file__).parents[1] / "docs" / "log" / "few_steps.png"

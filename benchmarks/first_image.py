@@ -28,7 +28,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
 
 CONFIG = flags.DEFINE_string("config", "", "A config, whose model gets random weights.")
-STATE = flags.DEFINE_enum("state", None, ("cold", "warm"), "Of a process that is measured.")
+STATE = flags.DEFINE_enum("state", None, ("cold", "warm"), "Set for the processes that it starts.")
 BEGUN = flags.DEFINE_float("begun", 0.0, "When that process was started, as time.time().")
 
 WORDS = "a red circle above a blue square"

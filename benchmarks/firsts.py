@@ -40,7 +40,7 @@ PART = flags.DEFINE_enum("part", "surprise", ["surprise", "prove", "costs"], "Wh
 COUNT = flags.DEFINE_integer("count", 200, "Scenes, or images of each setting.", lower_bound=16)
 SIZES = flags.DEFINE_list("sizes", ["1", "16"], "Images together of which costs are measured.")
 TIMED = flags.DEFINE_integer("timed", 9, "Turns that are timed; 0: none.", lower_bound=0)
-DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "Where what is done is kept.")
+DONE = flags.DEFINE_string("done", "runs/firsts.jsonl", "File for finished items.")
 
 MODEL, BATCH, CAPTIONS, SEED = "scenes", 16, 8, 20
 CHANGED = 80  # images of each setting that are changed, and proved with other words and seeds
@@ -184,7 +184,7 @@ def surprise_rows(pipe: SparseLaViDa, count: int) -> Iterator[dict[str, Any]]:
 
 
 def drawn_images(pipe: SparseLaViDa, name: str, start: int) -> tuple[Result, Any]:
-    """Returns a batch of images of a setting, and the images that they were drawn after."""
+    """Returns a batch of images of a setting, and the images that they were drawn from."""
     task, options, changes = SETTINGS[name]
     own = pipe.with_sampling(config.changed(pipe.settings.sampling, changes))
     kind = "edit" if task == "edit" else "draw"
@@ -200,7 +200,7 @@ def drawn_images(pipe: SparseLaViDa, name: str, start: int) -> tuple[Result, Any
 def planted(
     result: Result, what: str, given: np.ndarray, rng: np.random.Generator, pipe: SparseLaViDa
 ) -> Result | None:
-    """Returns a copy of a result whose images have a fault each; None if this kind has no place.
+    """Returns a copy of a result whose images have a fault each; None if one has no place for it.
 
     Args:
         given: cells of each image that were not drawn.

@@ -377,7 +377,10 @@ def main(_: list[str]) -> None:
     shared = config.changed(config.read(pathlib.Path(f"configs/{here.file}.py")), here.changes)
     ways = ways_of(shared)
     if unknown := set(WAYS.value) - set(ways):
-        sys.exit(f"benchmarks.learning: no way {', '.join(unknown)}; there are {', '.join(ways)}.")
+        sys.exit(
+            f"benchmarks.learning: --ways={','.join(sorted(unknown))} is unknown: choose among"
+            f" {', '.join(ways)}."
+        )
     for seed in map(int, SEEDS.value):
         for name in WAYS.value or ways:
             row_id = f"{WORLD.value}/{name}/s{seed}"

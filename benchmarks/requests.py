@@ -85,7 +85,9 @@ class Subject:
         if case.without not in ("fused", "by_layer"):
             return self.model
         if self.unfused is None:
-            raise config.ConfigError("the suite fastpath takes --config and --random-weights.")
+            raise config.ConfigError(
+                "the suite fastpath needs random weights: give --config and --random-weights."
+            )
         unfused = self.unfused()
         return unfused if case.without == "fused" else fuse.for_inference(unfused, by_layer=False)
 
@@ -224,7 +226,7 @@ class Timed:
         return self.case.batch * sum(counted[name] for name in runs if runs[name])
 
     def moved_logits(self) -> dict[str, float]:
-        """Returns how far 8 bits change the logits of the first step, and how many modes remain."""
+        """Returns how far 8 bits move the logits of the first step, and how many argmaxes stay."""
         case, whole = self.case, self.subject.model
         settings, plan = case.settings(whole.settings), case.plan(whole.settings)
         inputs = case.sample_inputs(whole.settings, range(case.batch))

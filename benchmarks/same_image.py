@@ -36,7 +36,7 @@ PARTS = ("reference", "avx2", "avx", "one_thread", "batch_1", "interpreted", "bf
 PART = flags.DEFINE_enum("variant", "device", PARTS, "What differs from the reference.")
 COUNT = flags.DEFINE_integer("drawn", 500, "Images of each kind.", lower_bound=16)
 KIND = flags.DEFINE_enum("kind", None, ["layout", "free"], "Only images of this kind.")
-DONE = flags.DEFINE_string("resume", "runs/same_image.jsonl", "Where what is done is kept.")
+DONE = flags.DEFINE_string("resume", "runs/same_image.jsonl", "File for finished batches.")
 
 MODEL, BATCH, SEED = "scenes", 16, 57
 PASSED = 128

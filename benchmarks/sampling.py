@@ -48,7 +48,10 @@ VARIANT = flags.DEFINE_string(
     "variant", "", "Suffix of the ids of rows that are measured in another way."
 )
 MINUTES = flags.DEFINE_float(
-    "minutes", 0.0, "No further row is begun that would end later; 0: all are.", lower_bound=0.0
+    "minutes",
+    0.0,
+    "Start no row that would end after so many minutes; 0: measure all.",
+    lower_bound=0.0,
 )
 ROWS = flags.DEFINE_list("rows", [], "Ids of the rows of a suite to measure; default: all.")
 PROFILE = flags.DEFINE_boolean("profile", False, "Profile a request of each row; time nothing.")
@@ -70,7 +73,8 @@ def main(_: list[str]) -> None:
     keep_programs()
     if bool(CONFIG.value) != RANDOM.value:
         sys.exit(
-            "benchmarks.sampling: --config and --random-weights go together: it has no weights."
+            "benchmarks.sampling: --config and --random-weights go together: a config file has no"
+            " weights."
         )
     suite = SUITE.value or suites.PRESETS_SUITE
     try:

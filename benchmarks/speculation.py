@@ -42,14 +42,14 @@ from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.grammar import Layout
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
 
-MODELS = flags.DEFINE_list("models", ["scenes", "art_grid"], "What is measured.")
+MODELS = flags.DEFINE_list("models", ["scenes", "art_grid"], "Models to measure.")
 SETTINGS = flags.DEFINE_list("settings", [], "Names of settings of a model; default: all.")
 STEPS = flags.DEFINE_list(
-    "step-counts", ["8", "18", "36", "64"], "Of an image; not more than cells."
+    "step-counts", ["8", "18", "36", "64"], "Steps of an image; at most as many as its cells."
 )
-BATCHES = flags.DEFINE_list("batch-sizes", ["1", "16"], "Images together.")
+BATCHES = flags.DEFINE_list("batch-sizes", ["1", "16"], "Images per batch.")
 IMAGES = flags.DEFINE_integer(
-    "num-images", 64, "Of each setting, at least one batch.", lower_bound=1
+    "num-images", 64, "Images of each setting; at least one batch.", lower_bound=1
 )
 
 Draft = Literal["one pass", "empty"]

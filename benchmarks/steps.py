@@ -30,16 +30,16 @@ from sparse_lavida_jax.training import sources
 from sparse_lavida_jax.training.metrics import read_metrics
 
 CONFIG = flags.DEFINE_string("config", "configs/scenes.py", "What to train.")
-SECONDS = flags.DEFINE_integer("seconds", 60, "Of the whole process, at most.", lower_bound=1)
+SECONDS = flags.DEFINE_integer("seconds", 60, "Most seconds for the process.", lower_bound=1)
 REPORTS = flags.DEFINE_integer(
-    "reports", 0, "Of metrics, after which it ends; 0: when the time is over.", lower_bound=0
+    "reports", 0, "End after so many reports of metrics; 0: when the time is over.", lower_bound=0
 )
-WORKDIR = flags.DEFINE_string("workdir", "", "Its folder; by default one that is deleted.")
+WORKDIR = flags.DEFINE_string("workdir", "", "Run directory; by default one that is deleted.")
 EXAMPLES = flags.DEFINE_integer(
-    "examples", 0, "To make instead of training, five times after three others.", lower_bound=0
+    "examples", 0, "Make so many instead of training: 5 timed turns after 3 others.", lower_bound=0
 )
 POLL_S = 0.1
-WARM_UPS, TURNS = 3, 5  # orders and words are kept from the first ones on
+WARM_UPS, TURNS = 3, 5  # orders and words are cached from the first turns on
 END_S = 60  # to save a run and to end
 
 

@@ -76,9 +76,9 @@ class RequestCase:
     def sample_inputs(
         self, model: config.Model, seeds: Sequence[int], turn: int = 0
     ) -> list[prompts.SampleInput]:
-        """Returns a batch, laid out; other turns may have fewer words, or others.
+        """Returns the inputs of a batch; other turns may have fewer words, or others.
 
-        If prefixes are kept, as many others, so that only the rows without words recur.
+        If prefixes are kept, they have as many, but others: only rows without words then recur.
         """
         fewer, moved = turn % 8 if self.varies else 0, turn if self.keeps_prefix else 0
         parts = tuple(
@@ -137,7 +137,9 @@ def chosen(found: Sequence[RequestCase], ids: Collection[str]) -> list[RequestCa
     """
     known = [case.id for case in found]
     if unknown := [row_id for row_id in ids if row_id not in known]:
-        raise config.ConfigError(f"there is no row {unknown[0]!r}: {', '.join(known)}.")
+        raise config.ConfigError(
+            f"there is no row {unknown[0]!r}. Choose among {', '.join(known)}."
+        )
     return [case for case in found if not ids or case.id in ids]
 
 
@@ -159,7 +161,9 @@ def check_presets(names: Collection[str]) -> None:
     """
     known = SAMPLERS["text"]  # those of images too
     if unknown := [name for name in names if name not in known]:
-        raise config.ConfigError(f"there is no preset {unknown[0]!r}: {', '.join(known)}.")
+        raise config.ConfigError(
+            f"there is no preset {unknown[0]!r}. Choose among {', '.join(known)}."
+        )
 
 
 def by_preset(

@@ -107,7 +107,7 @@ VALUES: dict[str, Callable[[View], Any]] = {
     "difference": lambda row: row["sparse"]["share"] - row["dense"]["share"],
     "within": lambda row: bars()["twins"]["within"],
     "as_good": lambda row: _verdict(row["difference"] >= -row["within"]),
-    # From the rehearsal.
+    # From the suite `rehearsal`: a model at full size, part by part.
     "paper": lambda row: bars()["paper"][row["task"]],
     "layers_used": lambda row: row.get("layers_trained", row["layers"]),
     "checked": lambda row: ", ".join(

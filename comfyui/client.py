@@ -37,7 +37,7 @@ class Server:
     """A running server; requests include the key in the environment variable `KEY`, if set.
 
     Attributes:
-        address: without a path, such as http://127.0.0.1:8000.
+        address: without /v1, such as http://127.0.0.1:8000.
         timeout: seconds to wait for a response.
     """
 

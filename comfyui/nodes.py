@@ -23,7 +23,7 @@ SEED = (
         "min": 0,
         "max": 2**64 - 1,  # as of ComfyUI's own nodes
         "control_after_generate": True,
-        "tooltip": "Of the first image; the others count on. Seeds that differ by 2**31 are one.",
+        "tooltip": "Of the first image; the others count up. Seeds 2**31 apart are the same.",
     },
 )
 SETTINGS = {

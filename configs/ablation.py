@@ -13,7 +13,7 @@ import scenes
 def get_config(name: str = "ablation") -> ml_collections.ConfigDict:
     c = scenes.get_config()
     c.name = name
-    # What was measured stays as it was: without what teaches a model to look.
+    # As when the ablations were measured: without what has since made models learn to look.
     c.model.num_heads = 3
     c.model.head_dim = 32
     c.model.neighbour_heads = ()

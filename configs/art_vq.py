@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The image tokenizer of real art: 12x12 codes for 96x96 pixels, each of its cell alone.
+r"""The image tokenizer of real art: 12x12 codes for 96x96 pixels, each encoded from its cell alone.
 
 python -m sparse_lavida_jax.main --config=configs/art_vq.py
 """

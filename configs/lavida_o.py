@@ -75,8 +75,9 @@ def get_config() -> ml_collections.ConfigDict:
     return c
 
 
-# How training cuts responses into blocks (docs/api/training.md): `configs/sft_1024.py:paper`. A run
-# must continue with the same assignment; the last two used to be the default.
+# How training cuts responses into blocks (docs/api/training.md); chosen after the name of a config:
+# `configs/sft_1024.py:paper`. A run must continue with the same assignment; `one_step`, and then
+# `schedule`, used to be the default.
 ASSIGNMENTS = dict(
     # Ours. An image row contains every step of a sampler's plan, merged until each has 128 cells; a
     # text row contains the tokens of eight of its steps.

@@ -5,7 +5,7 @@ r"""LaViDa-O at its full widths, but two layers: how much 8 bits change sums ove
         --suite=quant --runs=5
 
 Widths, heads and vocabulary are those of the release. It takes 15 GB and an hour on two cores:
-images have 256 px, answers 16 words, and the products are float32.
+images have 256 px, answers 16 tokens, and the products are float32.
 """
 
 import pathlib

@@ -14,7 +14,7 @@ import ml_collections
 # One skill after another: with all tasks at once, no task that needs looking is learned for
 # thousands of steps. Learned skills are rehearsed: otherwise they are forgotten within a thousand.
 LESSONS = dict(
-    # From a place to its contents. In a crowd, few names follow from the others.
+    # To name what is at a place. With many objects, few names can be guessed from the others.
     name=dict(until=500, tasks=dict(name_some=1.0)),
     # And the reverse.
     look=dict(until=1300, tasks=dict(name_some=1.0, locate=1.5, point=1.5, quiz_fair=0.7)),

@@ -15,7 +15,7 @@ import scenes
 
 # As in `configs/scenes.py`, with questions before drawing.
 LESSONS = dict(
-    # From a place to its contents. In a crowd, few names follow from the others.
+    # To name what is at a place. With many objects, few names can be guessed from the others.
     name=dict(until=1000, tasks=dict(name_some=1.0)),
     # And the reverse; and first answers: four questions per image, all answers equally likely.
     look=dict(

@@ -273,7 +273,9 @@ class Data(Section):
     prompt_drop: Share = 0.1  # share of rows whose prompt is masked, for guidance
     source_drop: Share = 0.1  # share of edit rows whose source cells are masked
     given: Share = 0.2  # share of rows that show a random part of the response as given
-    edit_keeps: Share = 0.0  # edits with a layout that give all else; above 0, sampling does too
+    # Share of edits with a layout in which all cells that it does not name are given; above 0,
+    # sampling gives them too.
+    edit_keeps: Share = 0.0
     blind: bool = False  # replaces seen images by empty scenes: what can be learned without looking
     # Processes that make batches; 0: one thread; -1: one thread on a CPU, else most of the cores.
     workers: CountOrAuto = -1
@@ -349,7 +351,7 @@ class Diffusion(Section):
             by_code = 'corruption "released" masks code by code anyway: it must be 0'
             yield "partial_cells", self.partial_cells == 0, by_code
         else:
-            only = 'it is of corruption "released" alone'
+            only = 'it needs corruption "released"'
             yield "complementary", not self.complementary, only
             yield "text_loss", self.text_loss, only
         is_one = (self.num_masked_blocks, self.text_masked_blocks, self.blocks)
@@ -617,8 +619,8 @@ class Config(Section):
         )
         yield (
             train.batch_size % (data.packing * (train.microbatches or 1)),
-            f"Train.batch_size={train.batch_size} examples do not make whole rows of"
-            f" Data.packing={data.packing} in each of Train.microbatches={train.microbatches}.",
+            f"Train.batch_size={train.batch_size} must be a multiple of Data.packing={data.packing}"
+            f" times {train.microbatches or 1} microbatches, so that each has whole rows.",
         )
         yield (
             self.diffusion.corruption == "released"

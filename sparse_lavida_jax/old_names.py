@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names of before December 2026 are called now, for what was written or is typed with them.
+"""Today's names for those of before December 2026, in what was written or is typed with them.
 
 PNGs, model folders, run directories and benchmark rows keep their bytes and are renamed when read.
 On the command line and in Python an old name is refused with the new one.
@@ -56,7 +56,7 @@ def current(values: Any) -> Any:
 
 
 def _in_sections(sampling: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns sampling settings with those that moved in their sections."""
+    """Returns sampling settings, with those that moved put into their sections."""
     found = {key: value for key, value in sampling.items() if key not in SECTIONS}
     for key in SECTIONS.keys() & sampling.keys():
         section, name = SECTIONS[key]

@@ -2,7 +2,7 @@
 """The sampler: one prefill, then one jitted loop per phase (paper Sec. 3.2).
 
 A host-side plan (`sampling/plans.py`) says which positions each step passes; consecutive steps of
-equal width form a phase, and a phase is one compiled program: `lax.fori_loop` over `step`. On
+equal width form a phase, and a phase is one compiled program: a loop over `step`. On
 accelerators, it is called for up to 16 steps at a time (`calls.STEPS`). Within a call nothing
 returns to Python and no shape changes. Image and text, every preset and
 every ablation row run this same `step`; which tokens are passed and which are committed is data

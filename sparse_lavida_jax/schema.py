@@ -327,10 +327,10 @@ def _convert(schema: type, name: str, kind: Any, value: Any) -> Any:
         )
     if origin is int and not -(2**31) <= value < 2**31:
         about = {"setting": f"{schema.__name__}.{name}", "value": shown(value)}
-        raise ConfigError(**about, allowed="32 bits")
+        raise ConfigError(**about, allowed="it must fit into 32 bits")
     if origin is str and len(value) > LONGEST:
         raise ConfigError(
-            f"{schema.__name__}.{name} has {len(value)} characters; it may have {LONGEST}."
+            f"{schema.__name__}.{name} has {len(value)} characters; at most {LONGEST} are allowed."
         )
     if origin is float and not abs(value) < 2**127:  # as 32 bits hold it
         about = {"setting": f"{schema.__name__}.{name}", "value": str(value)}

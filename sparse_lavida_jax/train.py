@@ -237,7 +237,7 @@ class _Loop:
         return bool(is_late), bool(is_to_draw)
 
     def _forecast(self) -> None:
-        """Warns once, when the speed is known, that a run on own images will be too short."""
+        """Warns once, when the speed is known, that a run on prepared data will be too short."""
         train = self._settings.train
         if self._is_forecast or not train.seconds or self._source.prepared is None:
             return
@@ -286,7 +286,7 @@ class _Loop:
             skipped = int(values.pop("skipped"))
             if skipped > train.skip_steps:
                 raise DivergedError(
-                    f"the loss is {values['loss']} and its gradient {values['gradient_norm']} long"
+                    f"the loss is {values['loss']} and its gradient norm {values['gradient_norm']}"
                     f" at step {step}; steps {step - skipped + 1} to {step} were left out and"
                     " nothing of them is saved. Start again in another --workdir, with a lower"
                     " optimizer.learning_rate or optimizer.clip_norm."
@@ -351,7 +351,7 @@ class _Loop:
             print(sentence)
         elif self.step < min(settings.optimizer.warmup_steps, settings.train.train_steps):
             few = f"only {self.step} steps fitted into {settings.train.seconds:g} seconds"
-            print(f"{few}: to go on, type it again with a larger --config.train.seconds")
+            print(f"{few}: to go on, type the command again with a larger --config.train.seconds")
         print(f"{run.model_folder}: the {'trained model' if is_enough else 'model so far'}")
         if settings.lora.rank:
             folder = run.folder / "adapters"

@@ -67,7 +67,7 @@ def pytest_configure(config):
     jax.config.update("jax_numpy_rank_promotion", "raise")
     from sparse_lavida_jax.programs import jax_settings
 
-    jax_settings.DEFAULTS["jax_numpy_rank_promotion"] = "raise"  # of which results do not depend
+    jax_settings.DEFAULTS["jax_numpy_rank_promotion"] = "raise"  # results do not depend on it
 
 
 def pytest_collection_modifyitems(items):

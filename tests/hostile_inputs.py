@@ -357,7 +357,7 @@ def _any(of: dict[str, bytes]) -> Callable[[str, int], list[int]]:
     return lambda host, port: answers(host, port, random.choice(list(of.values())))
 
 
-# By name; the number is that of the row in the table of faults.
+# By name; the numbers are only part of the names.
 KINDS: dict[str, Callable[[str, int], list[int]]] = {
     "3 punycode form": _whole(punycode_form),
     "4 scans": _whole(scans),

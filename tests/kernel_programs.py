@@ -17,7 +17,7 @@ from sparse_lavida_jax.tags import Stream, TokenTags
 
 
 def traced(kernel, shape, sharding, length: int, num_tags: int):
-    """Traces the kernel of a module over a row of tokens; five tags have segments."""
+    """Traces the kernel of a module over a row of tokens; of five tags, two are segments."""
 
     def attend(q, k, v, tags, pulled):
         def forward(q, k, v):

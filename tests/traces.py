@@ -156,7 +156,7 @@ def _patched(**functions):
 
 @functools.partial(tiny.quick_jit, static_argnames=("settings",))
 def _step(model, state, now, prompts, settings):
-    """Runs `sample.step`; returns the state, and the logits for its draws."""
+    """Runs `sample.step`; returns the logits for its draws, and the state after it."""
     step_logits, seen = sample.step_logits, []
 
     def observed(*args):

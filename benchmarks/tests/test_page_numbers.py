@@ -62,7 +62,7 @@ def test_training_steps_of_the_full_model_are_those_that_were_compiled():
 
 
 def of_release(part, layers):
-    """Returns the row of a part of the rehearsal."""
+    """Returns the row of a part of the suite `rehearsal`, a model at full size."""
     (found,) = (
         row
         for row in measurements.read_rows("rehearsal")

@@ -26,8 +26,8 @@ from sparse_lavida_jax.art.world import (
 )
 from sparse_lavida_jax.scenes.dice import Dice
 
-EVERY = 8  # of so many things, one has a held-out style
-PARTNER = 37  # a thing is never seen with the one so many places on in the sheet
+EVERY = 8  # one thing in so many has a held-out style
+PARTNER = 37  # things so many places apart in the sheet are a held-out pair
 ATTEMPTS = 30  # to find a free place for a thing
 CROWD = 9  # things in the images that an image tokenizer learns from
 

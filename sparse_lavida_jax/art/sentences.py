@@ -46,7 +46,7 @@ Read = tuple[str, list[str]]  # a taught sentence, and what was not understood
 
 @functools.cache
 def _names(sheet: Sheet) -> dict[str, tuple[str, bool]]:
-    """Returns a thing and whether it is several, by its names with `same_words`."""
+    """Returns each thing and whether the name is a plural, by names as `same_words` writes them."""
     names = {}
     for thing in sheet.things:
         names |= {

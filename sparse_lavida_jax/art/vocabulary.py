@@ -115,7 +115,7 @@ def tokenizer_for(model: config.Model) -> pathlib.Path:
         known = " or ".join(str(one // CELL) for one in TOKENIZERS)
         raise config.ConfigError(
             f"Model.grid_size={model.grid_size}: data.source='art' has text tokenizers for grids of"
-            f" {known} cells."
+            f" {known} cells a side: set model.grid_size to one of these."
         )
     return TOKENIZERS[side]
 

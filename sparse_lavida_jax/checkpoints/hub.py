@@ -99,5 +99,5 @@ def _explained(library: Any, name: str) -> Iterator[None]:
     except Exception as error:  # the library raises whatever its HTTP client raises
         told = (sentence for kinds, sentence in said.items() if isinstance(error, kinds))
         first_line = str(error).strip().partition("\n")[0]
-        usual = f"the hub's model {name} could not be fetched or written ({first_line}): run it"
-        raise CheckpointError(next(told, f"{usual} again, it goes on where it stopped.")) from error
+        usual = f"the hub's model {name} could not be fetched or written ({first_line}): try"
+        raise CheckpointError(next(told, f"{usual} again; it goes on where it stopped.")) from error

@@ -266,7 +266,9 @@ def read_config(folder: pathlib.Path) -> config.Config:
     try:
         given = files.read_json(path, MOST_SETTINGS)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no config.json, so its model is unknown.") from None
+        raise CheckpointError(
+            f"{folder} has no config.json, so its model is unknown. Copy the folder again."
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     tag = given.pop("format", None) if isinstance(given, dict) else None
@@ -353,7 +355,7 @@ def copy(
     settings: config.Config | None = None,
     change: Callable[[str, np.ndarray], np.ndarray] | None = None,
 ) -> int:
-    """Copies a model folder, storing its parameters as `kind`; returns the number of parameters.
+    """Copies a model folder, storing its parameters as `kind`; returns the number of tensors.
 
     Unless its parameters change, the copy records the folder it was derived from, so that adapters
     for that one still fit.

@@ -48,7 +48,7 @@ def _reader(what: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _int(text: str) -> int:
-    """Reads a whole number that 64 bits hold: Python does not write all larger ones."""
+    """Reads a whole number that 64 bits hold: Python refuses to print some larger ones."""
     if not -(2**63) <= (number := int(text)) < 2**63:
         raise ValueError(text)
     return number
@@ -363,11 +363,13 @@ ARGUMENTS = {
     "num_images": Argument("--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1),
     "best_of": Argument(
         "--best-of",
-        f"draw each image anew until the model accepts it, at most so often, 1 to {MOST_IMAGES}",
+        f"draw each image anew until the model accepts it, at most this often, 1 to {MOST_IMAGES}",
         _whole,
     ),
     "margins": Argument(
-        "--margins", "record how far each draw was from another one; one more pass a stage", None
+        "--margins",
+        "record how far each draw was above the next best; one more pass per stage",
+        None,
     ),
     "vq_dtype": Argument(
         "--vq-dtype",
@@ -504,7 +506,7 @@ ARGUMENTS = {
     ),
     "rows": Argument(
         "--batch-size",
-        f"rows that are decoded together, and all fewer, 1 to {MOST_ROWS}",
+        f"largest batch to compile for, in rows, with all smaller ones, 1 to {MOST_ROWS}",
         _whole,
         1,
         bounds=(1, MOST_ROWS),
@@ -574,7 +576,7 @@ ARGUMENTS = {
     "dtype": Argument(
         "--dtype",
         "number type of the parameters that are written; by default as they are. With it, export"
-        " writes a model folder; int8 and float8 are only of the matrices in the layers",
+        " writes a model folder; int8 and float8 apply only to the matrices in the layers",
         str,
         choices=("float32", "bfloat16", *quantize.DTYPES),
     ),

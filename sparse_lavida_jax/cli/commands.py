@@ -62,7 +62,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Runs a command.
 
     Raises:
-        one of errors.MISTAKES: the command cannot be carried out; the message says why.
+        one of usage_errors.MISTAKES: the command cannot be carried out; the message says why.
         OSError: something could not be written.
     """
     if getattr(asked, "seed", None) is not None:
@@ -332,7 +332,9 @@ def _chat(asked: argparse.Namespace) -> None:
 def _warm_up(asked: argparse.Namespace) -> None:
     """Makes the programs of usual requests, and says for each kind of them what it took."""
     if asked.compilation_cache == "":
-        raise UsageError("--compilation-cache= keeps nothing for later: leave it out, or name one.")
+        raise UsageError(
+            "--compilation-cache= keeps nothing for later: leave it out, or name a folder."
+        )
     pipe, begin = load(asked), time.monotonic()
     for task in warmup.tasks_of(pipe, asked.tasks):
         draws, options = TASK_SPECS[task].draws, {"quantize": asked.quantize}

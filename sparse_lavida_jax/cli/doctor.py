@@ -106,7 +106,7 @@ def driver_text(version: str, installed: Collection[str]) -> str:
     line = f"NVIDIA driver {version}"
     install = f"pip install -e '.[{DRIVERS[able][1]}]'" if able else ""
     if not installed:
-        return f"{line}, but jax is installed without a GPU: {install}" if able else line
+        return f"{line}, but jax is installed without GPU support: {install}" if able else line
     cuda = max(installed)
     least = DRIVERS[cuda][0]
     if major >= least:

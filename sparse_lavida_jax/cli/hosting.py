@@ -143,9 +143,10 @@ def _check_guarded(name: str, host: str, key: str, *, insecure: bool) -> None:
     if _is_loopback(host) or insecure or (key and name == "serve"):
         return
     wanted = f"a key that clients send (--api-key, or the variable {KEY})"
+    if name != "serve":
+        wanted = "a proxy that asks for a password, in front of --host=127.0.0.1"
     raise UsageError(
-        f"other machines reach {host}: that needs {wanted if name == 'serve' else 'a proxy'}, or"
-        " --insecure to let everybody in."
+        f"other machines reach {host}: that needs {wanted}, or --insecure to let everybody in."
     )
 
 

@@ -34,7 +34,7 @@ def run(name: str, asked: argparse.Namespace) -> int:
     """Runs a mode and returns the exit code of what was done, or stopped and saved.
 
     Raises:
-        one of errors.MISTAKES: it cannot be followed; the message says why.
+        one of usage_errors.MISTAKES: the mode cannot be carried out; the message says why.
         OSError: something could not be read or written.
     """
     if not flags.FLAGS.is_parsed():
@@ -65,7 +65,7 @@ def _train(asked: argparse.Namespace, settings: config.Config) -> None:
     if settings.data.source == "none":
         raise UsageError(
             f"the config {settings.name} has no data to train on (data.source='none'):"
-            " choose scenes or prepared."
+            " choose scenes, art or prepared."
         )
     stage = settings.train.stage
     if together is not None and stage != "denoiser":

@@ -19,7 +19,7 @@ from sparse_lavida_jax.programs import compiling, side_by_side
 from sparse_lavida_jax.sampling.progress import Callback, Progress
 
 Form = Literal["text", "JSON", "full JSON"]
-SMALL, SMALL_SCALE = 128, 4  # images with sides below that many pixels are saved so much enlarged
+SMALL, SMALL_SCALE = 128, 4  # images with sides below 128 pixels are saved 4 times as large
 
 
 def check_out(path: pathlib.Path, suffixes: dict[str, str] | None = None) -> None:

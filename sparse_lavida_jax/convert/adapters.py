@@ -403,7 +403,9 @@ def _scale(path: pathlib.Path, official: Mapping[str, str]) -> Callable[[str, in
             raise ValueError(f"alpha_pattern has {odd[0]!r:.200}, which is not a name with one .*")
         is_by_root = bool(given.get("use_rslora"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not describe adapters of ours: {error}.") from error
+        raise CheckpointError(
+            f"{path} does not describe adapters that can be read: {error}."
+        ) from error
     patterns = {re.compile(rf"(.*\.)?({key})$"): value for key, value in by_pattern.items()}
 
     def scale(ours: str, rank: int) -> float:

@@ -269,7 +269,7 @@ def _look_through(folder: pathlib.Path, understanding_only: bool) -> _Released:
     contents.names(folder)  # small files are copied: none of them may be a link to elsewhere
     given = _read_json(folder / "config.json")
     if given.get("format") == model_folder.FORMAT:
-        raise ConvertError(f"{folder} is a model folder of this project already.")
+        raise ConvertError(f"{folder} is a model folder of this project already: use it as it is.")
     if not has_generation_branch(given) and not understanding_only:
         kind = str(given.get("model_type", "of an unknown type"))
         named = "that is LLaDA, which draws nothing" if "llada" in kind else f"that is {kind}"
@@ -346,8 +346,8 @@ def _no_weights(folder: pathlib.Path) -> str:
     if pickled := _pickled_in(folder):
         return pickled
     if shards := [path.name for path in _files(folder) if path.suffix == ".safetensors"]:
-        return f"{INDEX} is missing, which says what is in {', '.join(shards[:3])}."
-    return f"it holds neither {SINGLE} nor {INDEX}."
+        return f"{INDEX} is missing, which says what is in {', '.join(shards[:3])}. Download it."
+    return f"it holds neither {SINGLE} nor {INDEX}. Download its safetensors files."
 
 
 def _pickled_in(folder: pathlib.Path) -> str:

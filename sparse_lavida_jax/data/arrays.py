@@ -107,7 +107,8 @@ def levels_of(image: Any, name: str) -> Image.Image | Pixels:
             " last (of a torch tensor: permute(1, 2, 0))."
         )
     if shape[0] * shape[1] > MOST_PIXELS:
-        raise ImageError(f"{name} is {shape[1]}x{shape[0]}: more than {MOST_PIXELS} pixels.")
+        size = f"{shape[1]}x{shape[0]}"
+        raise ImageError(f"{name} is {size}: more than {MOST_PIXELS} pixels. Make it smaller.")
     if isinstance(image, Image.Image):
         try:
             as_rgb(image.crop((0, 0, 1, 1)))  # reads the file, if Pillow has only opened it

@@ -46,7 +46,7 @@ PNG_LEVEL = 1  # of zlib, for images that are sent: a quarter of the time of lev
 FRAME_MILLISECONDS = 350
 LAST_FRAME_MILLISECONDS = 2000
 GAP = 4  # pixels between the images of a sheet
-JPEG = b"\xff\xd8"  # starts each
+JPEG = b"\xff\xd8"  # every JPEG starts so
 # What starts the EXIF data of a JPEG, and the list of its images if it has several, as from phones:
 # the first one counts. Pillow shall read neither (`_orientation`).
 _EXIF = re.compile(rb"\xff\xe1..Exif\0\0", re.DOTALL)
@@ -168,7 +168,7 @@ def record_in(contents: bytes, name: str = "the image") -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise ImageError(
-            f"{name} does not say how it was drawn: it takes a PNG that `sparse-lavida` wrote and"
+            f"{name} does not say how it was drawn: give a PNG that `sparse-lavida` wrote and"
             " no other program has saved since."
         )
     return old_names.current(record)

@@ -2,7 +2,7 @@
 """Processes that make the items of a dataset.
 
 Arrays pass through anonymous files in memory, one per item that a process may be ahead. They need
-no room in /dev/shm, which has 64 MB in a container, and nothing is left of them after any end.
+no room in /dev/shm, which has 64 MB in a container, and vanish however a run ends.
 """
 
 import atexit
@@ -139,7 +139,7 @@ def _is_array(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Blocks SIGINT and SIGTERM, also in processes that are started meanwhile, for good."""
+    """Blocks SIGINT and SIGTERM meanwhile; processes started inside block them for good."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -129,7 +129,9 @@ def image_name(name: Any, where: str) -> str:
     """
     path = pathlib.PurePosixPath(name if isinstance(name, str) else "")
     if path == pathlib.PurePosixPath() or path.is_absolute() or ".." in path.parts:
-        raise EvaluationError(f"{where} names the image {name!r}, which is no file inside it.")
+        raise EvaluationError(
+            f"{where} names the image {name!r}, which is no file inside its folder."
+        )
     return name
 
 

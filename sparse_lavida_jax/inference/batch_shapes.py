@@ -100,7 +100,7 @@ def chunks(
     """
     apart, shapes = padding == "served", dict[tuple[Hashable, bytes | None], list[int]]()
     for number, one in enumerate(inputs):
-        # Rows of a batch have the same given tokens, but where these are no program depends on.
+        # Rows of a batch have the same given tokens, though no program depends on where they are.
         given = one.example.given.tobytes() if apart else None
         shape = _shape(one, bucket) if apart else (len(one.example.response), one.example.grid)
         shapes.setdefault((shape, given), []).append(number)

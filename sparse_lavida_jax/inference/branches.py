@@ -56,7 +56,9 @@ def requests_of(
     step = _step(place, step_counts(parent, stage), stage)
     kept = [one for one in parent.turns if _order(one.stage, one.step) < _order(stage, step)]
     if len(kept) == provenance.MOST_TURNS:
-        raise RequestError(f"the image has {len(kept)} turns, the most: branch an earlier one.")
+        raise RequestError(
+            f"the image is a branch of a branch, {len(kept)} deep, the most: branch an earlier one."
+        )
     last = parent.turns[-1].seed if parent.turns else parent.seed
     seeds = checks.row_seeds((last + 1) % checks.SEEDS if seed is None else seed, count)
     layout = True if stage == "layout" else parent.layout

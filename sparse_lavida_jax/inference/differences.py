@@ -22,7 +22,7 @@ MOST_NAMED = 8  # cells
 
 
 def cells(record: dict[str, Any], result: Result) -> tuple[int, ...]:
-    """Returns the cells whose codes are not the recorded ones; all, if the record has others.
+    """Returns the cells whose codes are not the recorded ones; all, if their numbers differ.
 
     None differ from a record that holds no codes.
 

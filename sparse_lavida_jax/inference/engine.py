@@ -195,10 +195,10 @@ class Engine:
             RequestError: they are more, or an example has an image in several views.
             ConfigError: more steps than there are tokens.
         """
-        from sparse_lavida_jax.inference import whole_plan  # to sample does without
+        from sparse_lavida_jax.inference import whole_plan  # sampling does not need it
 
         if any(one.views for one in examples):
-            raise RequestError("an image that the model sees in several views fits no such pass.")
+            raise RequestError("an image seen in several views does not fit one pass over a plan.")
         model, block = self.model.settings, sampling.text.block_len or self.text_block_len
         for one in examples:
             check_steps(one, sampling, model, block)
@@ -220,7 +220,7 @@ class Engine:
         classes = model.vocab_size if modality == "text" else model.codebook_size
         most = min(plans.BUCKETS[-1], most_logits // (classes * responses[0].shape[1]))
         if number > most or not all(steps):
-            raise RequestError(f"its steps predict {number} tokens: 1 to {most} fit one pass.")
+            raise RequestError(f"the steps predict {number} tokens: one pass takes 1 to {most}.")
         network = self._model(sampling.quantize)
         how = {"settings": settings, "stage": stage, "tolerance": tolerance}
         given = network, inputs, steps, responses, orders

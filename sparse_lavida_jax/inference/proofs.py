@@ -70,7 +70,7 @@ class Proof:
     """Whether an image follows from its record.
 
     Attributes:
-        layout: None: the image has none, or it was told and not drawn.
+        layout: None: the image has none, or it was given and not drawn.
         image: its codes.
         text: whether the recorded layout is what its recorded tokens say.
         given: given cells whose codes are not those of the image that was changed.
@@ -106,15 +106,17 @@ class Proof:
     @property
     def lines(self) -> list[str]:
         """What a person is told."""
-        told = [] if self.layout else ["the layout: none was drawn, or it was told"]
+        told = [] if self.layout else ["the layout: none was drawn, or it was given"]
         for one in self.stages:
             said = f"the {one.name}: {one.tokens - one.wrong} of {one.tokens} draws follow"
             if one.step is not None:
                 places = ", ".join(map(str, one.places))
-                said += f"; step {one.step} is the first that does not, at {places}"
+                said += f"; step {one.step} is the first that does not, at positions {places}"
                 said += "; later ones may be consequences" * (one.wrong > len(one.places))
             if one.smallest is not None:
-                said += "; the smallest margin is {:.2g} logits, at {}".format(*one.smallest)
+                said += "; the smallest margin is {:.2g} logits, at position {}".format(
+                    *one.smallest
+                )
             told.append(said)
         told += ["the layout in words is not that of the recorded tokens"] * (not self.text)
         for name, cells in (("given cells", self.given), ("pixels", self.pixels)):
@@ -225,7 +227,9 @@ def _array(values: Any, shape: tuple[int, ...], most: int, name: str) -> np.ndar
     """Returns recorded numbers below `most` as an array of this shape."""
     found = np.array(values, np.int64)
     if found.shape != shape or found.max(initial=0) >= most:
-        raise RequestError(f"the record is damaged: its {name} are not {list(shape)} below {most}.")
+        raise RequestError(
+            f"the record is damaged: its {name} are not {list(shape)} numbers below {most}."
+        )
     return found.astype(np.int32)
 
 

@@ -163,7 +163,10 @@ def check(record: dict[str, Any]) -> None:
         RequestError: the record is refused; the message says which part is wrong.
     """
     if (kind := record.get("format")) not in (FORMAT, *OLDER_FORMATS):
-        raise RequestError(f"the record has format {schema.shown(kind)}, not {FORMAT!r}.")
+        raise RequestError(
+            f"the record has format {schema.shown(kind)}, not {FORMAT!r}: give an image that"
+            " sparse-lavida drew."
+        )
     if (version := record.get("sampler", 1)) != SAMPLER_VERSION:
         release = schema.shown(record.get("version", "0.1.0"))
         raise RequestError(
@@ -178,8 +181,8 @@ def check(record: dict[str, Any]) -> None:
     lengths = [len(record.get(name) or ()) for name in ("layout_tokens", "decoded_at")]
     if lengths[0] != lengths[1]:
         raise RequestError(
-            f"the record of how it was drawn is damaged: its layout has {lengths[0]} tokens, of"
-            f" which {lengths[1]} are said to be decoded."
+            f"the record of how it was drawn is damaged: its layout has {lengths[0]} tokens, and"
+            f" decoded_at has {lengths[1]} numbers."
         )
 
 
@@ -231,7 +234,7 @@ def attending(record: dict[str, Any], model: Denoiser) -> Denoiser:
     """
     own = implementation_of(model.settings), step_implementation_of(model)
     asked = record.get("attention") or own[0], record.get("step") or "plain"
-    told = ("attention", "what lies between the products of a step")
+    told = ("attention", "the computation between the products of a step")
     runs = attention.runs_here(asked[0]), asked[1] in ("plain", own[1])
     for name, one, here in zip(told, asked, runs, strict=True):
         if not here:
@@ -333,7 +336,10 @@ def record_of(image: Mapping[str, Any] | Result | str | pathlib.Path) -> dict[st
     if not isinstance(image, Result):
         return image_files.read_record(image)
     if len(image.records) != 1:
-        raise RequestError(f"one image is meant, and the result has {len(image.records)} of them.")
+        raise RequestError(
+            f"one image is meant, and the result has {len(image.records)}:"
+            " give one of them, such as result.part(0, 1)."
+        )
     return image.records[0]
 
 

@@ -355,10 +355,10 @@ class RequestMaker:
         if words is None and spec.words:
             raise RequestError("the prompt is empty: say in words what you want.", setting="prompt")
         if shown is not None and not spec.image:
-            raise RequestError(f"{task} takes no image.")
+            raise RequestError(f"{task} takes no image: leave it out.")
         if task == "ground" and self.prompts.locates_in_one_step and "steps" in given:
             raise RequestError(
-                "ground takes no {setting} here: this model finds all boxes in one.",
+                "ground takes no {setting} here: this model finds all boxes in one step.",
                 setting="steps",
             )
         ceilings: dict[str, int] = dict.fromkeys(("num_images", "rounds", "best_of"), MOST_IMAGES)
@@ -448,9 +448,13 @@ def _masks(known: Any, rows: int, copies: int, side: int) -> list[Grid]:
 def _check_mask(task: str, mask: Grid) -> None:
     """Refuses a mask that leaves nothing to draw, or nothing of an image to be extended."""
     if not mask.any():
-        raise image_files.ImageError(f"nothing is to be drawn: {task} got no cell that is new.")
+        raise image_files.ImageError(
+            f"nothing is to be drawn: {task} got no cell that is new. Mark at least one."
+        )
     if task == "outpaint" and mask.all():
-        raise image_files.ImageError("outpaint got no cell of the image: nothing is to be kept.")
+        raise image_files.ImageError(
+            "outpaint got no cell of the image: nothing is to be kept. Keep at least one."
+        )
 
 
 def sampling_of(

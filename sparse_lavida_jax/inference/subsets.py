@@ -86,8 +86,8 @@ def subset_of(words: State, layout: State, image: State) -> Subset:
         untaught, instead = "an image without all its words", "hold words without gaps"
     elif image == "whole":
         untaught = "a whole image and other texts from each other"
-        instead = "hold the image with words that have gaps, with a layout that has gaps ('___' is"
-        instead += " one of gaps alone), or by itself, for its words"
+        instead = "hold the image with words that have gaps, with a layout that has gaps ('___'"
+        instead += " stands for all of it), or by itself, to have its words written"
     elif words:
         untaught = "words from a layout"
         instead = "hold the layout alone, and then the image that it draws"
@@ -180,7 +180,7 @@ def _state(name: str, values: Words | None) -> State:
         return ""
     gaps = {has_gaps(one) for one in texts(name, values)}
     if len(gaps) > 1:
-        raise RequestError(f"some {name} have gaps: hold all in part, or all whole.")
+        raise RequestError(f"some {name} have gaps, others none: give all with gaps, or all whole.")
     return "part" if gaps.pop() else "whole"
 
 
@@ -220,7 +220,7 @@ def _check(
         RequestError: says what can be held instead.
     """
     if not run.prompts.lays_out(task):
-        raise RequestError(f"this checkpoint learned no layouts for {task}: hold none.")
+        raise RequestError(f"this checkpoint learned no layouts for {task}: give none.")
     for template in templates:
         run.prompts.layout(NO_WORDS, None, template)
     if wordless and not run.settings.data.prompt_drop:

@@ -75,7 +75,7 @@ class DrawnImage:
 
 
 def _made(make: Callable[..., Example], given: Iterable[tuple[Any, ...]]) -> list[Example]:
-    """Returns what `make` makes of some arguments; the same objects make one example."""
+    """Returns the example of each tuple of arguments; tuples of the same objects share one."""
     rows = [*given]
     made = {tuple(map(id, row)): row for row in rows}
     examples = {key: make(*row) for key, row in made.items()}
@@ -83,7 +83,7 @@ def _made(make: Callable[..., Example], given: Iterable[tuple[Any, ...]]) -> lis
 
 
 def _of_rows(callback: Callback | None, rows: Sequence[int]) -> Callback | None:
-    """Returns a callback that is told of the requests of examples in place of their numbers."""
+    """Returns a callback that gets the numbers of requests in place of those of examples."""
     if callback is None:
         return None
 
@@ -308,7 +308,7 @@ class TaskRun:
         """Draws an image for each request; `judges` says whether the model judges them."""
         prompts = self._image_prompts(requests)
         if side_by_side.are_made_ahead():
-            for cells in {prompt.cells for prompt in prompts}:  # made while the others are
+            for cells in {prompt.cells for prompt in prompts}:  # while the model's are made
                 self.codec.pixel_programs(cells, self.sampling.vq_dtype)
         layouts = self._layouts(requests, prompts) or [None] * len(requests)
         pairs = zip(prompts, layouts, strict=True)

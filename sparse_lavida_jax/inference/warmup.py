@@ -144,7 +144,7 @@ class _Prompts:
         return request.sampling
 
     def written(self) -> list[Rehearsal]:
-        """Returns those of a text, each with one row."""
+        """Returns the rehearsals of a text, each with one row."""
         prompts, seen = self.pipe.prompts, () if self.image is None else (self.image,)
 
         def example(words: str) -> Example:
@@ -153,7 +153,7 @@ class _Prompts:
         return [*self._texts(example)]
 
     def drawn(self) -> list[Rehearsal]:
-        """Returns those of an image and of its layout, each with one row."""
+        """Returns the rehearsals of an image and of its layout, each with one row."""
         prompts, written = self.pipe.prompts, 0
         found: list[Rehearsal] = []
         if self.sampling.layout and prompts.lays_out(self.task) and self._writes:

@@ -322,7 +322,7 @@ def _step_by_step(
     keys = getattr(callback, "tensor_inputs", keys)  # a `diffusers.PipelineCallback` lists its own
     if unknown := set(keys) - {"latents"}:
         raise RequestError(
-            f"callback_on_step_end_tensor_inputs={sorted(unknown)}: there is 'latents' alone."
+            f"callback_on_step_end_tensor_inputs={sorted(unknown)}: there is only 'latents'."
         )
 
     def tell(progress: Progress) -> None:
@@ -336,7 +336,7 @@ def _step_by_step(
             answer = callback(pipe, step, progress.total - 1 - step, given) or {}
             if changed := [key for key in answer if answer[key] is not given.get(key)]:
                 raise RequestError(
-                    f"callback_on_step_end returns other {changed}: it may look, not change."
+                    f"callback_on_step_end returned other {changed}: it may read, not change."
                 )
 
     return tell

@@ -208,8 +208,8 @@ def judged(lines: Iterable[dict[str, Any]], ended: str) -> Verdict:
                 faults.append(f"it takes {times:.2f} times as long as {other}")
         return f"{kernel} is refused on {found['device']}: {faults[0]}" if faults else ""
 
-    why = refused(found["kernel"], checks, "blocks")
-    step_why = refused("step_gpu", of_steps, "without")
+    why = refused(found["kernel"], checks, "blockwise attention")
+    step_why = refused("step_gpu", of_steps, "the step without it")
     every = *checks.values(), *of_steps.values()
     return Verdict(found["device"], found["kernel"], why, every, step_why=step_why)
 

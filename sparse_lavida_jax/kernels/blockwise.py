@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-causal attention in plain `lax` with linear memory, for GPUs without a kernel.
 
-A loop over the tiles that the kernels' tables list (`tables.py`), with a running softmax in the
+A loop over the tiles that the tables list (`tile_lists.py`), with a running softmax in the
 forward pass (Flash-Attention, arXiv:2205.14135, Alg. 1) and the weights computed again from the
 saved log-sum-exp in the backward pass (Alg. 4). No array has an element for every pair of tokens,
 and tiles without a visible pair are skipped. The compiler generates the matrix products, so this

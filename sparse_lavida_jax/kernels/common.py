@@ -14,7 +14,7 @@ LOG2_E = 1.4426950408889634
 # needs.
 NOTHING_SEEN_LSE = 1e30
 
-STEP_LANES = 512  # `step_gpu` takes tokens of a multiple of these: four numbers for each thread
+STEP_LANES = 512  # widths that `step_gpu` takes are multiples of it: four numbers for each thread
 
 Attended = tuple[Float[Array, "b s hd"], Float[Array, "b h s"]]  # output and log-sum-exp
 Tags = tuple[Any, ...]  # query block and horizon, key block, query and key segment or None

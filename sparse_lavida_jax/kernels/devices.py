@@ -162,7 +162,7 @@ def splits_of(num_heads: int, query_len: int, key_len: int) -> int:
     Programs run in waves of one for each processor. The number of rows in the batch does not count:
     the bits of a row would depend on what it is batched with.
     """
-    if num_heads % 8:  # else 8 tokens, a multiple of which are passed, have 64 heads
+    if num_heads % 8:  # otherwise 8 tokens (steps pass multiples of 8) have 64 heads or a multiple
         return 1
     programs = TYPICAL_ROWS * num_heads * -(-query_len // GPU_ROWS)
     key_tiles = TYPICAL_SHARE * key_len / GPU_ROWS

@@ -554,7 +554,7 @@ def forward(q, k, v, layer, tables: GpuTables, shape: Shape):
     sizes, (batch, length, _) = shape.sizes, q.shape
     own, numbers, tiles, _ = _places(q.dtype, shape, sizes.forward_keys, sizes.forward_stages)
     out_shape, lse_shape = q.shape, (batch, shape.num_heads, length)
-    if shape.splits > 1:  # of the parts; the sums of whole tiles, as no copy skips their ends
+    if shape.splits > 1:  # of the parts; log-sum-exps up to whole tiles, which no copy cuts to size
         rows = GPU_ROWS * tables.forward.cols.shape[1]
         out_shape = shape.splits, *q.shape
         lse_shape = shape.splits, batch, rows, shape.num_heads

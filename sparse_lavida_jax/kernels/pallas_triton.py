@@ -2,7 +2,7 @@
 """Step-causal attention for other GPUs than Hopper (Pallas on Triton): forward, and gradients.
 
 A program holds a tile of rows: queries in the forward pass and for their gradient, keys for that of
-keys and values. It goes through the row's list (`tables.RowLists`): first the tiles without a mask,
+keys and values. It goes through its list (`tile_lists.RowLists`): first the tiles without a mask,
 then those masked by `visibility.visible`, in two loops, of which only the second has mask code.
 Triton copies the next tiles into shared memory while one is computed.
 

@@ -279,7 +279,7 @@ def step_checks(
                 given = values[None].astype(jnp.bfloat16), weight, (scale, scales[1][:width])
                 how = {"eps": 1e-5, "dtype": "bfloat16", "narrow": True} | more
                 total, (normed, scale) = added(x, *given, **how)
-                # As a product, in which a number that is rounded the other way is lost.
+                # Compared in a product, where a number that rounds the other way hardly counts.
                 return (normed.astype(jnp.float32) @ matrix) * scale, total
 
             return call

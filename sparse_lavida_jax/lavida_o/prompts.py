@@ -91,7 +91,7 @@ class ChatPrompts(PromptFormat):
             return ""
         return (
             f"this checkpoint knows neither images nor how to {task}: it can ask, reason and"
-            " infill without one."
+            " infill without an image."
         )
 
     def lays_out(self, task: str) -> bool:
@@ -159,7 +159,7 @@ class ChatPrompts(PromptFormat):
         self, prompt: str, image: Pixels | None = None, template: Template | None = None
     ) -> Example:
         if template is not None:
-            raise RequestError("this model was not taught to fill gaps of layouts: give it whole.")
+            raise RequestError("this model cannot fill gaps of layouts: give the layout whole.")
         if image is None:
             parts, seen = self._words(chat.layout_of_image, prompt, ANSWER_TOKENS), []
         else:

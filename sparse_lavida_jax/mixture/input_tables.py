@@ -99,7 +99,7 @@ def num_rows(path: pathlib.Path) -> int:
 
 
 def check_columns(paths: Iterable[pathlib.Path], wanted: Iterable[Sequence[str]]) -> None:
-    """Checks that of every group of wanted columns one is in one of the tables at least.
+    """Checks that the tables have at least one column of every group of wanted columns.
 
     Raises:
         TableError: none of a group is in them.

@@ -322,7 +322,7 @@ def _outcomes(
     if settings.engine == "processes" and not settings.workers:
         for shard in planned:
             yield shard, make(job, encoder, shard)
-    elif shards:
+    elif planned:
         elsewhere = dataclasses.replace(job, folder=job.folder.resolve())
         load = functools.partial(_maker, elsewhere, planned)
         over = workers.ray if settings.engine == "ray" else workers.processes

@@ -64,7 +64,7 @@ Folder = Annotated[
     str,
     Allowed(
         lambda name: bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)),
-        "its name becomes a folder, use letters, digits and . _ -",
+        "its name becomes a folder: start with a letter or digit, then also . _ -",
     ),
 ]
 Function = Annotated[str, Allowed(FUNCTIONS.__contains__, f"there are: {', '.join(FUNCTIONS)}")]
@@ -98,7 +98,8 @@ class Dataset(schema.Section):
         process_fn_kwargs: `plan_only` or `no_plan`, for kinds with a layout.
         columns: names of columns to read; or, our extension, {our field: name of their column}, or
             names of which the first counts that has a value in a row.
-        sampling_strategy: all | first:N | end:N | random:N | dup:K; N may be a percentage.
+        sampling_strategy: all | first:N | end:N | random:N | dup:K; N may be a percentage,
+            and N% alone means random:N%.
         length_group: datasets whose sequences have about the same length share one.
         aes_cutoff: rows whose `fltLaionAesthScore` is lower are left out.
         min_size: pixels; images to draw with a shorter side are left out.
@@ -194,7 +195,9 @@ def read(path: pathlib.Path) -> Recipe:
     """
     given = _contents(path)
     if not isinstance(given, dict):
-        raise RecipeError(f"{path} is no mixture: at its top stand datasets, weights, batch_sizes.")
+        raise RecipeError(
+            f"{path} is no mixture: at its top stand datasets, and perhaps weights and batch_sizes."
+        )
     listed = given.get("datasets")
     if not isinstance(listed, list) or not listed:
         raise RecipeError(f"{path} has no datasets: list one or more.")
@@ -235,7 +238,7 @@ def _contents(path: pathlib.Path) -> Any:
             ) from error
         kind, load, mistake = "YAML", yaml.safe_load, (yaml.YAMLError, ValueError, RecursionError)
     else:
-        raise RecipeError(f"{path} is no mixture file: its name ends with .yaml or .json.")
+        raise RecipeError(f"{path} is no mixture file: name it .json, .yaml or .yml.")
     try:
         return load(text)
     except mistake as error:

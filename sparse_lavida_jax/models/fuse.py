@@ -364,7 +364,7 @@ def parameter_bytes(model: Denoiser) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
 
 
-# PersistentJit, so that a model is loaded without compiling anything.
+# With executables kept on disk, so that a model is loaded without compiling anything.
 
 
 @persistent_jit()

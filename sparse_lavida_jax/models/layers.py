@@ -161,7 +161,7 @@ class Branch(nnx.Module):
         self.attn_norm = RmsNorm(width, settings.norm_eps)
         self.q = Linear(width, heads_width, rngs=rngs)
         # Ours: keys start equal to queries, so that attention starts by similarity. Copying (a cell
-        # of an edit, a word of a plan) then works from the start, instead of after thousands of
+        # of an edit, a word of a layout) then works from the start, instead of after thousands of
         # steps.
         self.k = Linear(width, heads_width, rngs=rngs)
         self.k.kernel = nnx.Param(self.q.kernel[...])

@@ -116,7 +116,7 @@ def automatic(mesh: Mesh | Mapping[str, int]) -> Mesh:
     """Returns a mesh with automatic axes, unlike those of `jax.make_mesh`.
 
     Args:
-        mesh: the same, with axes of any type; or sizes of axes, -1 for all remaining devices.
+        mesh: one with axes of any type; or sizes of axes, -1 for all remaining devices.
 
     Raises:
         ConfigError: an unknown axis, or sizes whose product is not the number of devices.

@@ -61,7 +61,7 @@ class StepTables:
 
 
 def implementation_of(settings: config.Model) -> str:
-    """Returns the implementation that computes a model's attention here, when it is large."""
+    """Returns the implementation that computes a model's attention here, in long calls."""
     return implementation_for(*_of_attention(settings))
 
 

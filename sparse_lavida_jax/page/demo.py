@@ -408,7 +408,7 @@ async def _run(
     elif makes == "text":
         yield result.text, note
     else:
-        assert image is not None  # `_needed` has seen to it
+        assert image is not None  # `fields.needed` has seen to it
         yield _marked(image, result), note + passes.found(result)
 
 

@@ -32,7 +32,7 @@ def _number(component: Any, read: Callable[[float], Any], payload: Any) -> Any:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = 0.0 if payload is None else float(payload)
     if not math.isfinite(number):
-        told = f"{component.label}: {str(payload)[:40]!r} is not a number that is taken."
+        told = f"{component.label}: {str(payload)[:40]!r} is not a number: give a finite one."
         raise gr.Error(told, print_exception=False)
     return None if payload is None else read(number)
 

@@ -120,7 +120,7 @@ def _replacing(read: Callable[..., Any], folder: pathlib.Path) -> Callable[..., 
 
 @contextlib.contextmanager
 def compiling_anew() -> Iterator[None]:
-    """Lets this thread compile what jax's cache holds.
+    """Lets this thread compile again what jax's cache holds already.
 
     An executable from there cannot be kept: on CPUs it would lack its object code.
     """

@@ -145,7 +145,7 @@ class PersistentJit:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a kept function.
+    """A call of a `PersistentJit`.
 
     Attributes:
         args: arrays, or their types if it is only to be made.
@@ -216,7 +216,7 @@ _all: list[PersistentJit] = []
 
 
 def in_memory() -> "set[Program]":
-    """Returns the programs of all kept functions in this process."""
+    """Returns the programs of every `PersistentJit` in this process."""
     return {program for one in _all for program in one.in_memory()}
 
 

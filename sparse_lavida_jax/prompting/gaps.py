@@ -31,7 +31,7 @@ def parse_template(text: str) -> Template:
     """Reads a text with gaps: `___` is a gap of one token, `{4}` one of four.
 
     Raises:
-        RequestError: there is no gap, or one that is too long.
+        RequestError: there is no gap, one of 0 or too many tokens, or too many tokens in all.
     """
     check_characters(text, "text")
     pieces: list[str | int] = []

@@ -176,7 +176,7 @@ class PromptFormat(Protocol):
             RequestError: the model was not taught to fill these gaps.
         """
         raise RequestError(
-            "this model was not taught to fill layouts of images: ground finds boxes."
+            "this model was not taught to fill layouts of images: `ground` finds boxes in an image."
         )
 
     def cell_codes(self, name: str) -> Int[np.ndarray, " g"] | None:

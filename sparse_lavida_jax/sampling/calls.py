@@ -95,7 +95,7 @@ class ModelConstants:
 
     @classmethod
     def of(cls, model: Denoiser) -> "ModelConstants":
-        """Finds them for a model, or for one of types."""
+        """Returns those of a model, whose arrays may be only types."""
         settings, attention = model.settings, implementation_of(model.settings)
         kernel = slot_multiple(attention), query_multiple(attention), takes_tables(attention)
         masks: dict[Modality, int] = {

@@ -25,8 +25,8 @@ from sparse_lavida_jax.scenes.prompts import ExampleMaker
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
 
 LENGTH_PROBE = 512  # examples whose lengths decide the static shape of a group
-# Padded alike, packed rows get more room than the probe says: a batch that does not fit is drawn
-# again, all of it, and the probe of a large batch is a single one.
+# Packed rows that are padded alike get more room than the probe found: the probe of a large batch
+# is a single batch, and one that does not fit is drawn again as a whole.
 ROOM, PACKED_MULTIPLE = 1.05, 16
 GROUPS = {
     group: members

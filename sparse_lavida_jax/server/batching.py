@@ -30,7 +30,8 @@ MOST_COMPILING = 2  # at once
 WAIT_SHARE = 0.25  # of a batch's running time: the longest to wait for further requests
 MOST_KINDS = 256  # whose expected number of rows is remembered
 EVERY = -1  # previews: one after every phase, of which only the last is kept
-# Returns what is said about requests; it tells the callback of the run, and counts `tokens_passed`.
+# Returns a result for requests, which has `tokens_passed`; reports its progress to the callback of
+# the run.
 Work = Callable[[TaskRun, Sequence[Request]], Any]
 
 
@@ -320,7 +321,7 @@ class Batch:
     def _programs(self, key: Hashable) -> Iterator[None]:
         """Leaves the device to others while it runs programs that have to be compiled first.
 
-        Several devices are kept: two programs that both wait for other devices may never end.
+        A mesh is not left to others: two programs that wait for other devices may never end.
         """
         known = self.batcher.known
         self.keys.add(key)
@@ -590,10 +591,10 @@ class Batcher:
         """Frees compiled programs if there are too many, except rehearsed ones.
 
         Otherwise their number and their memory would grow with every new setting that clients use.
-        Batches under way load theirs again, beside the device, before the next phase.
+        Batches under way load theirs again before their next phase, without holding the device.
         """
         if len(self.known - self.warm) >= self.limits.programs:
             persistent_jit.forget(self._spared)
             runtime.return_freed_memory()
-            # Where jax holds the programs (`kept.PersistentJit`), they are all freed.
+            # Where jax holds the programs (`persistent_jit.PersistentJit`), they are all freed.
             self.known &= self.warm if self._spared else set()

@@ -219,7 +219,7 @@ class Service:
         """
         if not 1 <= len(captions) <= self.limits.captions:
             raise RequestError(
-                f"{len(captions)} captions were sent: 1 to {self.limits.captions} are compared."
+                f"{len(captions)} captions were sent: 1 to {self.limits.captions} can be compared."
                 " Send them one a line.",
                 setting="captions",
             )
@@ -442,14 +442,17 @@ class Service:
         if all(request.sampling in settings for request in requests):
             return
         named = [
-            f"{steps} steps" + ("" if registers is None else f" and {registers} registers")
+            f"{steps} step{'s' * (steps > 1)}"
+            + ("" if registers is None else f" and {registers} registers")
             for steps, registers in known[1:]
         ]
-        advice = "Send an image of its own settings" if recorded else "Leave the settings out"
+        advice = "Leave the settings out"
+        if recorded:
+            advice = "Send an image drawn with the model's own settings"
         other = " or ".join(named)
         raise RequestError(
             f"this server compiles nothing more for {task!r}. {advice}"
-            f"{', or ' + ('of ' if recorded else 'ask for ') + other if other else ''}."
+            f"{', or ' + ('with ' if recorded else 'ask for ') + other if other else ''}."
         )
 
     def _count(self, ticket: Ticket) -> None:

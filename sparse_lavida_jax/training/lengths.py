@@ -51,7 +51,7 @@ def forecast(
     return (
         f"about {step + int((train.seconds - seconds) / per_step)} of {train.train_steps} planned"
         f" steps fit into {in_words(train.seconds)} at this speed. All of them take about"
-        f" {in_words(needed)}: {_longer(needed)} (the same command with it goes on, now or later)"
+        f" {in_words(needed)}: {_longer(needed)} in the same command lets it go on, now or later"
     )
 
 

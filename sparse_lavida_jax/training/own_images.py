@@ -42,7 +42,7 @@ HELD_OUT = 0.05  # share of the records: if there are many, the report includes 
 CHANNELS = (16, 32, 48, 64, 96)  # of the image tokenizer, one entry per resolution
 
 # CPU time of training an image tokenizer: of compilation, and of a 64x64 image in a step,
-# in seconds. It is as long for few images: of 40 emoji, reconstructions were 0.022 off, but 0.041
+# in seconds. Few images take as long: of 40 emoji, reconstructions were 0.022 off, but 0.041
 # after 240 steps and 0.036 with batches of 4.
 COMPILING, PER_IMAGE = 40.0, 0.06
 

@@ -84,7 +84,7 @@ def descend(
         batch_of: returns the arrays of a step, given its number.
         title: what is trained.
         console: where progress is shown.
-        is_asked_to_stop: called with the number of each step after it.
+        is_asked_to_stop: called after each step, with its number.
 
     Raises:
         ConfigError: a length in seconds, or nothing but warm-up.

@@ -26,7 +26,7 @@ from sparse_lavida_jax.programs import jax_settings
 
 T = TypeVar("T")
 
-SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # primes near 2**32 over the golden ratio, and another
+SUM_FACTORS = (0x9E3779B1, 0x85EBCA77)  # a prime near 2**32 / golden ratio, and another
 # Words in errors caused by the machine: its memory, its network, its permissions.
 OF_THE_MACHINE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "PERMISSION_DENIED", "os_error_code")
 NO_SUCH_FILE = "os_error_code='2'"

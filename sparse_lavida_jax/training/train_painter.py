@@ -38,7 +38,7 @@ def fit(
     Args:
         sheet: the things that it is to draw.
         console: where progress is shown.
-        is_asked_to_stop: called with the number of each step after it.
+        is_asked_to_stop: called after each step, with its number.
 
     Raises:
         ConfigError: a length in seconds, or nothing but warm-up.

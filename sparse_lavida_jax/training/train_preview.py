@@ -60,7 +60,7 @@ def train(
     `workdir/vq` is a copy of the teacher's folder with `preview.safetensors` added.
 
     Args:
-        is_asked_to_stop: called with the number of each step after it.
+        is_asked_to_stop: called after each step, with its number.
 
     Raises:
         ConfigError: no such teacher, one that needs no previews, no images, a length in seconds,

@@ -49,10 +49,10 @@ def train(
     """Trains `settings.vq`; writes `workdir/vq` and `workdir/reconstructions.png`.
 
     Args:
-        is_asked_to_stop: called with the number of each step after it.
+        is_asked_to_stop: called after each step, with its number.
 
     Raises:
-        ConfigError: images other than scenes, a length in seconds, or nothing but warm-up.
+        ConfigError: images of neither scenes nor art, a length in seconds, or nothing but warm-up.
         KeyboardInterrupt: it was asked to stop; nothing is saved.
     """
     if settings.data.source not in SOURCES:
@@ -92,7 +92,7 @@ def fit(
         survey: images for computing the components and the codebook.
         images_of: returns the images of a step, given its number.
         console: where progress is shown.
-        is_asked_to_stop: called with the number of each step after it.
+        is_asked_to_stop: called after each step, with its number.
 
     Raises:
         ConfigError: a length in seconds, or nothing but warm-up.
@@ -234,7 +234,7 @@ def _read_back(images: np.ndarray, decoded: np.ndarray) -> str:
     return f"images read back {read:.1%}"
 
 
-# By `data.source`: images; how many to survey and to report on; what is said of decoded ones.
+# By `data.source`: images; how many to survey and to report on; the report on decoded ones.
 SOURCES = {
     "scenes": (_images, SURVEY_IMAGES, REPORT_IMAGES, _read_back),
     "art": (dice.crowds, 512, 96, codebook.report),

@@ -102,7 +102,7 @@ def test_a_sheet_is_made_from_packages_written_and_read(packages, tmp_path):
         ("animals 1F43B ^", "perhaps < or >"),
     ],
 )
-def test_a_list_that_names_no_things_is_refused(packages, listed, said):
+def test_a_list_with_a_mistake_is_refused(packages, listed, said):
     with pytest.raises(ValueError, match=said):
         sheet.make(packages, listed)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on the hub are fetched from, and pushed to, a small server with its endpoints."""
+"""Models are fetched from a small server with the hub's endpoints, and pushed to a stand-in."""
 
 import functools
 import hashlib
@@ -135,7 +135,7 @@ def test_a_download_that_breaks_off_is_a_sentence_and_goes_on_later(serve, folde
     with monkeypatch.context() as patch:
         patch.setattr(Hub, "breaks", True)
         patch.setattr(library.file_download, "http_get", functools.partial(get, _nb_retries=0))
-        with pytest.raises(model_folder.CheckpointError, match="run it again, it goes on where"):
+        with pytest.raises(model_folder.CheckpointError, match="try again; it goes on where"):
             SparseLaViDa.from_pretrained("me/model")
     assert model_folder.load_model("me/model").model.final_norm is not None
 

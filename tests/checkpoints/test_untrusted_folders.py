@@ -416,7 +416,7 @@ def test_adapters_that_fit_are_read(peft):
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, 10**400, -1, 0, True, "4", None, [], 10**9])
 def test_a_scale_of_adapters_is_a_number_within_limits(peft, alpha):
     for settings in ({"lora_alpha": alpha}, {"alpha_pattern": {"x": alpha}}):
-        with pytest.raises(CheckpointError, match="does not describe adapters of ours"):
+        with pytest.raises(CheckpointError, match="does not describe adapters that can be read"):
             peft(**settings)
 
 

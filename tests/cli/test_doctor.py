@@ -59,7 +59,7 @@ def test_without_that_file_nvidia_smi_is_asked(printed, version, tmp_path, monke
         (
             "570.1",
             [],
-            "NVIDIA driver 570.1, but jax is installed without a GPU: pip install -e"
+            "NVIDIA driver 570.1, but jax is installed without GPU support: pip install -e"
             " '.[gpu-cuda12]'",
         ),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on a model says what came and names no folder (e2e/test_selfcheck_runs.py runs it)."""
+"""A report on a model says what came out, and names no folder (test_selfcheck_runs.py runs it)."""
 
 import dataclasses
 import json

@@ -247,7 +247,7 @@ def test_a_damaged_config(folder, complaint, content):
 
 
 def test_a_model_folder_of_ours_needs_no_conversion(tmp_path, folder, converted, complaint):
-    assert "is a model folder of this project already." in complaint(converted)
+    assert "is a model folder of this project already: use it as it is." in complaint(converted)
 
 
 def test_llada_is_told_from_lavida_o(tmp_path, complaint):
@@ -337,7 +337,9 @@ def test_shards_without_their_index(folder, complaint):
 def test_a_folder_without_weights(folder, complaint):
     for path in folder.glob("model*"):
         path.unlink()
-    assert f"it holds neither model.safetensors nor {torch_folder.INDEX}." in complaint(folder)
+    assert f"it holds neither model.safetensors nor {torch_folder.INDEX}. Download" in complaint(
+        folder
+    )
 
 
 def test_a_missing_shard(folder, complaint):

@@ -59,8 +59,8 @@ def test_unknown_section_lists_the_known_ones():
         ("model", "dual_tower_layers", 9, r"one of 0\.\.4"),
         ("data", "max_answer_len", 41, "a multiple of text_block_len=8"),
         ("diffusion", "corruption", "swapped", "choose one of blocks, released"),
-        ("diffusion", "complementary", True, 'of corruption "released" alone'),
-        ("diffusion", "text_loss", False, 'of corruption "released" alone'),
+        ("diffusion", "complementary", True, 'it needs corruption "released"'),
+        ("diffusion", "text_loss", False, 'it needs corruption "released"'),
     ],
 )
 def test_value_out_of_range_says_the_range(section, name, value, message):

@@ -379,7 +379,7 @@ def a_sequence(settings, seed=0, *, image=True, code_weight=None):
 
 
 def by_hand(sequence, drawn, settings, *, inverse=False):
-    """Returns {position: (token, index, target, weight)} of both streams, one by one."""
+    """Returns {position: (token, index, weight)} of both streams, one by one."""
     model, text, image = settings.model, {}, {}
     drop_prompt = drawn.prompt < settings.data.prompt_drop
     drop_source = drawn.source < settings.data.source_drop

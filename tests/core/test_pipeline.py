@@ -77,9 +77,9 @@ def test_a_model_without_its_image_tokenizer_is_refused(tmp_path):
 
 @pytest.fixture
 def pipe(monkeypatch):
-    """Returns a pipeline that decodes preset `responses`, and records its requests.
+    """Returns a function that makes a pipeline, which records its examples in `asked`.
 
-    Without a preset response, texts are empty and images blank.
+    Texts are those of `texts_told`, or empty; images are the responses of their examples.
     """
 
     def make(trained, **sections):
@@ -168,7 +168,7 @@ def test_an_edit_shows_image_and_source_and_keeps_what_is_known(pipe, known):
     np.testing.assert_array_equal(edited, shown)
 
 
-def test_which_plan_an_edit_needs_depends_on_what_is_known(pipe):
+def test_which_layout_an_edit_needs_depends_on_what_is_known(pipe):
     shown, known = [stand_ins.EMPTY], [np.zeros((6, 6), bool)]
     made = pipe({"edit": 1.0, "edit_layout": 1.0, "inpaint": 1.0})
     made.edit(shown, ["x"])

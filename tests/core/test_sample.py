@@ -120,7 +120,7 @@ def test_edits_may_have_a_guidance_of_their_own():
         config.Sampling(guidance_edit=-0.5)
 
 
-def test_temperature_is_that_of_the_kind():
+def test_temperature_is_that_of_the_modality():
     asked = config.Sampling(temperature=0.3, text=config.TextSampling(temperature=0.6))
     assert presets.scales(asked, "image")["temperature"] == 0.3
     assert presets.scales(asked, "text")["temperature"] == 0.6

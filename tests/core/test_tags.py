@@ -75,7 +75,7 @@ def test_without_blocks_puts_all_but_padding_in_block_0():
     np.testing.assert_array_equal(made.position, [[0, 1, 2, 0]])
 
 
-def test_concatenated_layouts_stand_one_after_the_other():
+def test_concatenated_tags_stand_one_after_the_other():
     first, second = tags(np.array([[0, 1]]), 1), tags(np.array([[2, PAD_BLOCK, 3]]), 2)
     both = concatenate(first, second)
     assert both.shape == (1, 5)

@@ -688,7 +688,7 @@ def test_steps_that_diverge_may_be_left_out_a_few_in_a_row(loop, capsys):
         loop.run(train_steps=12, skip_steps=2)
 
 
-def test_a_diverged_run_that_is_stopped_keeps_the_last_good_state_too(loop):
+def test_a_diverged_run_that_is_stopped_saves_no_diverged_state(loop):
     loop.losses = {2: np.nan}
     loop.before_step = lambda step: step == 2 and os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(train.DivergedError):
@@ -730,7 +730,7 @@ def test_a_diverged_step_is_found_before_its_state_is_saved(loop, seconds, taken
 
 @pytest.mark.usefixtures("on_an_accelerator")
 def test_all_programs_of_a_run_are_compiled_before_its_first_step(tmp_path, monkeypatch):
-    """One for each kind of row, whatever the lesson; the state is that of programs on demand."""
+    """One per kind of row, whatever the lesson; the state is as with programs made on demand."""
     lessons = {"one": {"until": 2, "tasks": {"draw": 1.0, "answer": 1.0}}}
     data = {"tasks": {"draw": 1.0, "answer": 1.0, "locate": 1.0}, "lessons": lessons}
     monkeypatch.setattr(train, "Denoiser", lambda settings, rngs: tiny.denoiser(settings))

@@ -11,7 +11,7 @@ from staged_server import httpx, png, said, uri
 service, address, client = staged_server.service, staged_server.address, staged_server.client
 
 
-def test_fewer_images_than_openais_are_n_too(monkeypatch, address, service):
+def test_a_limit_below_the_10_images_of_openai_is_reported_as_n_too(monkeypatch, address, service):
     monkeypatch.setattr(service, "limits", dataclasses.replace(service.limits, images=4))
     reply = httpx.post(f"{address}/v1/images/generations", json={"prompt": "a", "n": 5})
     assert reply.json()["error"]["message"] == "n=5 is out of range: 1 to 4."

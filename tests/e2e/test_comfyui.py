@@ -212,7 +212,7 @@ def test_any_whole_number_is_a_seed_and_counting_on_wraps(package, shown, first,
     assert sorted(seeds) == sorted([*rows * 4, rows[0]])
 
 
-def test_the_largest_seed_is_comfyuis(run, pipe):
+def test_seeds_as_large_as_comfyuis_wrap(run, pipe):
     (images,) = run("Generate", prompt=PROMPT, seed=2**31 + 3, steps=2)
     wanted = pipe.generate(PROMPT, seed=3, steps=2)
     np.testing.assert_array_equal(np.asarray(images), np.float32(wanted.pixels) / 255)

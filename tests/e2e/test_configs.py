@@ -178,7 +178,7 @@ def test_the_dense_baseline_differs_in_its_attention_only(names):
     assert all(lessons[place][-1][0] < pairs[place][1] for place in (0, 1))
 
 
-def test_each_lesson_of_the_dense_baseline_has_as_many_more_steps():
+def test_the_lessons_of_the_dense_baseline_end_at_the_same_shares_of_its_steps():
     sparse, dense = read("scenes_long"), read("scenes_dense")
     for name, lesson in sparse.data.lessons.items():
         share = lesson.until / sparse.train.train_steps

@@ -374,7 +374,7 @@ def test_an_image_is_shown_while_it_is_drawn(stages, monkeypatch):
         values = []
         async for value in demo._run(stages, "generate", inputs, standing.Pace()):
             values.append(value)
-            # A step has started, so an image shown after it is a preview, which it looks at thrice.
+            # One step per three values: a preview is looked at thrice, and must be shown once.
             if len(values) % 3 == 0 and stages.pipe.at_step.acquire(blocking=False):
                 stages.pipe.go.release()
         return values
@@ -439,7 +439,7 @@ def test_cells_are_lit_by_their_bits_and_the_worst_is_framed():
     assert "&lt;b&gt;a&lt;/b&gt;<br><b>12.0 bits</b>, 8.0 of them in row 1, column 1" in said
 
 
-def test_surprise_has_a_tab_where_a_plan_gives_it(service):
+def test_surprise_has_no_tab_where_the_order_follows_from_confidence(service):
     own = dataclasses.replace(service.pipe.settings.sampling, order="confidence", preset="none")
     assert demo._knows(service.pipe, "surprise")
     assert not demo._knows(service.pipe.with_sampling(own), "surprise")

@@ -26,7 +26,7 @@ SAMPLES = CHECKOUT / "tests" / "data" / "evals"
 EVALUATE = CHECKOUT / "configs" / "evaluate.py"
 NEEDS_PARQUET = {"mathvista", "mmmu"}
 
-# Files in the export other than images, and the number of items in a sample.
+# The number of items in a sample, and the files in the export other than images.
 QUESTIONS = {
     "chartqa": (5, {"test_human.json", "test_augmented.json"}),
     "docvqa": (5, {"val_submission.json"}),
@@ -40,7 +40,7 @@ QUESTIONS = {
     "refcocog": (3, {"refcocog_val.json"}),
 }
 IMAGES = ("geneval", "dpg", "mjhq", "imgedit")
-# Benchmarks that share a config.
+# Configs that share a benchmark.
 BENCHMARKS = {"refcoco_plus": "refcoco", "refcocog": "refcoco"}
 
 

@@ -385,7 +385,7 @@ def test_a_body_in_too_many_chunks_is_refused(door):
         for number, codes in ((guards.CHUNKS, [400]), (guards.CHUNKS + 1, [400])):
             got = hostile.reply(*free, head + b"1\r\n \r\n" * number + b"0\r\n\r\n")
             assert [int(part[:3]) for part in got.split(b"HTTP/1.1 ")[1:]] == codes
-            assert (b"not JSON" in got) == (number == guards.CHUNKS)
+            assert (b"cannot be read as JSON" in got) == (number == guards.CHUNKS)
 
 
 def test_large_bodies_are_read_at_a_bounded_rate(monkeypatch):

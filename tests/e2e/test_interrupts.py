@@ -22,7 +22,7 @@ from sparse_lavida_jax.data import image_files
 
 KILLS = int(os.environ.get("KILLS", "3"))
 CHECKOUT = pathlib.Path(__file__).parents[2]
-SECONDS = 20  # until the interrupt at most, and again until the command has ended
+SECONDS = 20  # until the interrupt at most; `interrupted` waits six times as long for the end
 LAST_WORDS = (
     "sparse_lavida_jax: stopped.",
     "sparse_lavida_jax: stopped. Nothing was written.",

@@ -186,7 +186,7 @@ def test_control_tokens_in_a_prompt_are_reported(pipe):
 
 
 @pytest.mark.slow
-def test_a_plan_that_was_given_stands_before_the_image(pipe, monkeypatch):
+def test_a_layout_is_written_only_if_asked_for_and_a_given_one_is_used(pipe, monkeypatch):
     assert pipe.generate("a robot").layouts == ()
     drawn = pipe.generate("a robot", layout="robot<LOC_0><LOC_0><LOC_8><LOC_8>")
     assert drawn.layouts == ("robot<LOC_0><LOC_0><LOC_8><LOC_8>",)

@@ -104,7 +104,7 @@ def test_a_replica_that_is_killed_under_load_loses_no_request(address):
         os.kill(before[0], signal.SIGKILL)
         replies = [one.result(PATIENCE) for one in asked]
     assert [reply.status_code for reply in replies] == [200] * CLIENTS
-    # The other replica draws the same image; the record next to it says in which batch.
+    # The other replica draws the same pixels; only the record in the PNG may name another batch.
     assert_array_equal(pixels(drawn(address, 0)), pixels(replies[0]))
 
 

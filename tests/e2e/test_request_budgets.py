@@ -140,7 +140,7 @@ def test_no_codec_is_chosen_by_a_client(door, charset):
         (edit(("prompt", "a")).replace(b"--x--", b"--y--"), 400, "it has no end"),
         (edit(("prompt", "a"), ("prompt", "b")), 400, "'prompt' is there twice"),
         (edit(*[(f"f{i}", "") for i in range(65)]), 400, "its fields are more than 64"),
-        (edit(("prompt", "a" * 2**21)), 400, "or 1048576 characters"),
+        (edit(("prompt", "a" * 2**21)), 400, "or hold over 1048576 characters"),
         (edit(*[image(SMALL)] * 3), 400, "it has more than 2 files"),
         (edit(("prompt", "a"), ("file", ("a.png", b"x"))), 400, "send one file named image"),
         (edit(image(SMALL)), 400, "prompt: Field required"),

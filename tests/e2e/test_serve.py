@@ -237,7 +237,7 @@ def test_an_image_is_proved_from_its_png(address, service, drawn, shown):
 
 
 def test_records_of_strangers_are_not_followed(address, service, drawn, shown):
-    """Nothing that a record names is opened, and what it plans is what the model can do."""
+    """Nothing that a record names is opened, and it cannot ask for more than the model can do."""
     edited = service.pipe.edit(shown, "remove it", seed=3, steps=2)
     named = {"picture": edited.records[0]["picture"] | {"path": "/etc/passwd"}}
     sampling, recipe = (drawn.records[0][name] for name in ("sampling", "recipe"))
@@ -262,7 +262,7 @@ def test_records_of_strangers_are_not_followed(address, service, drawn, shown):
     wrong = {"image": of_record(edited), "source": png(255 - shown)}
     message = refused(f"{address}/v1/images/proofs", files=wrong)["message"]
     assert "is not the image that it was drawn after" in message
-    # Kernels that it names are not loaded, and turns are only those of a plan.
+    # Kernels that a record names are not loaded; turns after the last step of its plan do nothing.
     turns = [["image", step, step] for step in range(60)]
     odd = of_record(drawn, attention="pallas_tpu", turns=turns)
     reply = httpx.post(f"{address}/v1/images/proofs", files={"image": odd}, timeout=120)
@@ -370,7 +370,7 @@ def message(role, content):
 SAID = {"type": "text", "text": "why?"}
 IMAGE_THERE = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
 NO_IMAGE_URI = {"type": "image_url", "image_url": "data:image/png;base64,"}
-# Of each body: fields that are added to a request in order, or replace its own.
+# Of each path: fields that are added to a valid request, or replace its own.
 REFUSED = {
     "images/generations": [
         ({"prompt": " "}, "the prompt is empty"),
@@ -455,7 +455,7 @@ def test_what_cannot_be_is_refused_in_a_sentence_that_names_the_field(address, p
     assert error["type"] == "invalid_request_error"
     if path == "images/generations":
         assert error["param"] == (None if "model" in asked else [*asked][-1])
-    elif path == "chat/completions":  # what is said may be at fault for what else is asked for
+    elif path == "chat/completions":  # with a task, its messages may be at fault
         assert error["param"] in ({*asked, "messages"} if "task" in asked else asked)
 
 

@@ -79,7 +79,7 @@ def test_null_is_as_if_left_out(address, service):
         ({"quality": "low", "extra_body": {"steps": 3, "registers": 2}}, 3, 2),
     ],
 )
-def test_a_quality_is_steps_and_registers(client, service, asked, steps, registers):
+def test_a_quality_is_a_number_of_steps(client, service, asked, steps, registers):
     client.images.generate(prompt="a", **asked)
     ((_, _, _, options),) = service.pipe.given
     assert (options.get("steps"), options.get("registers")) == (steps, registers)
@@ -167,7 +167,7 @@ def test_text_is_sent_as_it_is_committed():
         assert [chunk.choices[0].finish_reason for chunk in chunks] == ["stop"]
 
 
-def test_turns_and_what_a_system_says_are_told_by_one_rule(client, service):
+def test_messages_of_a_system_and_of_one_role_in_a_row_are_joined(client, service):
     messages = [
         said("system", "be brief"), said("developer", "be kind"),
         said("user", {"type": "text", "text": "what is it?"}, uri(png(40, 20))),
@@ -206,13 +206,13 @@ def test_the_model_is_listed_and_retrieved(client):
 
 
 BODIES = [
-    (400, b"{", "the body is not JSON"),
-    (400, b"[" * 100_000, "the body is not JSON that is read"),
-    (400, b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "the body is not JSON"),
+    (400, b"{", "the body cannot be read as JSON"),
+    (400, b"[" * 100_000, "the body cannot be read as JSON"),
+    (400, b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "the body cannot be read as JSON"),
     (400, b'{"prompt": "a \\ud800"}', "character 3 of the prompt is half a character"),
     (400, b'{"prompt": "a", "guidance": NaN}', "guidance: Input should be"),
     (400, b'{"prompt": "a", "guidance": 1e999}', "guidance: Input should be"),
-    (400, b"\xff", "the body is not JSON"),
+    (400, b"\xff", "the body cannot be read as JSON"),
     (400, b'{"prompt": "a", "\\ud800": 1}', "?: there is no such field here"),
     (400, b'{"prompt": "a", "size": "\\ud800"}', "must be such as 512x512"),
     (400, b"3", "Input should be a valid dictionary"),
@@ -258,7 +258,7 @@ def test_an_error_of_the_program_has_the_shape_too(client, service, monkeypatch)
 # Malformed requests.
 
 
-DATA = b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e"  # none
+DATA = b"\x00\x00\x00\x00IDAT\x35\xaf\x06\x1e"  # a chunk of image data that holds none
 
 
 def bombs():

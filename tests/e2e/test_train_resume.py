@@ -46,7 +46,7 @@ def test_a_run_leaves_a_model_a_report_metrics_and_images(finished, capsys):
 
 @pytest.fixture
 def interfere(monkeypatch):
-    """Does something before each step until it is changed; no report is written."""
+    """Acts before one step; what `before` returns undoes that. No report is written."""
 
     def before(step, action):
         real = train.train_step

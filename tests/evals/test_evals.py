@@ -86,7 +86,7 @@ def test_several_images_of_a_prompt_are_scored_and_their_layouts_counted():
     def generate(prompts, **_):
         shown = [world.render(sample.target) for sample in samples for _ in range(4)]
         for at in range(0, len(shown), 4):
-            # Elsewhere by a cell: as right for single objects, and for no matter which relation.
+            # Shifted by one cell: as right as before, for single objects and for any relation.
             shown[at + 1] = np.roll(shown[at], world.IMAGE_SIZE // world.GRID, axis=1)
             shown[at + 2] = np.full_like(shown[at], 128)
         return SimpleNamespace(pixels=shown)

@@ -97,6 +97,6 @@ def test_the_frechet_distance_of_one_feature_is_of_mean_and_deviation():
     assert scorers.frechet_distance(one, other) == pytest.approx(expected)
 
 
-def test_features_that_do_not_go_together_are_reported():
+def test_a_single_row_of_features_is_refused():
     with pytest.raises(ValueError, match="two rows or more"):
         scorers.frechet_distance(np.ones((1, 3)), np.ones((5, 3)))

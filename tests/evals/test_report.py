@@ -252,7 +252,7 @@ def test_the_card_of_the_bundled_model_is_made_of_its_rows(tmp_path):
     bench_card.write("scenes", str(tmp_path / "scenes"))
     readme = (tmp_path / "scenes" / "README.md").read_text()
     bundled = (model_folder.BUNDLED / "scenes" / "README.md").read_text()
-    for name, new in old_names.NAMES.items():  # its bytes are those of before
+    for name, new in old_names.NAMES.items():  # the bundled file keeps the old names
         bundled = bundled.replace(f"| {name} |", f"| {new} |")
     assert sorted(readme.splitlines()) == sorted(bundled.splitlines())
     assert readme.startswith("---\nlibrary_name: sparse-lavida-jax\n")

@@ -149,4 +149,6 @@ def test_a_command_of_the_tour_is_understood(command):
 
 def test_the_page_of_the_tour_shows_all_its_commands():
     shown = re.findall(r"^\$ sparse-lavida (.+)$", text_of("tour"), re.MULTILINE)
-    assert shown == list(TOUR), "another tour was kept: python docs/tour.py"
+    assert shown == list(TOUR), (
+        "docs/tour.md shows other commands than TOUR: run python docs/tour.py"
+    )

@@ -127,7 +127,7 @@ def test_any_value_in_any_place(drawn, still, task):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KB
 
 
-def test_what_happened_to_nothing_draws_the_same(drawn):
+def test_an_unchanged_record_draws_the_same(drawn):
     pipe, records = drawn
     for record, shown, pixels in records.values():
         np.testing.assert_array_equal(pipe.replay(record, shown).pixels[0], pixels)
@@ -188,7 +188,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part", ["checkpoint", "adapters", "image"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_record_names_nothing_that_its_reader_did_not(drawn, place, capsys, part, name):
+def test_a_record_opens_nothing_that_its_reader_did_not_name(drawn, place, capsys, part, name):
     _, records = drawn
     record, *_ = records["edit"]
     record = copy.deepcopy(record)
@@ -204,7 +204,7 @@ def test_a_record_names_nothing_that_its_reader_did_not(drawn, place, capsys, pa
     assert len(told) < 1000 and not (place / "b.png").exists()
 
 
-def test_a_recorded_image_is_read_where_its_reader_works(drawn, place):
+def test_a_recorded_image_is_read_from_the_current_folder_only(drawn, place):
     pipe, records = drawn
     record, shown, pixels = records["edit"]
     image_files.write(place / "here.png", shown)

@@ -82,7 +82,7 @@ def test_another_seed_or_prompt_does_not_follow(pipe, drawn, row):
 
 
 def test_every_planted_code_is_found(pipe, drawn):
-    """In each cell, also of the last step; the first step that does not follow holds it."""
+    """In every fifth cell; it is among the cells that do not follow."""
     result, _ = drawn["generate"]
     order = None
     for cell in range(0, 36, 5):
@@ -266,7 +266,7 @@ def test_only_cells_of_the_first_step_that_differs_are_named(pipe, drawn, caplog
     assert "when it was drawn" not in told
 
 
-def test_margins_that_no_pass_tells_are_said_so(pipe, drawn, caplog):
+def test_cells_whose_margins_no_pass_tells_are_reported(pipe, drawn, caplog):
     result, shown = drawn["inpaint"]
     known = np.flatnonzero(np.array(result.records[0]["recipe"]["known"]).reshape(-1))
     pipe.replay(planted(result, known[0]), shown)

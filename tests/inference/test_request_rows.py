@@ -71,7 +71,7 @@ def test_rows_that_do_not_go_together_are_reported(words, shown, told):
         requests.paired(words, shown)
 
 
-def test_seeds_are_reported():
+def test_wrong_seeds_are_refused():
     assert checks.row_seeds(3, 2) == [3, 4]
     with pytest.raises(RequestError, match="1 seeds were given for 2 rows"):
         checks.row_seeds([3], 2)

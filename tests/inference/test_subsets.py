@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is held decides which task fills the rest; what is held stays; the rest is refused."""
+"""What is held stays and decides which task fills the rest; what no model learned is refused."""
 
 import dataclasses
 import itertools
@@ -229,7 +229,10 @@ def test_every_subset_has_a_task_or_a_reason():
     [
         ({"box": BOX}, "a mask or a box is about an image: give one"),
         ({"words": WORDS, "image": [IMAGE, IMAGE], "box": BOX}, "is about one image, 2 were"),
-        ({"words": ["a", "a ___"]}, "some words have gaps: hold all in part, or all whole"),
+        (
+            {"words": ["a", "a ___"]},
+            "some words have gaps, others none: give all",
+        ),
         ({"words": WORDS, "layout": f"{CIRCLE * 3}___"}, "the layout with its gaps is 21 tokens"),
         ({"words": WORDS, "layout": f"{CIRCLE * 3}{{4}}"}, "with its gaps is 25 tokens long"),
         ({"layout": CIRCLE, "best_of": 2}, "an image is judged by its words: hold words too"),

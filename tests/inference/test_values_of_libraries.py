@@ -255,7 +255,7 @@ def test_what_is_missing_or_of_another_type_is_refused(pipe, task, words, option
         pipe.requests(task, words, shown, **{k: v for k, v in options.items() if k != "shown"})
 
 
-def test_tasks_of_python_take_them_too(pipe):
+def test_tasks_of_python_refuse_them_too(pipe):
     for call in (
         lambda: pipe.generate(5),
         lambda: pipe.generate(PROMPT, size="96"),

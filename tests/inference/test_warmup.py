@@ -35,7 +35,7 @@ def pipe():
 
 @pytest.fixture
 def writes(monkeypatch, pipe):
-    """A sampler that decodes nothing; the layouts that it writes in turn."""
+    """A sampler that decodes nothing; returns a list whose only entry is the layout it writes."""
     layouts = [""]
 
     def decoded(model, laid, phases, *, stage, callback=None, **_):

@@ -100,7 +100,7 @@ def test_a_callback_stops_by_an_exception_and_changes_nothing(pipe):
         pipe(PROMPT, callback_on_step_end=stop, **QUICK)
     with pytest.raises(AttributeError):
         pipe._interrupt = True
-    with pytest.raises(RequestError, match="other \\['latents'\\]: it may look, not change"):
+    with pytest.raises(RequestError, match="other \\['latents'\\]: it may read, not change"):
         pipe(PROMPT, callback_on_step_end=lambda *_: {"latents": 0}, **QUICK)
     with pytest.raises(ValueError, match="read-only"):
         pipe(PROMPT, callback_on_step_end=lambda *a: a[-1]["latents"].fill(0), **QUICK)
@@ -159,7 +159,7 @@ def test_the_seed_of_a_torch_generator_is_read(pipe):
                 "callback_on_step_end": stop,
                 "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"],
             },
-            "\\['prompt_embeds'\\]: there is 'latents' alone",
+            "\\['prompt_embeds'\\]: there is only 'latents'",
         ),
     ],
 )
@@ -316,5 +316,5 @@ def test_a_callback_of_theirs_says_itself_what_it_looks_at(pipe):
     pytest.importorskip("torch", reason="needs torch")
     callbacks = pytest.importorskip("diffusers.callbacks", reason="needs diffusers")
     how = {"generator": 1, "callback_on_step_end": callbacks.SDCFGCutoffCallback()}
-    with pytest.raises(RequestError, match="there is 'latents' alone"):
+    with pytest.raises(RequestError, match="there is only 'latents'"):
         pipe(PROMPT, **how, **QUICK)

@@ -146,7 +146,10 @@ def test_a_device_that_cannot_be_used_is_tried_again_the_next_time():
         ({"off": float("nan"), "same_bits": True}, "it is off by nan on a"),
         ({"off": 0.01, "same_bits": False}, "it gives other bits the second time on a"),
         ({"kernel_us": 10.0, "blocks_us": 40.0}, ""),
-        ({"kernel_us": 50.0, "blocks_us": 40.0}, "it takes 1.25 times as long as blocks"),
+        (
+            {"kernel_us": 50.0, "blocks_us": 40.0},
+            "it takes 1.25 times as long as blockwise",
+        ),
     ],
 )
 def test_what_is_wrong_is_reported(found, why):
@@ -166,7 +169,7 @@ def test_a_device_is_checked_once(gpu, monkeypatch):
 
 @pytest.fixture
 def children(monkeypatch):
-    """Children that admit what is asked of them; returns their last words."""
+    """Children that admit what is asked of them; returns the words of their commands."""
     words = []
 
     def run(command, limit_s):

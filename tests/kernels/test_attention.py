@@ -251,7 +251,7 @@ def test_every_gpu_has_its_kernel_or_runs_in_blocks_and_says_so_once(
 
 
 def test_layers_of_one_form_share_a_kernel():
-    """A program calls one function for all of them, forward and backward, and another form's."""
+    """A program has one forward and one backward function for all layers of a form."""
     attend = functools.partial(step_causal_attention, num_heads=HEADS, implementation="blockwise")
 
     def loss(x, block, horizon):

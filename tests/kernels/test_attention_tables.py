@@ -128,7 +128,7 @@ def laid_out(equations):
 
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "blockwise"])
 def test_tags_are_laid_out_once_for_all_layers(implementation, monkeypatch):
-    """In the loops over layers, no tags are padded or stacked; before them, they are for TPUs."""
+    """In the loops over layers, no tags are padded or stacked; they are padded before."""
     settings = dataclasses.replace(SETTINGS, attention_implementation=implementation)
     asked = traces.settings_of("sparse", "image", settings)
     requests = [tiny.request("image", settings, 0, words=3)]

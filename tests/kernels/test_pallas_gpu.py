@@ -230,7 +230,7 @@ def test_few_queries_leave_the_tiles_of_a_cache_without_a_mask():
 
 @pytest.fixture
 def traced_anew():
-    """Kernels traced before a patch do not count, nor do patched ones afterwards."""
+    """Clears jax's caches, so that a patch applies to the test, and not to later ones."""
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -103,7 +103,7 @@ def test_a_sum_and_its_norm_are_those_of_the_layers(residual):
 @needs_kernels
 @pytest.mark.parametrize("gated", [False, True])
 def test_tokens_are_rounded_to_float8_as_without_the_kernels(gated):
-    """Also a token of zeros, and one of which a product is scaled first."""
+    """Also a token of zeros; and inputs that are products still to be scaled."""
     x = drawn(B, S, 2048 if gated else 1024).at[0, 0].set(0)
     scales = jnp.exp(drawn(B, S, 1, dtype="float32")), jnp.exp(drawn(x.shape[-1], dtype="float32"))
     for own in (None, scales):
@@ -221,7 +221,7 @@ RIGHT = {"off": 0.0, "same_bits": True, "kernel_us": 10.0, "plain_us": 30.0}
         (RIGHT, "", ""),
         (RIGHT | {"off": 0.3}, "", "it is off by 0.3 on step: a"),
         (RIGHT | {"same_bits": False}, "", "it gives other bits the second time on step: a"),
-        (RIGHT | {"kernel_us": 60.0}, "", "it takes 2.00 times as long as without"),
+        (RIGHT | {"kernel_us": 60.0}, "", "it takes 2.00 times as long as the step without it"),
         ({}, "ended with status -6", "the check ended with status -6, at step: a"),
     ],
 )

@@ -36,7 +36,7 @@ def test_the_rule_takes_the_largest_tiles_that_fill_up_little(lengths, expected)
     assert devices.tile_sizes(*lengths, device="never measured") == TileSizes(*expected)
 
 
-def test_a_cache_is_never_filled_up():
+def test_a_cache_is_never_padded_to_whole_tiles():
     multiple = attention.slot_multiple("pallas_tpu")
     for slots in range(multiple, 9000, multiple):
         assert devices.rule(192, slots).keys >= 256
@@ -103,7 +103,7 @@ def test_the_shipped_table_holds_only_what_was_measured():
                 assert {*entry["median_us"]} == {*entry["rule_us"]} != set()
 
 
-def test_candidates_hold_the_rule_and_fill_lengths_up_as_little():
+def test_candidates_hold_the_tiles_of_the_rule_and_none_twice():
     for lengths in ((1536, 1536), (8152, 8152), (3456, 3456), (192, 1536)):
         found = devices.tpu_candidates(*lengths)
         assert devices.rule(*lengths) in found and len(found) == len(set(found)) > 5

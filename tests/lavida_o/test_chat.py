@@ -217,17 +217,17 @@ def test_features_of_a_second_image_stand_after_those_of_the_first(tokenizer):
         lambda t, words: chat.locate_all(t, ["a dog", words], IMAGE),
     ],
 )
-def test_nobody_says_control_tokens(tokenizer, build, token):
+def test_words_with_control_tokens_are_refused(tokenizer, build, token):
     with pytest.raises(ValueError, match=f"holds the control token {re.escape(token)}: leave it"):
         build(tokenizer, f"well {token}, then")
 
 
-def test_no_phrase_is_refused(tokenizer):
+def test_an_empty_list_of_phrases_is_refused(tokenizer):
     with pytest.raises(ValueError, match="no phrase: name one thing or more"):
         chat.locate_all(tokenizer, [], IMAGE)
 
 
-def test_a_cleaned_plan_can_be_drawn_from(tokenizer):
+def test_a_cleaned_layout_can_be_drawn_from(tokenizer):
     answer = "robot <LOC_1><|eot_id|><|endoftext|><|endoftext|><image_gen_fake><|mdm_mask|>."
     assert chat.clean_layout(answer) == "robot <LOC_1>."
     assert chat.draw(tokenizer, "a robot", 3, layout=chat.clean_layout(answer))

@@ -378,7 +378,7 @@ def test_an_edit_is_trained_as_it_is_sampled(mixer, tokenizer):
     assert "[seen][4source][seen][4source]" in spelled(tokenizer, two.parts).replace(" ", "")
 
 
-def test_a_plan_is_trained_before_the_image_or_alone(mixer, tokenizer):
+def test_a_layout_is_trained_before_the_image_or_alone(mixer, tokenizer):
     made = record("layout", "a robot", layout="robot <LOC_1>", **DRAWN)
     words = "Sure I should place the objects in the following manner robot <LOC_1>"
     drawn, planned = mixer.example(made, Always()), mixer.example(made, Never())

@@ -29,7 +29,7 @@ def bad_rows(folder, good=1):
 
 
 def spoil(folder):
-    """Puts things into a folder that look like images and captions, and are none."""
+    """Puts things into a folder that look like images and must not be read."""
     (folder.parent / "secret.png").write_bytes(raw_data.png(1))
     (folder / "out.png").symlink_to(folder.parent / "secret.png")
     (folder / "zero.png").symlink_to("/dev/zero")

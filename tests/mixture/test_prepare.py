@@ -93,7 +93,7 @@ def test_an_edit_has_its_sources_seen_and_as_codes(tmp_path, one_row):
     assert one_row("process_gpt_edit", row, max_enc_images=1) == "max_enc_images"
 
 
-def test_a_planned_edit_says_what_it_does(tmp_path, one_row):
+def test_an_edit_with_a_layout_says_what_it_does(tmp_path, one_row):
     row = {
         "source_images": "0.png", "target_image": "2.png", "instruction": "blue",
         "loc": "<LOC_1>", "operation": "remove",
@@ -191,6 +191,7 @@ def test_the_same_input_gives_the_same_bytes_however_many_processes(tmp_path):
     two = raw_data.prepared(source, tmp_path / "two", workers=2)
     assert one == two and (one.shards, one.made) == (3, 3)
     assert raw_data.contents(tmp_path / "one") == raw_data.contents(tmp_path / "two")
+    assert raw_data.prepared(source, tmp_path / "two", workers=2).made == 0  # all is there
 
 
 def test_a_ray_cluster_makes_the_same_shards(tmp_path):

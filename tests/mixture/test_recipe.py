@@ -177,5 +177,5 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_reported(tmp_path):
         recipe.read(tmp_path / "m.json")
     with pytest.raises(RecipeError, match=r"cannot be read: .* is not a regular file"):
         recipe.read(tmp_path)
-    with pytest.raises(RecipeError, match=r"its name ends with .yaml or .json"):
+    with pytest.raises(RecipeError, match=r"name it .json, .yaml or .yml"):
         read(tmp_path, "x", "mixture.txt")

@@ -42,7 +42,7 @@ def test_an_empty_cache_holds_padding_only():
 
 @pytest.mark.parametrize("decodes", ["understanding", "generation"])
 def test_passes_are_kept_up_to_what_is_committed_and_then_overwritten(decodes):
-    """Each pass writes after the committed slots, like the list of slots."""
+    """Each pass writes after the committed slots, here as in plain lists of tags and keys."""
     cache = empty(decodes)
     start = 0 if decodes == "understanding" else UNDERSTANDING
     end = UNDERSTANDING if decodes == "understanding" else UNDERSTANDING + GENERATION
@@ -99,7 +99,7 @@ def test_cache_is_carried_through_jit_and_loops():
 @pytest.mark.parametrize("number", [0, 2, 4])
 @pytest.mark.parametrize("decodes", ["understanding", "generation"])
 def test_a_program_of_many_steps_runs_the_first_of_them(decodes, number):
-    """Tagged ahead for all steps, the slots of those that run have the tags that these write.
+    """`tagged` gives the slots of all steps, before they run, the tags that the steps write.
 
     The last steps find no slot; that must not move the tags of the others.
     """

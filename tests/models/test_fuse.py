@@ -35,7 +35,7 @@ def sampled(model, modality):
     ("modality", "by_layer"), [("image", True), ("image", False), ("text", True)]
 )
 def test_a_response_is_that_of_the_unfused_model(model, modality, by_layer):
-    """Without all parameters that the task never reads."""
+    """The fused model lacks the parameters that the task never reads."""
     fused = fuse.for_inference(model, task=modality, by_layer=by_layer)
     np.testing.assert_array_equal(sampled(fused, modality), sampled(model, modality))
     fewer = sum(x.size for x in jax.tree.leaves(fused))

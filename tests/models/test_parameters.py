@@ -67,7 +67,7 @@ def test_what_is_replaced_has_to_be_there_and_to_fit(model):
         parameters.replaced(model, {"final_norm/weight": np.ones(31)})
 
 
-def test_a_program_is_given_the_module_of_one_taken_apart(model):
+def test_a_program_gets_a_model_that_was_taken_apart_as_a_module(model):
     given = []
 
     @jax.jit

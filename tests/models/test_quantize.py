@@ -38,7 +38,7 @@ def test_a_product_in_8_bits_is_close(method):
     np.testing.assert_allclose(of_stack(x), linear(x), rtol=1e-5, atol=1e-5)
 
 
-def test_nothing_is_rounded_to_nothing():
+def test_zeros_are_rounded_to_zeros():
     values, scale = quantize.rounded(jnp.zeros((3, 4)), jnp.dtype("int8"), axis=0)
     assert not values.any() and not scale.any()
 

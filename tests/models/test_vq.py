@@ -39,7 +39,7 @@ def tiny(**changes) -> vq.VQModel:
 
 
 def full_size() -> config.VQ:
-    """That of LaViDa-O."""
+    """The settings of the image tokenizer of LaViDa-O."""
     return config.read(pathlib.Path(__file__).parents[2] / "configs" / "lavida_o.py").vq
 
 

@@ -204,7 +204,7 @@ print(persistent_jit()(lambda x: jax.numpy.tanh(x @ x).sum(axis=0) * 3)(rows).su
     assert len({*found}) == 1 and [*place.iterdir()]
 
 
-def test_what_a_program_depends_on_finds_another_one(place):
+def test_a_change_of_what_a_program_depends_on_makes_another_one(place):
     plain = result(a_step())
     assert result(a_step(), power=3) != plain
     with jax.default_matmul_precision("highest"):  # a setting of this thread alone

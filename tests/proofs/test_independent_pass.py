@@ -93,7 +93,7 @@ def inpaint() -> Case:
 
 
 def answer(order: str = "left_to_right", ends: tuple[int, ...] = (), **changes) -> Case:
-    """Two texts of three text blocks: about an image, and with a block and more given or `ends`.
+    """Two texts of three text blocks: about an image, and infilled; with `ends` nothing is given.
 
     Each text block is decoded in two steps.
     """

@@ -119,7 +119,7 @@ def test_dense_sampler_is_the_training_pass_with_full_attention(modality):
 
 @pytest.mark.parametrize("modality", ["image", "text"])
 def test_one_step_is_the_training_pass_with_one_masked_block(modality):
-    """C = B: compares the plan's only step with the blocks that training makes from that plan."""
+    """Compares the plan's only step with the blocks that training makes from that plan."""
     model = tiny.denoiser(tiny.model_settings())
     requests = [tiny.request(modality, model.settings, i, words=n) for i, n in enumerate((3, 7))]
     settings = traces.settings_of("sparse", modality, model.settings)

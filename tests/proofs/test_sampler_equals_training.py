@@ -61,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("passes", "preset"), [(2, "sparse"), (4, "sparse"), (2, "t")])
-def test_so_are_those_of_passes_over_codes_inside_a_step(passes, preset):
+def test_logits_of_passes_over_codes_inside_a_step_are_training_logits(passes, preset):
     """Later passes see what earlier ones decoded, in the block of the step."""
     model = tiny.denoiser(tiny.model_settings(codes_per_token=4, num_registers=2))
     requests = draw(model.settings)

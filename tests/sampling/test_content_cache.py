@@ -282,7 +282,7 @@ def assert_same(found, wanted):
     ("name", "modality", "guided"),
     [("sparse", "text", 0), ("sparse", "image", 1), ("dense", "image", 0)],
 )
-def test_the_state_has_the_same_bits_with_and_without(name, modality, guided, number):
+def test_the_state_has_the_same_bits_with_and_without_a_cache(name, modality, guided, number):
     """A question and an edit, alone and with another one, found in another order."""
     how = {"vision": True, "source": modality == "image"}
     requests = [tiny.request(modality, SETTINGS, i, words=9 + i, **how) for i in range(number)]
@@ -306,7 +306,7 @@ def test_the_state_has_the_same_bits_with_and_without(name, modality, guided, nu
 
 
 def test_what_is_kept_is_not_overwritten_by_the_steps():
-    """They are given their state to overwrite: keys and values, and features where none are."""
+    """Steps overwrite their state in place: keys and values, or features if none are cached."""
     for name in ("sparse", "dense"):
         settings, kept = traces.settings_of(name, "text", SETTINGS), ContentCache()
         requests = [tiny.request("text", SETTINGS, 0, words=3, vision=True)]

@@ -90,7 +90,7 @@ def test_rare_words_of_a_large_vocabulary_are_drawn():
     rows, now, _ = rows_and_step("text", draws=32)
     numbers = np.asarray(draw.noise(rows.key, now, (131_072,)))
     large = numbers[numbers > 8]
-    assert len(np.unique(large)) > 0.99 * len(large) > 1000  # .8 of 23 bits
+    assert len(np.unique(large)) > 0.99 * len(large) > 1000  # a share of 0.8 with 23 random bits
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans, their phases and text plans, compared with explicit layouts."""
+"""Plans, their phases and text plans, compared with positions written out by hand."""
 
 import dataclasses
 import functools
@@ -121,7 +121,7 @@ def largest_plan():
 
 @pytest.mark.parametrize("case", ["largest", *range(40)])
 def test_phases_are_those_of_a_plain_search(case):
-    """The same arrays, one position after the other, as a search without arrays finds."""
+    """The arrays are those that a search in loops finds, position by position."""
     rng = np.random.default_rng(0 if case == "largest" else case)
     plan = largest_plan() if case == "largest" else a_plan(rng, int(rng.integers(1, 40)))
     newest, passes_rest = (bool(rng.integers(2)) for _ in range(2))
@@ -273,7 +273,7 @@ def test_text_blocks_decoded_before_are_clean_wherever_they_stand():
     assert [part.block.tolist() for part in parts] == [[2], [3], [4]]
 
 
-def test_phases_are_cut_where_guidance_sets_in_or_out():
+def test_phases_are_cut_where_guidance_begins_or_ends():
     plan = plans.image_plan(np.arange(6), schedule="linear", num_steps=6, shift=1.0)
     parts = plans.phases(plan, passes_clean="all", passes_rest=True, max_phases=1)
     guided = np.array([False, True, True, False, False, False, True])

@@ -58,7 +58,7 @@ def test_blocks_and_temperature_of_layouts_may_be_their_own(ran):
     assert texts == [[10, 0.2], [10, 0.7], [20, 0.2]]
 
 
-def test_a_text_that_is_no_whole_blocks_has_as_many_steps_as_tokens(ran):
+def test_a_text_of_no_whole_number_of_blocks_has_at_most_as_many_steps_as_tokens(ran):
     """It is one block: earlier, more steps were silently cut, or refused although they fit."""
     pipe, _ = ran
     example = pipe.encoder.text_example("a", length=10)  # blocks have 8 tokens
@@ -85,7 +85,7 @@ def test_as_released_questions_have_blocks_of_128_and_layouts_of_16():
     assert (fast.text.preset, fast.text.commit, fast.text.factor) == ("fast_dllm_dual", "factor", 1)
 
 
-def test_what_is_said_by_itself_prevails_over_a_samplers_name():
+def test_an_option_given_by_itself_prevails_over_a_samplers_name():
     """In any order: earlier, `--steps` was sometimes ignored."""
     asked = [("steps", 4), ("sampler", "released")]
     for given in (dict(asked), dict(asked[::-1])):

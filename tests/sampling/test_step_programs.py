@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents and number of the programs of steps. Programs are read, not run."""
+"""Contents and number of the programs of steps. Programs are read or run."""
 
 import dataclasses
 import re

@@ -66,7 +66,7 @@ def copied(plan, rows):
 
 
 def branches(name, turns, *, seeds=SEEDS, shared=None):
-    """Returns the codes of branches that have `turns` in common, and then one each of a seed.
+    """Returns the codes of branches that share all `turns` but the seed of the last one.
 
     Args:
         turns: (step, seed); the seed of the last one is replaced.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes examples cheap changes nothing: words, generators, layouts are kept, rows shared."""
+"""What makes examples cheap changes nothing: words, generators and plans are kept, rows shared."""
 
 import itertools
 import json

@@ -121,7 +121,7 @@ def test_known_cells_are_given(encoder, task):
         np.testing.assert_array_equal(example.response[example.given, 0], known)
 
 
-def test_an_image_example_holds_image_source_prompt_plan_and_response_in_order(encoder):
+def test_an_image_example_holds_image_source_prompt_layout_and_response_in_order(encoder):
     (sample,) = samples("edit", 1)
     example = encoder.scene_example(sample)
     t = encoder.tokenizer

@@ -44,7 +44,7 @@ def test_an_edit_is_read_as_it_was_meant():
             assert Edit.parse(str(edit)) == edit
 
 
-def test_a_plan_is_read_as_it_was_meant():
+def test_a_layout_is_read_as_it_was_meant():
     for cell in range(36):
         for thing, other in itertools.pairwise([None, *OBJECTS, None]):
             layout = Layout(((cell, thing), ((cell + 17) % 36, other), ((cell + 5) % 36, None)))
@@ -95,7 +95,7 @@ def test_a_bad_request_is_refused_with_a_reason(text, reason):
         (" nothing<LOC_0><LOC_0><LOC_4><LOC_4>, nothing<LOC_0><LOC_0><LOC_4><LOC_4>", "twice"),
     ],
 )
-def test_a_bad_plan_is_refused_with_a_reason(text, reason):
+def test_a_bad_layout_is_refused_with_a_reason(text, reason):
     with pytest.raises(GrammarError, match=reason):
         Layout.parse(text)
 

@@ -192,7 +192,7 @@ CELL_0, CELL_1 = "<LOC_0><LOC_0><LOC_4><LOC_4>", "<LOC_4><LOC_0><LOC_8><LOC_4>"
         ("a red circle", "", "not a box"),
     ],
 )
-def test_any_valid_plan_is_right(prompt, answer, reason):
+def test_any_valid_layout_is_right(prompt, answer, reason):
     judged = judge(of_prompt("layout", prompt), answer)
     assert judged.ok == (reason == "")
     assert reason in judged.reason

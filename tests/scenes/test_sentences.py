@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def things_of(request: SceneRequest):
-    """Returns things that a request describes, with all that it leaves open unlike any word."""
+    """Yields row, column, size, colour, shape of what is asked for; an open size is "any"."""
     sides = {"left of": (0, -1), "above": (-1, 0), None: (0, 0)}[request.relation]
     for number, phrase in enumerate(request.phrases):
         row, column = sides if number == 0 else (0, 0)
@@ -58,7 +58,7 @@ def test_the_seed_chooses_what_is_left_open_and_a_warning_has_no_seed():
 
 @pytest.mark.parametrize("task", COMMANDS)
 def test_taught_sentences_stay_as_they_are(task):
-    """But that of two relations with the same meaning, the one that is drawn right is taken."""
+    """Except "right of" and "below": their converse, drawn correctly more often, is taken."""
     for index in range(200):
         sample = tasks.sample(task, 5, index, ("test", "held_out")[index % 2])
         read = sentences.read(COMMANDS[task], sample.prompt, index)

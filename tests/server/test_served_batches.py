@@ -83,7 +83,7 @@ def test_rows_of_other_shapes_are_decoded_apart_and_told_by_number(pipe):
         np.testing.assert_array_equal(pipe.replay(record, image).pixels[0], result.pixels[row])
 
 
-def test_programs_are_entered_by_what_chooses_them(pipe):
+def test_the_key_of_programs_is_what_chooses_them(pipe):
     entered = []
 
     class Entered:
@@ -109,7 +109,7 @@ def test_settings_that_nobody_compiled_are_refused_with_the_list(pipe):
     allowed = ({}, {"steps": 1}, {"num_inference_steps": 2, "registers": 0}, own)
     for given in allowed:
         service._check_settings(pipe.requests("generate", "a", **serving._by_row(given)))
-    told = "'generate'. Leave the settings out, or ask for 1 steps or 2 steps and 0 registers."
+    told = "'generate'. Leave the settings out, or ask for 1 step or 2 steps and 0 registers."
     for given in ({"steps": 4}, {"sampler": "dense"}, {"steps": 1, "registers": 1}):
         with pytest.raises(RequestError, match=re.escape(told)):
             service.submit("generate", "a", **given)
@@ -130,7 +130,7 @@ def service(pipe):
 
 def test_an_image_of_settings_that_nobody_compiled_is_not_proved(pipe, service):
     drawn = pipe.generate("a red circle", seed=3, steps=4, layout=False)
-    told = "nothing more for 'generate'. Send an image of its own settings."
+    told = "nothing more for 'generate'. Send an image drawn with the model's own settings."
     with pytest.raises(RequestError, match=re.escape(told)):
         service.submit(PROOF, record=drawn.records[0], pixels=drawn.pixels[0])
     assert service.counts == {("proof", "refused"): 1}

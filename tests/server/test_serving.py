@@ -251,7 +251,11 @@ def test_only_loopback_is_served_unless_told_otherwise(capsys):
     ("name", "given", "told"),
     [
         ("serve", {}, "needs a key that clients send [(]--api-key, or the variable SPARSE"),
-        ("demo", {"key": "a"}, "needs a proxy, or --insecure"),
+        (
+            "demo",
+            {"key": "a"},
+            "needs a proxy that asks for a password, in front of --host=127.0.0.1, or --insecure",
+        ),
     ],
 )
 def test_other_machines_are_not_let_in_by_accident(name, given, told):

@@ -42,7 +42,7 @@ def with_words(tokenizer, folder, *words):
     return ChatTokenizer(folder / "tokenizer.json")
 
 
-def test_words_that_training_never_held_are_said(tokenizer, tmp_path, caplog):
+def test_words_that_training_never_held_are_warned_about(tokenizer, tmp_path, caplog):
     settings = raw_data.settings(tokenizer)
 
     def asked(tokenizer, *words):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training memory computed from shapes, against manual sums and what a step really uses."""
+"""Training memory computed from shapes, against sums by hand and the arrays of a real state."""
 
 import os
 import pathlib
@@ -65,7 +65,7 @@ def test_what_is_kept_is_the_input_of_every_layer():
 
 
 @pytest.mark.slow
-def test_less_is_kept_than_of_whole_layers():
+def test_rematerialised_layers_keep_less_than_whole_ones():
     """The difference between two depths: the tags of all layers are laid out once."""
     none, attention, layer = (
         np.subtract(

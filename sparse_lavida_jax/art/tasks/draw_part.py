@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws only the surroundings of one thing of an image: more of it per operation than in `draw`."""
+"""Draws only a window around one thing of an image: an operation teaches more than in `draw`."""
 
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.tasks import draw

@@ -52,7 +52,9 @@ class MmBench(QuestionBenchmark):
             try:
                 image = base64.b64decode(contents, validate=True)
             except binascii.Error as error:
-                raise EvaluationError(f"{where} has a damaged image ({error}).") from error
+                raise EvaluationError(
+                    f"{where} has a damaged image ({error}). Get the file again."
+                ) from error
             yield Item(key, words_of(row), row, (image,))
 
     def first(self, items):

@@ -27,7 +27,7 @@ def make_with_request(dice: Dice) -> tuple[Sample, SceneRequest, Layout]:
 
 
 def make_request(dice: Dice, column: str) -> SceneRequest:
-    """Words a request of one column of GenEval."""
+    """Puts a request of one column of GenEval into words."""
     if column == "single":
         return SceneRequest(((1, Phrase(*dice.pair(alone=True))),))
     if column == "colours":

@@ -38,7 +38,7 @@ def make(dice: Dice) -> Sample | None:
 
 
 def _worded(dice: Dice, kind: str, anchor: Phrase, new: Object) -> Edit:
-    """Words an edit of one kind that concerns the object `anchor`, and perhaps a new one."""
+    """Puts an edit of one kind into words, about the object `anchor` and perhaps a new one."""
     wanted = Phrase(*new.pair, new.size if dice.chance(30) else None)
     corner = dice.pick(tuple(CORNERS))
     match kind:

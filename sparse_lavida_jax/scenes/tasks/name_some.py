@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names what stands in some cells of a crowd: of `name`, where few names follow from the others."""
+"""Names what is in some cells of a crowd; few names follow from the others, unlike in `name`."""
 
 from sparse_lavida_jax.scenes.dice import Dice
 from sparse_lavida_jax.scenes.grammar import Layout, spans_of

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers several questions about a crowd of few kinds; no answer is likelier than another.
 
-Of `quiz` and `answer`. There most of what is asked for is absent or there once, so that a model
-which does not look is often right, and learns to look late.
+Differs from `quiz` and `answer`, where most of what is asked for is absent or there once: a model
+which does not look is often right there, and learns to look late.
 """
 
 import itertools

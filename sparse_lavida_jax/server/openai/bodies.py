@@ -32,7 +32,8 @@ logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs what
 DATA_URI = re.compile(rb'"data:[^"]*"', re.IGNORECASE)
 NEEDED = ("prompt", "messages")
 OUTPUT = ("response_format", "output_format", "output_compression")  # of the files of images
-# What says nothing: the first for any field, two for an unsupported one, all for an unknown one.
+# Values that count as left out: the first one for a supported field, the first two for an
+# unsupported one, all for an unknown one.
 EMPTY = ("", [], {})
 B = TypeVar("B", bound="Body")
 
@@ -278,7 +279,7 @@ def of_json(contents: bytes, kind: type[B]) -> B:
     try:
         given = parse_json(contents, most_values=MOST_VALUES)
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the body is not JSON that is read: {error}.") from error
+        raise HTTPException(400, f"the body cannot be read as JSON: {error}.") from error
     return checked(given, kind)
 
 
@@ -320,7 +321,9 @@ def of_form(contents: bytes, content_type: str, most_files: int) -> Form:
             raise ValueError(f"the field {name[:40]!r} is there twice")
         form.fields[name] = value
         if len(form.fields) > MOST_FIELDS or sum(map(len, form.fields.values())) > MOST_JSON:
-            raise ValueError(f"its fields are more than {MOST_FIELDS}, or {MOST_JSON} characters")
+            raise ValueError(
+                f"its fields are more than {MOST_FIELDS}, or hold over {MOST_JSON} characters"
+            )
 
     def on_file(file: Any) -> None:
         if sum(map(len, form.files.values())) == most_files:

@@ -189,8 +189,8 @@ def talk_of(messages: list[dict[str, Any]], open_uri: Callable[[str], bytes]) ->
         role = ROLES.get(name)
         if role is None or message.get("tool_calls"):
             raise RequestError(
-                f"a message of {name[:40]!r} is not known, or calls tools, which"
-                f" there are none of: choose one of {', '.join(ROLES)}."
+                f"a message of {name[:40]!r} is not known, or calls tools, of which"
+                f" there are none: choose one of {', '.join(ROLES)}."
             )
         _check_fields("message", message, MESSAGE)
         words, shown = _parts(message.get("content", ""))
@@ -205,7 +205,7 @@ def talk_of(messages: list[dict[str, Any]], open_uri: Callable[[str], bytes]) ->
             turns.append((role, words))
     roles = [role for role, _ in turns]
     if not turns or roles[0] != "user" or roles[-1] != "user":
-        raise RequestError("a conversation begins and ends with a message of the user: ask one.")
+        raise RequestError("a conversation begins and ends with a message of the user: add one.")
     if len(images) > ChatBody.images:
         raise RequestError(f"{len(images)} images were sent: at most {ChatBody.images} are taken.")
     said = ["\n".join(words) for _, words in turns]
@@ -231,7 +231,7 @@ def _parts(content: Any) -> tuple[list[str], list[str]]:
             uris.append(uri)
         else:
             raise RequestError(
-                f"a part of type {str(kind)[:40]!r} is not known, or empty: text or image_url."
+                f"a part of type {str(kind)[:40]!r} is not known, or empty: send text or image_url."
             )
     return words, uris
 

@@ -138,7 +138,8 @@ class Guard:
         except TimeoutError as error:
             self._check_room(body)
             seconds = f"{self.rules.body_seconds:g}"
-            raise HTTPException(408, f"the body took more than {seconds} seconds.") from error
+            told = f"the body took more than {seconds} seconds: send it faster, or make it smaller."
+            raise HTTPException(408, told) from error
         finally:
             body.wait = None
         body.left = message["type"] == "http.disconnect" and not body.answered
@@ -181,7 +182,9 @@ class Guard:
         if len(length) + coded > 1 or (coded and scope["http_version"] < "1.1"):
             closing = {"Connection": "close"}  # what follows may have been meant as its body
             return http_errors.reply(
-                400, "the end of the body is given in two ways.", headers=closing
+                400,
+                "the end of the body is given in two ways: send one Content-Length, or chunks.",
+                headers=closing,
             )
         if rules.hosts and (host.rpartition(":")[0] or host) not in rules.hosts:
             return http_errors.reply(400, f"this server is not called {host[:100]!r}.")

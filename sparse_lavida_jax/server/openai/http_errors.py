@@ -63,7 +63,7 @@ def _shown(text: str) -> str:
 
 
 class Refused(HTTPException):
-    """A request that cannot be done, with the field that is wrong; None: it is not one of them."""
+    """A request that cannot be done, with the field that is wrong; None: it is no single field."""
 
     def __init__(self, sentence: str, param: str | None):
         super().__init__(400, sentence)

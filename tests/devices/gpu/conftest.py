@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--half", choices=("1", "2"), help="Every other test, from this one on.")
+    parser.addoption("--half", choices=("1", "2"), help="Runs every other test, from this on.")
 
 
 def pytest_collection_modifyitems(config, items):

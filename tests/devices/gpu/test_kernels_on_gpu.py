@@ -71,7 +71,7 @@ def test_output_and_gradients_are_those_of_the_reference(implementation, name, h
 def test_a_layer_of_a_stacked_cache_is_attended_to_as_by_the_reference(
     implementation, name, head_dim
 ):
-    """Two rows of a sampler step, and a whole row."""
+    """A batch of two equal rows: of early, middle and late sampler steps, and of a training row."""
     frozen = shapes.tags(name)
     tags = [
         np.stack([tag] * 2) for tag in (frozen.query_block, frozen.query_horizon, frozen.key_block)

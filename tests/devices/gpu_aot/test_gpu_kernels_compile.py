@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11)
     or importlib.util.find_spec("jax_cuda13_plugin") is None
     or shutil.which("ptxas") is None,
-    reason="compiling for GPUs without one needs jax 0.11 (Python 3.12), ptxas of CUDA 13 and,"
-    " of jax's version, pip install -e '.[aot-cuda]'",
+    reason="compiling for GPUs without one needs jax 0.11 (Python 3.12), ptxas of CUDA 13, and"
+    " the CUDA plugin of jax's version: pip install -e '.[aot-cuda]'",
 )
 
 MOST_SPILLED = 64  # bytes per thread, of a gradient compiled by Triton, which uses all registers
@@ -230,7 +230,7 @@ def test_forward_and_backward_compile_for_hopper_and_spill_nothing(
     Five tags include segments, as in packed rows.
 
     Args:
-        compiled: choices for all three kernels.
+        compiled: at least so many kernels: one for each choice of tiles of all three.
     """
     told = "".join(run(DEVICE + KERNEL + MOSAIC, *map(str, (head_dim, kv_heads, num_tags))))
     spills = [line for line in told.splitlines() if "bytes spill stores" in line]
@@ -275,7 +275,7 @@ def test_triton_compiles_for_other_gpus_and_spills_next_to_nothing(
 
 
 @pytest.mark.parametrize("device", OTHERS)
-def test_blocks_compile_with_and_without_a_kernel_and_memory_is_linear(device):
+def test_blockwise_attention_compiles_for_every_gpu_and_memory_is_linear(device):
     told, _ = run(described(device) + BLOCKS)
     short, long = (int(line.split()[1]) for line in told.splitlines() if line[:6] == "bytes:")
     assert long < 2.1 * short
@@ -292,7 +292,7 @@ def test_blocks_compile_with_and_without_a_kernel_and_memory_is_linear(device):
     ],
 )
 def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(modality, implementation):
-    """The segment program of `sample.py` at the release's widths, including kernels."""
+    """The program of a phase in `sample.py` at the release's widths, including kernels."""
     told, _ = run(SEGMENT, modality, implementation)
     assert "copied:" not in told, told
 
@@ -301,7 +301,7 @@ def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(modality, impl
     ("module", "implementation", "number"),
     [("mosaic_gpu", "pallas_gpu", "3"), ("__gpu$xla.gpu.triton", "pallas_triton", "2")],
 )
-def test_a_program_holds_two_modules_of_its_kernel_whatever_the_number_of_layers(
+def test_the_number_of_kernel_modules_of_a_program_does_not_grow_with_its_layers(
     module, implementation, number
 ):
     """One of the joint layers, one of the split layers, whose widths are those of the release.

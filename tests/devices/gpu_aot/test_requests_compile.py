@@ -15,7 +15,7 @@ pytestmark = needs_plugin
 
 CONFIG = str(pathlib.Path(__file__).parents[3] / "configs" / "lavida_o.py")
 MOST_MB, MOST_MODULES = 1.5, 2
-# That a layer adds to a step. XLA splits some products of the others, and adds up their parts.
+# Kernels that a layer adds to a step. Where it is 11, XLA splits a product and adds up its parts.
 MOST_KERNELS = {"image": 10, "edit": 11, "reasoning": 11}
 LOWERED = """
 import json
@@ -70,7 +70,7 @@ program, arguments = max(
     aot_requests.programs(case, model, place), key=lambda pair: pair[0].width
 )
 found = hlo.kernels(program.lowered.compile().as_text())
-# Without the compiler's own products, among which and the library's it chooses on a device.
+# Without the compiler's own products: on a device it would choose between them and the library's.
 library = program.lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
 shapes = aot_requests.large_shapes(arguments)
 told = {
@@ -103,7 +103,7 @@ print("compiled")
     [("image", 64), ("edit", 64), ("reasoning", 256), ("batch_of_8", 64)],
 )
 def test_a_request_has_few_small_programs(request_name, steps):
-    """One a width, with all 32 layers: at most two modules of a kernel, and 1.5 MB of StableHLO.
+    """One per width of a step, all 32 layers: at most two modules of a kernel, 1.5 MB of StableHLO.
 
     A pass of both streams of a prompt has a third: its last joint layer has queries of one stream.
     """
@@ -158,7 +158,7 @@ def test_products_in_8_bits_take_their_matrices_as_they_are(request_name):
 
 
 def test_an_image_is_decoded_in_15_ms_by_prediction():
-    """In bfloat16: group norms read their input once, and doubled sides cost 4/9."""
+    """In bfloat16: norms read their input once; convolutions of doubled images cost 4/9."""
     told, _ = run(TOKENIZER, CONFIG)
     rows = [json.loads(line.partition(" ")[2]) for line in told.splitlines()
             if line.startswith("row:")]  # fmt: skip

@@ -88,7 +88,7 @@ def test_a_decode_step_reads_its_layer_of_the_cache_in_place():
 
 @pytest.mark.parametrize("modality", ["image", "text"])
 def test_no_loop_of_the_sampler_copies_the_cache_or_a_layer_of_it(modality):
-    """The segment program of `sample.py` at the release's widths, including kernels."""
+    """The program of a phase in `sample.py` at the release's widths, including kernels."""
     sharding = described("v5p:2x2x1")
     model = phase_programs.settings(attention_implementation="pallas_tpu")
     program = phase_programs.compiled(modality, model, sharding, "tpu")
@@ -113,5 +113,5 @@ def test_fused_layers_are_read_where_they_lie_and_cycles_go_into_products(topolo
     model = phase_programs.settings(attention_implementation="pallas_tpu", num_registers=64)
     program = phase_programs.compiled("image", model, described(topology), "tpu", by_layer=False)
     assert not phase_programs.weights_copied(program.hlo, program.weight_shapes)
-    often = 24 * model.num_split_layers  # steps of the longest segment; the head runs less often
+    often = 24 * model.num_split_layers  # steps of the longest phase; the head runs less often
     assert hlo.product_cycles(program.hlo, often) >= 0.75 * hlo.cycles(program.hlo, often) > 0
