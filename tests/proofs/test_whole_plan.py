@@ -256,7 +256,7 @@ def test_what_no_pass_holds_is_refused():
     views = (np.zeros((2, 8, 8, 3), np.uint8),)
     with pytest.raises(RequestError, match="several views"):
         one.engine.scores([dataclasses.replace(one.examples[0], views=views)], *how, stage="image")
-    with pytest.raises(RequestError, match="9 tokens: 1 to 8 fit"):
+    with pytest.raises(RequestError, match="9 tokens: one pass takes 1 to 8"):
         one.engine.scores(one.examples[:1], *how, stage="image", most_logits=12 * 8)
     given = dataclasses.replace(one.examples[0], given=np.ones(tiny.IMAGE_LEN, bool))
     with pytest.raises(RequestError, match="0 tokens"):
