@@ -116,7 +116,9 @@ def test_the_last_bucket_holds_every_batch_and_others_are_smaller(found, count):
 
 
 def test_settings_that_do_not_make_whole_rows_are_refused():
-    with pytest.raises(config.ConfigError, match=r"batch_size=6 must be a multiple of Data.packing=4"):
+    with pytest.raises(
+        config.ConfigError, match=r"batch_size=6 must be a multiple of Data.packing=4"
+    ):
         config.Config(data=config.Data(packing=4), train=config.Train(batch_size=6))
     with pytest.raises(config.ConfigError, match="end-of-text that is learned"):
         config.Config(

@@ -173,7 +173,7 @@ def test_captions_are_ranked_by_the_bits_of_an_image(address, service, shown):
     [
         ({}, "captions: Field required", "captions"),
         ({"captions": " \n\n"}, "0 captions were sent: 1 to 8", "captions"),
-        ({"captions": "a\n" * 9}, "9 captions were sent: 1 to 8 are compared", "captions"),
+        ({"captions": "a\n" * 9}, "9 captions were sent: 1 to 8 can be compared", "captions"),
         ({"captions": "a" * 5000}, "5000 characters: at most 4000", "captions"),
         ({"captions": "a", "seed": "3"}, "seed: nothing is drawn", "seed"),
         ({"captions": "a", "stream": "true"}, "stream: nothing is drawn", "stream"),

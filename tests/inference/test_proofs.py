@@ -183,7 +183,7 @@ def test_a_replayed_image_has_the_same_record(pipe, drawn):
         ({"codes": [[1]] * 200_000}, "a list of codes"),
         ({"layout_tokens": [2**40]}, "whole numbers"),
         ({"layout_tokens": [1], "decoded_at": [2]}, "its layout tokens are not"),
-        ({"layout_tokens": [1]}, "1 tokens, of which"),
+        ({"layout_tokens": [1]}, "1 tokens, and decoded_at has 16"),
         ({"margins": {"image": [float("nan")] * 36}}, "a list of numbers"),
         ({"margins": {"image": [True] * 36}}, "a list of numbers"),
         ({"margins": {"layout": "0.5"}}, "a list of numbers"),

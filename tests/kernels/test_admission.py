@@ -148,7 +148,7 @@ def test_a_device_that_cannot_be_used_is_tried_again_the_next_time():
         ({"kernel_us": 10.0, "blocks_us": 40.0}, ""),
         (
             {"kernel_us": 50.0, "blocks_us": 40.0},
-            "it takes 1.25 times as long as blockwise",
+            "it takes 1.25 times as long as blockwise attention",
         ),
     ],
 )
