@@ -140,7 +140,7 @@ def case_of(name: str, settings: config.Config) -> RequestCase:
     if not found:
         known = ", ".join([*known_requests, *NARROW_REQUESTS])
         raise config.ConfigError(
-            f"--requests={name}: choose among {known}, with a --config at full size."
+            f"--requests={name}: choose one of {known}, with a --config at full size."
         )
     return suites.quantized(found[0], method) if method else found[0]
 

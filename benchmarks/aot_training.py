@@ -45,7 +45,9 @@ CONFIGS = flags.DEFINE_list("configs", [], "Configs whose training steps are com
 CHIPS = flags.DEFINE_enum("chips", "", ["", *aot.TRAINING], "TPUs; by default one H200.")
 LOSS = flags.DEFINE_boolean("loss", False, "Compile the loss of each head, plain and in tiles.")
 ROWS = flags.DEFINE_integer("rows", 0, "Rows of a batch; 0: those of the config.", lower_bound=0)
-TOKENS = flags.DEFINE_list("tokens", ["1024", "-1"], "Per row of each stream; -1: of an image.")
+TOKENS = flags.DEFINE_list(
+    "tokens", ["1024", "-1"], "Tokens of a row in each stream; -1: those of an image."
+)
 REMAT = flags.DEFINE_enum("remat", "", ["", "none", "attention", "layer"], "As in config.Model.")
 DEPTH = flags.DEFINE_integer(
     "depth", 0, "Layers compiled, half of them split; 0: all.", lower_bound=0

@@ -40,7 +40,7 @@ PAGE = flags.DEFINE_string("page", "docs/log/2026-11-complete.md", "The page wit
 MODEL, TWIN, BLIND, BATCH, SEED = "scenes", "scenes_long", "scenes_blind", 8, 57
 CELL, THING = 16, 8  # pixels per side of a cell; tokens of a thing in a layout, with its comma
 BEGIN, END = "<!-- written by benchmarks.complete -->", "<!-- up to here -->"
-Item = dict[str, Any]  # whether it is right, a guess is, and what is held is kept
+Item = dict[str, Any]  # whether it is right, whether a guess is, whether the given parts are kept
 
 
 class Case(NamedTuple):

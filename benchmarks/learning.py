@@ -378,7 +378,7 @@ def main(_: list[str]) -> None:
     ways = ways_of(shared)
     if unknown := set(WAYS.value) - set(ways):
         sys.exit(
-            f"benchmarks.learning: --ways={','.join(sorted(unknown))} is unknown: choose among"
+            f"benchmarks.learning: --ways={','.join(sorted(unknown))} is unknown: choose one of"
             f" {', '.join(ways)}."
         )
     for seed in map(int, SEEDS.value):

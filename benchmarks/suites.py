@@ -138,7 +138,7 @@ def chosen(found: Sequence[RequestCase], ids: Collection[str]) -> list[RequestCa
     known = [case.id for case in found]
     if unknown := [row_id for row_id in ids if row_id not in known]:
         raise config.ConfigError(
-            f"there is no row {unknown[0]!r}. Choose among {', '.join(known)}."
+            f"there is no row {unknown[0]!r}: choose one of {', '.join(known)}."
         )
     return [case for case in found if not ids or case.id in ids]
 
@@ -162,7 +162,7 @@ def check_presets(names: Collection[str]) -> None:
     known = SAMPLERS["text"]  # those of images too
     if unknown := [name for name in names if name not in known]:
         raise config.ConfigError(
-            f"there is no preset {unknown[0]!r}. Choose among {', '.join(known)}."
+            f"there is no preset {unknown[0]!r}: choose one of {', '.join(known)}."
         )
 
 

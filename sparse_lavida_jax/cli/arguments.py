@@ -363,7 +363,7 @@ ARGUMENTS = {
     "num_images": Argument("--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1),
     "best_of": Argument(
         "--best-of",
-        f"draw each image anew until the model accepts it, at most this often, 1 to {MOST_IMAGES}",
+        f"most tries to draw an image that the model accepts, 1 to {MOST_IMAGES}",
         _whole,
     ),
     "margins": Argument(

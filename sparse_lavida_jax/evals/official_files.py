@@ -131,6 +131,7 @@ def image_name(name: Any, where: str) -> str:
     if path == pathlib.PurePosixPath() or path.is_absolute() or ".." in path.parts:
         raise EvaluationError(
             f"{where} names the image {name!r}, which is no file inside its folder."
+            " Get the file again."
         )
     return name
 

@@ -15,7 +15,7 @@ from sparse_lavida_jax.data import image_files
 Box = image_files.Box
 FORMAT = "sparse-lavida-picture/2"
 OLDER_FORMATS = ("sparse-lavida-picture/1",)  # that are read: without turns
-SHOWN_KEY = "picture"  # key of the input image in a record, as in PNGs drawn before
+SHOWN_KEY = "picture"  # key of the input image in a record; must match older PNGs
 # Incremented whenever the same request may draw something else; `replay` refuses other versions.
 # 2: each stage with the same seed has its own, finely drawn noise; counts rounded as in PyTorch;
 # confidences as log-odds; no end-of-text before anything given.

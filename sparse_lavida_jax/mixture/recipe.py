@@ -64,7 +64,7 @@ Folder = Annotated[
     str,
     Allowed(
         lambda name: bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)),
-        "its name becomes a folder: start with a letter or digit, then also . _ -",
+        "its name becomes a folder: a letter or digit first, then letters, digits, . _ or -",
     ),
 ]
 Function = Annotated[str, Allowed(FUNCTIONS.__contains__, f"there are: {', '.join(FUNCTIONS)}")]
@@ -196,7 +196,8 @@ def read(path: pathlib.Path) -> Recipe:
     given = _contents(path)
     if not isinstance(given, dict):
         raise RecipeError(
-            f"{path} is no mixture: at its top stand datasets, and perhaps weights and batch_sizes."
+            f"{path} is not a mixture: it must hold `datasets`, and may hold `weights` and"
+            " `batch_sizes`."
         )
     listed = given.get("datasets")
     if not isinstance(listed, list) or not listed:
@@ -238,7 +239,9 @@ def _contents(path: pathlib.Path) -> Any:
             ) from error
         kind, load, mistake = "YAML", yaml.safe_load, (yaml.YAMLError, ValueError, RecursionError)
     else:
-        raise RecipeError(f"{path} is no mixture file: name it .json, .yaml or .yml.")
+        raise RecipeError(
+            f"{path} is not a mixture file: its name must end in .json, .yaml or .yml."
+        )
     try:
         return load(text)
     except mistake as error:

@@ -31,7 +31,8 @@ def parse_template(text: str) -> Template:
     """Reads a text with gaps: `___` is a gap of one token, `{4}` one of four.
 
     Raises:
-        RequestError: there is no gap, one of 0 or too many tokens, or too many tokens in all.
+        RequestError: there is no gap, a gap is not 1 to `MOST_GAP` tokens long, or all gaps
+            together are longer than `MOST_GAPS`.
     """
     check_characters(text, "text")
     pieces: list[str | int] = []

@@ -231,7 +231,7 @@ def test_every_subset_has_a_task_or_a_reason():
         ({"words": WORDS, "image": [IMAGE, IMAGE], "box": BOX}, "is about one image, 2 were"),
         (
             {"words": ["a", "a ___"]},
-            "some words have gaps, others none: give all",
+            "some words have gaps, others none: give all with gaps, or all whole",
         ),
         ({"words": WORDS, "layout": f"{CIRCLE * 3}___"}, "the layout with its gaps is 21 tokens"),
         ({"words": WORDS, "layout": f"{CIRCLE * 3}{{4}}"}, "with its gaps is 25 tokens long"),

@@ -113,7 +113,7 @@ def test_a_wrong_field_is_reported(tmp_path, changes, said):
     ("contents", "said"),
     [
         ("{", "is no JSON"),
-        ([], "is no mixture: at its top stand datasets"),
+        ([], "is not a mixture: it must hold `datasets`"),
         ({"datasets": []}, "has no datasets"),
         (
             {"datasets": [DATASET], "wieghts": {}},
@@ -177,5 +177,5 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_reported(tmp_path):
         recipe.read(tmp_path / "m.json")
     with pytest.raises(RecipeError, match=r"cannot be read: .* is not a regular file"):
         recipe.read(tmp_path)
-    with pytest.raises(RecipeError, match=r"name it .json, .yaml or .yml"):
+    with pytest.raises(RecipeError, match=r"its name must end in .json, .yaml or .yml"):
         read(tmp_path, "x", "mixture.txt")

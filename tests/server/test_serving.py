@@ -34,14 +34,14 @@ def service():
     made.close()
 
 
-def begun(service):
+def wait_for_step(service):
     """Waits until the running request is at a step."""
     assert service.pipe.at_step.acquire(timeout=staged.PATIENCE)
 
 
 def test_requests_run_one_at_a_time_in_their_order(service):
     tickets = [service.submit("ask", name) for name in "abc"]
-    begun(service)
+    wait_for_step(service)
     assert (service.running, service.waiting) == (True, 2)
     assert [ticket.ahead for ticket in tickets] == [0, 1, 2]
     assert [ticket.began is None for ticket in tickets] == [False, True, True]
@@ -67,13 +67,13 @@ def test_a_full_queue_refuses_and_takes_again(service):
 
 def test_cancelling_frees_the_device_at_the_next_phase(service):
     left, after = service.submit("ask", "left"), service.submit("ask", "after")
-    begun(service)
+    wait_for_step(service)
     left.cancel()
     assert not left.future.done()  # a phase is not interrupted
     service.pipe.go.release()
     with pytest.raises(Cancelled, match="cancelled after 1 of 3 steps of the text"):
         left.future.result(staged.PATIENCE)
-    begun(service)
+    wait_for_step(service)
     assert service.pipe.asked == ["left", "after"]
     service.pipe.run_free()
     assert after.future.result(staged.PATIENCE).text == "b"
@@ -83,7 +83,7 @@ def test_cancelling_frees_the_device_at_the_next_phase(service):
 
 def test_a_request_that_waits_is_cancelled_at_once(service):
     service.submit("ask", "a")
-    begun(service)
+    wait_for_step(service)
     waits = service.submit("ask", "b")
     waits.cancel()
     assert waits.future.cancelled()
@@ -103,7 +103,7 @@ def test_errors_reach_who_asked_and_no_other(service):
 
 def test_closing_cancels_what_runs_and_what_waits(service):
     tickets = [service.submit("ask", name) for name in "ab"]
-    begun(service)
+    wait_for_step(service)
     closing = threading.Thread(target=service.close)
     closing.start()
     while not tickets[0].cancelled:
@@ -117,7 +117,7 @@ def test_closing_cancels_what_runs_and_what_waits(service):
 
 def test_stopping_turns_away_what_waits_and_lets_what_runs_end(service):
     runs, waits = service.submit("ask", "runs"), service.submit("ask", "waits")
-    begun(service)
+    wait_for_step(service)
     service.stop()
     with pytest.raises(Stopped, match="this server stops"):
         waits.future.result(staged.PATIENCE)
