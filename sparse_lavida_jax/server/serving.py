@@ -442,7 +442,7 @@ class Service:
         if all(request.sampling in settings for request in requests):
             return
         named = [
-            f"{steps} step{'s' * (steps > 1)}"
+            f"{steps} step{'s' * (steps != 1)}"
             + ("" if registers is None else f" and {registers} registers")
             for steps, registers in known[1:]
         ]
