@@ -443,7 +443,7 @@ class Service:
             return
         named = [
             f"{steps} step{'s' * (steps != 1)}"
-            + ("" if registers is None else f" and {registers} registers")
+            + ("" if registers is None else f" and {registers} register{'s' * (registers != 1)}")
             for steps, registers in known[1:]
         ]
         advice = "Leave the settings out"
