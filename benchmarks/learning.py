@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Compares ways to train at an equal number of operations, and at equal CPU time.
+r"""Compares ways to train at an equal number of operations, or at equal CPU time.
 
     taskset -c 0 python -m benchmarks.learning --world=scenes
-    taskset -c 0 python -m benchmarks.learning --world=fine --seeds=0 --ways=plan,dense
+    taskset -c 0 python -m benchmarks.learning --world=art --seeds=0 --ways=plan_merged,dense
     python -m benchmarks.learning --table
 
 Every way trains a small model from the same random parameters on the same examples, at a constant
-learning rate, until both budgets are spent. At each quarter of a budget, the negative
-log-likelihood of held-out images under the sampler's own plan is computed, in nats per cell, with
+learning rate, until its budgets are spent. At each quarter of a budget, the negative
+log-likelihood of held-out images under the sampler's own plan is computed, in nats per code, with
 the averaged parameters, which sampling uses. Step-causal training is judged by the plan of the
 sparse sampler, dense training by that of the dense sampler. Images of the world `scenes` have 6 x 6
-cells; `fine` has the same scenes in 16 x 16 cells of 13 colours, without a layout in text.
+cells; those of `art` have 12 x 12 cells of four codes, and half an hour for each way.
 
 Writes one row per way and seed to `results/<device>/learning`. Time is the CPU time of the process,
 including batches but not compilation: give it one core.
@@ -24,12 +24,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import einops
 import jax
 import numpy as np
 from absl import flags, logging
 from flax import nnx
-from jaxtyping import Int
 
 from benchmarks import command
 from benchmarks.measurements import Bench, path_of, read_rows
@@ -41,29 +39,23 @@ from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.diffusion import Blocks
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
-from sparse_lavida_jax.prompting.protocol import prompt_format
-from sparse_lavida_jax.scenes import tasks, world
-from sparse_lavida_jax.scenes.prompts import ExampleMaker, encoder_of
 from sparse_lavida_jax.scenes.scene_batches import SceneBatches
-from sparse_lavida_jax.scenes.tokenizer import Tokenizer
+from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.tags import FIRST_BLOCK
 from sparse_lavida_jax.training import flops, optimizer, step
+from sparse_lavida_jax.training.sources import open_source
 from sparse_lavida_jax.training.start import init_state
 
-WORLD = flags.DEFINE_enum("world", "scenes", ["scenes", "fine"], "World to train on.")
+WORLD = flags.DEFINE_enum("world", "scenes", ["scenes", "art"], "World to train on.")
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of parameters and batches.")
 WAYS = flags.DEFINE_list("ways", [], "Ways to train; default: all.")
 TABLE = flags.DEFINE_boolean("table", False, "Print the results over all seeds.")
 
 SUITE = "learning"
 PARTS = 4  # of a budget; likelihoods are computed at the end of each
-COLOURS = np.array([world.BACKGROUND, *world.PAINT.values()])
-# Colours of a cell of the world `fine`: those of scenes, and each mixed with the background.
-TINTS = np.concatenate([COLOURS, (COLOURS[1:] + COLOURS[0]) // 2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +65,12 @@ class World:
     Attributes:
         file: the config that all ways share, in `configs/`.
         changes: to its settings.
-        operations: the budget, in 1e12 floating-point operations (`training/flops.py`).
+        operations: the budget, in 1e12 floating-point operations (`training/flops.py`); 0: none.
         seconds: the budget of CPU time.
         held_out: the number of images whose likelihood is computed.
         together: rows per forward pass over them.
-        scored: prompts of `draw` that are scored at the end; 0 where nothing can judge images.
-        each: further changes, by way.
+        scored: prompts of `draw` that are scored at the end.
+        more: further ways, as changes to `plan_merged`.
     """
 
     file: str
@@ -87,45 +79,43 @@ class World:
     seconds: float
     held_out: int
     together: int
-    scored: int = 0
-    each: Mapping[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    scored: int
+    more: Mapping[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 FLAT = {"optimizer": {"final_fraction": 1.0}, "train": {"batch_size": 16}}
 WORLDS = {
     "scenes": World("ablation", FLAT, 3.6, 240.0, held_out=256, together=16, scored=500),
-    "fine": World(
-        "ablation",
+    "art": World(
+        "art",
         {
             "optimizer": FLAT["optimizer"],
-            "model": {"grid_size": 16, "codebook_size": len(TINTS), "num_registers": 16},
-            "data": {"tasks": {"draw": 1.0}, "layout_drop": 1.0},
-            "diffusion": {"plan_steps": (64,), "merge_cells": 16},
-            "sampling": {"num_steps": 64, "layout": False},
+            "data": {"things": 40, "lessons": {}, "tasks": {"draw": 1.0, "draw_part": 1.0}},
         },
-        2.8,
-        240.0,
-        held_out=32,
-        together=4,
-        each={
-            # Rows per batch, such that a step takes about as many operations in every way.
-            "schedule_4": {"train": {"batch_size": 8}},
-            "schedule_8": {"train": {"batch_size": 6}},
-            "plan_merged": {"train": {"batch_size": 3}},
-            "plan_merged_twice": {"train": {"batch_size": 3}},
-            "dense": {"train": {"batch_size": 6}},
-            # With an explicit mask, as in the other ways, it would take more than twice as long.
-            "plan": {
-                "train": {"batch_size": 1},
-                "model": {"attention_implementation": "blockwise"},
-            },
+        0.0,
+        1800.0,
+        held_out=64,
+        together=8,
+        scored=200,
+        more={
+            "things_24": {"data": {"things": 24}},
+            "things_120": {"data": {"things": 0}},
+            "whole_images": {"data": {"tasks": {"draw": 1.0}}},
+            "packing_2": {"data": {"packing": 2}},
+            "blockwise": {"model": {"attention_implementation": "blockwise"}},
         },
     ),
 }
 
 
-def ways_of(settings: config.Config) -> dict[str, config.Config]:
-    """Returns the settings of every way to train; all have equally many masked blocks of text."""
+def ways_of(
+    settings: config.Config, more: Mapping[str, dict[str, dict[str, Any]]]
+) -> dict[str, config.Config]:
+    """Returns the settings of every way to train; all have equally many masked blocks of text.
+
+    Args:
+        more: further ways, as changes to `plan_merged`.
+    """
     merged = settings.diffusion.merge_cells
 
     def way(**diffusion: Any) -> config.Config:
@@ -138,29 +128,8 @@ def ways_of(settings: config.Config) -> dict[str, config.Config]:
         "plan_merged": way(blocks="plan"),
         "plan_merged_twice": way(blocks="plan", merge_cells=2 * merged),
         "dense": way(attention="full"),
+        **{name: config.changed(way(blocks="plan"), changes) for name, changes in more.items()},
     }
-
-
-class FineBatches(SceneBatches):
-    """Batches of images of 16 x 16 cells."""
-
-    def _example(self, task: str, sample: Any, rng: np.random.Generator) -> Example:
-        del task, rng
-        return fine_example(self.encoder, sample)
-
-
-def fine_example(encoder: ExampleMaker, sample: tasks.Sample) -> Example:
-    """Returns a scene to draw in 16 x 16 cells."""
-    assert sample.target is not None
-    return encoder.image_example(sample.prompt, tints_of(sample.target)[:, None])
-
-
-def tints_of(scene: world.Scene) -> Int[np.ndarray, " l"]:
-    """Returns the tint closest to the mean colour of each of the 16 x 16 parts of an image."""
-    means = einops.reduce(
-        world.render(scene).astype(float), "(y h) (x w) c -> (y x) 1 c", "mean", y=16, x=16
-    )
-    return np.square(means - TINTS).sum(axis=2).argmin(axis=1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -220,7 +189,7 @@ class Likelihood:
             yield corrupted(blocks, full_attention=True)
 
     def of(self, params: Denoiser) -> float:
-        """Returns nats per cell."""
+        """Returns nats per code."""
         total = cells = 0.0
         for batch in self._batches:
             here = flops.count_tokens(batch.image_weight)
@@ -238,24 +207,25 @@ def _mean_nll(params: Denoiser, batch: Corrupted) -> jax.Array:
 # A way to train.
 
 
-def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
-    """Trains from random parameters until both budgets are spent; returns the values of its row."""
-    tokenizer = Tokenizer()
-    codec = None if fine else ImageCodec(settings.data.image_codec, settings.model)
-    encoder = (
-        ExampleMaker(tokenizer, settings.data, settings.model, None)
-        if codec is None
-        else encoder_of(tokenizer, settings, codec)
-    )
-    batches = (FineBatches if fine else SceneBatches)(settings, encoder)
-    samples = [tasks.sample("draw", exact.EVAL_SEED, i, "test") for i in range(here.held_out)]
-    examples = [fine_example(encoder, s) if fine else encoder.scene_example(s) for s in samples]
+def learn(settings: config.Config, here: World, merge_cells: int) -> dict[str, Any]:
+    """Trains from random parameters until the budgets are spent; returns the values of its row.
+
+    Args:
+        merge_cells: of the merged plan, the same for all ways of a world.
+    """
+    model = Denoiser(settings.model, rngs=nnx.Rngs(settings.seed))
+    data = open_source(settings, model)
+    batches = data.batches
+    assert isinstance(batches, SceneBatches)
+    sample = exact.world_of(settings).sample
+    samples = [sample("draw", exact.EVAL_SEED, i, "test") for i in range(here.scored)]
+    examples = [batches.encoder.scene_example(one) for one in samples[: here.held_out]]
     taken = {
         name: Likelihood(settings, examples, merge, here.together)
-        for name, merge in (("full", 1), ("merged", merged_cells(settings)))
+        for name, merge in (("full", 1), ("merged", merge_cells))
     }
-    state = init_state(settings, Denoiser(settings.model, rngs=nnx.Rngs(settings.seed)))
-    state, curve, pending = _warm(state, settings, batches), [], _marks(here)
+    state = _warm(init_state(settings, model), settings, batches)
+    curve, pending = list[dict[str, Any]](), _marks(here)
     spent, seconds, begin = flops.Work(), 0.0, time.process_time()
     kept: Denoiser | None = None
     dataset = batches.dataset()
@@ -274,30 +244,40 @@ def learn(settings: config.Config, here: World, fine: bool) -> dict[str, Any]:
             point |= {name: one.of(state.ema) for name, one in taken.items()}
             curve += [point | {"mark": mark} for mark in due]
             print({k: round(v, 4) for k, v in point.items()}, [*due], flush=True)
-            if ("operations", here.operations) in due:
+            if _marks(here)[PARTS - 1] in due:
                 kept = jax.tree.map(np.asarray, state.ema)
         if not pending:
             break
         begin = time.process_time()
+    assert kept is not None
+    pipe = data.pipe(jax.tree.map(jax.numpy.asarray, kept))
     row = {"curve": curve, "slots": spent.slots, "loss_tokens": spent.with_loss}
-    if here.scored:
-        prompts = prompt_format(settings.prompts).of(tokenizer, settings, codec)
-        pipe = SparseLaViDa(jax.tree.map(jax.numpy.asarray, kept), settings, prompts, codec, 32)
-        row["scores"] = {
-            name: exact.as_json(exact.evaluate(pipe, "draw", here.scored, sampling=sampling))
-            for name, sampling in _samplers(settings).items()
-        }
-    return row
+    scores = {
+        name: _scores(pipe, samples, sampling)
+        for name, sampling in _samplers(settings, merge_cells).items()
+    }
+    return row | {"scores": scores}
 
 
-def merged_cells(settings: config.Config) -> int:
-    """Returns the least number of cells per merged step: the same for all ways of a world."""
-    return settings.model.num_registers
+def _scores(pipe: SparseLaViDa, samples: list[Sample], sampling: config.Sampling) -> dict[str, Any]:
+    """Draws scenes; art with the true layout, which names neither styles nor facings."""
+    if pipe.settings.data.source != "art":
+        return exact.as_json(exact.evaluate(pipe, "draw", len(samples), sampling=sampling))
+    examples = [pipe.encoder.scene_example(one) for one in samples]
+    codes = np.stack(pipe.sample(examples, sampling=sampling, seed=exact.EVAL_SEED))
+    images = list(pipe.codec.to_pixels(codes, None, sampling.vq_dtype))
+    result = exact.tally("draw", samples, images, exact.world_of(pipe.settings))
+    return exact.as_json(result) | exact.coherence(samples, images)
 
 
 def _marks(here: World) -> list[tuple[str, float]]:
     budgets = {"operations": here.operations, "seconds": here.seconds}
-    return [(name, all_ * n / PARTS) for name, all_ in budgets.items() for n in range(1, PARTS + 1)]
+    return [
+        (name, whole * part / PARTS)
+        for name, whole in budgets.items()
+        if whole
+        for part in range(1, PARTS + 1)
+    ]
 
 
 def _warm(state: step.TrainState, settings: config.Config, batches: SceneBatches):
@@ -312,10 +292,12 @@ def _step(state: step.TrainState, batch: Corrupted, rate: float, settings: confi
     return step.train_step(state, batch, np.float32(rate), settings=settings.optimizer)
 
 
-def _samplers(settings: config.Config) -> dict[str, config.Sampling]:
+def _samplers(settings: config.Config, merge_cells: int) -> dict[str, config.Sampling]:
     dense = settings.diffusion.attention == "full"
-    whole = dataclasses.replace(settings.sampling, preset="dense" if dense else "sparse")
-    merged = dataclasses.replace(whole, merge_cells=merged_cells(settings))
+    whole = dataclasses.replace(
+        settings.sampling, preset="dense" if dense else "sparse", merge_cells=0
+    )
+    merged = dataclasses.replace(whole, merge_cells=merge_cells)
     return {"full": whole, "merged": merged}
 
 
@@ -323,21 +305,28 @@ def _samplers(settings: config.Config) -> dict[str, config.Sampling]:
 # What was measured.
 
 MEASURED = {
-    "full plan, equal operations": lambda row: _at(row, "operations")["full"],
-    "merged plan, equal operations": lambda row: _at(row, "operations")["merged"],
-    "full plan, equal CPU time": lambda row: _at(row, "seconds")["full"],
-    "drawn correctly": lambda row: row["scores"]["full"]["share"],
-    "drawn correctly, merged": lambda row: row["scores"]["merged"]["share"],
+    "full plan, equal operations": lambda row: _at(row, "operations").get("full"),
+    "merged plan, equal operations": lambda row: _at(row, "operations").get("merged"),
+    "full plan, equal CPU time": lambda row: _at(row, "seconds").get("full"),
+    "drawn correctly": lambda row: _score(row, "full", "share"),
+    "drawn correctly, merged": lambda row: _score(row, "merged", "share"),
+    "things found": lambda row: _score(row, "full", "found"),
+    "things coherent": lambda row: _score(row, "full", "coherent"),
 }
 
 
 def _at(row: Mapping[str, Any], budget: str) -> dict[str, Any]:
-    """Returns the point of the curve at which a budget was spent."""
-    return next(p for p in row["curve"] if p["mark"] == [budget, row["budget"][budget]])
+    """Returns the point of the curve at which a budget was spent; {} if there was none."""
+    mark = [budget, row["budget"][budget]]
+    return next((point for point in row["curve"] if point["mark"] == mark), {})
+
+
+def _score(row: Mapping[str, Any], plan: str, name: str) -> float | None:
+    return row.get("scores", {}).get(plan, {}).get(name)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table of all worlds and ways: mean ± standard deviation over seeds, nats per cell.
+    """Returns a table of all worlds and ways: mean ± standard deviation over seeds, nats per code.
 
     Tokens with a loss per operation are relative to the dense way with the same seed.
     """
@@ -351,18 +340,15 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         told = [scorers.mean_and_spread(ratios, 2)]
         for value in MEASURED.values():
-            found = [value(row) for row in own.values() if "scores" in row or value not in SCORED]
-            told.append(scorers.mean_and_spread(found))
+            found = [value(row) for row in own.values()]
+            told.append(scorers.mean_and_spread([one for one in found if one is not None]))
         lines.append((here, method, len(own), *told))
     taught = "tokens with a loss per operation, relative to dense"
     return markdown.table(("world", "way", "seeds", taught, *MEASURED), lines)
 
 
-SCORED = tuple(value for name, value in MEASURED.items() if name.startswith("drawn"))
-
-
 def _taught(row: Mapping[str, Any]) -> float:
-    point = _at(row, "operations")
+    point = _at(row, "operations") or _at(row, "seconds")
     return point["loss_tokens"] / point["operations"]
 
 
@@ -375,7 +361,7 @@ def main(_: list[str]) -> None:
     keep_programs()
     here, bench = WORLDS[WORLD.value], Bench(SUITE)
     shared = config.changed(config.read(pathlib.Path(f"configs/{here.file}.py")), here.changes)
-    ways = ways_of(shared)
+    ways = ways_of(shared, here.more)
     if unknown := set(WAYS.value) - set(ways):
         sys.exit(
             f"benchmarks.learning: --ways={','.join(sorted(unknown))} is unknown: choose one of"
@@ -387,12 +373,11 @@ def main(_: list[str]) -> None:
             if (path := path_of(SUITE, row_id)).exists():
                 print(f"{row_id}: has a row; to train it again, delete {path}")
                 continue
-            settings = config.changed(ways[name], here.each.get(name, {}))
-            settings = dataclasses.replace(settings, seed=seed)
+            settings = dataclasses.replace(ways[name], seed=seed)
             print(row_id, flush=True)
             row = {"world": WORLD.value, "method": name, "seed": seed}
             row |= {"budget": {"operations": here.operations, "seconds": here.seconds}}
-            bench.write(row_id, row | learn(settings, here, WORLD.value == "fine"))
+            bench.write(row_id, row | learn(settings, here, shared.diffusion.merge_cells))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.learning`: likelihoods of whole plans, the finer world, budgets, and the table."""
+"""`benchmarks.learning`: likelihoods of whole plans, budgets, and the table."""
 
 import dataclasses
 import math
@@ -12,42 +12,41 @@ from flax import nnx
 
 from benchmarks import learning
 from sparse_lavida_jax import config
+from sparse_lavida_jax.art import vocabulary
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.scenes import tasks, world
 from sparse_lavida_jax.scenes.prompts import ExampleMaker
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 
 SMALL = {
     "model": {"width": 32, "mlp_hidden": 32, "num_heads": 2, "head_dim": 16, "num_layers": 2,
               "dual_tower_layers": 0, "generation_width": 32, "generation_mlp_hidden": 32,
-              "unroll_layers": False, "grid_size": 16, "codebook_size": len(learning.TINTS)},
-    "data": {"tasks": {"draw": 1.0}, "layout_drop": 1.0},
+              "unroll_layers": False, "neighbour_heads": ()},
+    "data": {"tasks": {"draw": 1.0}, "lessons": {}},
+    "optimizer": {"final_fraction": 1.0},
     "sampling": {"num_steps": 8},
 }  # fmt: skip
+CELLS = 144
 
 
 @pytest.fixture(scope="module")
 def ways() -> dict[str, config.Config]:
-    shared = config.read(pathlib.Path(__file__).parents[2] / "configs/ablation.py")
-    return learning.ways_of(config.changed(shared, SMALL))
+    shared = config.read(pathlib.Path(__file__).parents[2] / "configs/art.py")
+    return learning.ways_of(config.changed(shared, SMALL), {"few": {"data": {"things": 12}}})
 
 
 @pytest.fixture(scope="module")
 def examples(ways):
-    settings = ways["plan"]
-    encoder = ExampleMaker(Tokenizer(), settings.data, settings.model, None)
-    samples = [tasks.sample("draw", 0, number) for number in range(2)]
-    return [learning.fine_example(encoder, sample) for sample in samples]
+    encoder = ExampleMaker(
+        Tokenizer(vocabulary.SHIPPED), ways["plan"].data, ways["plan"].model, None
+    )
+    codes = np.random.default_rng(0).integers(1024, size=(2, CELLS, 4))
+    return [encoder.image_example("a bear", one) for one in codes]
 
 
-def test_a_fine_image_shows_the_scene_in_its_colours():
-    scene = world.Scene.of({0: world.Object("square", "red", "large")})
-    tints = learning.tints_of(scene).reshape(16, 16)
-    red = 1 + world.COLOURS.index("red")
-    assert (tints[1:2, 1:2] == red).all()
-    assert (tints[3:] == 0).all()
-    assert (tints[:, 3:] == 0).all()
-    assert set(np.unique(tints)) <= {0, red, red + len(world.COLOURS)}
+def test_further_ways_change_the_merged_plan(ways):
+    few, merged = ways["few"], ways["plan_merged"]
+    assert few.data.things == 12 and merged.data.things == 0
+    assert dataclasses.replace(few, data=merged.data) == merged
 
 
 @pytest.mark.parametrize("way", ["plan", "dense"])
@@ -55,10 +54,10 @@ def test_a_fine_image_shows_the_scene_in_its_colours():
 def test_every_cell_is_predicted_once_knowing_what_its_step_knows(ways, examples, way, merge):
     taken = learning.Likelihood(ways[way], examples, merge, together=4)
     for number, example in enumerate(examples):
-        rows, known = [*taken._rows(example, number, merge)], np.zeros(256, bool)
+        rows, known = [*taken._rows(example, number, merge)], np.zeros(CELLS, bool)
         asked = [row.generation.index[row.generation.weight > 0] for row in rows]
         predicted = np.concatenate(asked)
-        np.testing.assert_array_equal(np.sort(predicted), np.arange(256))
+        np.testing.assert_array_equal(np.sort(predicted), np.arange(CELLS))
         if way == "plan":
             assert len(rows) == 1
             continue
@@ -75,20 +74,22 @@ def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_codes(ways, examp
         taken = learning.Likelihood(ways[way], examples, 16, together=4)
         model = Denoiser(ways[way].model, rngs=nnx.Rngs(0))
         model.image_head.logits.kernel[...] = jnp.zeros_like(model.image_head.logits.kernel[...])
-        assert taken.of(model) == pytest.approx(math.log(len(learning.TINTS)), abs=1e-5)
+        assert taken.of(model) == pytest.approx(math.log(1024), abs=1e-5)
 
 
 @pytest.mark.slow
-def test_a_way_trains_until_both_budgets_are_spent(ways):
-    here = dataclasses.replace(
-        learning.WORLDS["fine"], operations=2e-4, seconds=0.2, held_out=2, together=2
-    )
-    row = learning.learn(ways["plan_merged"], here, fine=True)
+@pytest.mark.parametrize("operations", [2e-4, 0.0])
+def test_a_way_trains_until_its_budgets_are_spent(ways, operations):
+    small = {"operations": operations, "seconds": 0.2, "held_out": 2, "together": 2, "scored": 2}
+    here = dataclasses.replace(learning.WORLDS["art"], **small)
+    row = learning.learn(ways["few"], here, 16)
     marks = [point["mark"] for point in row["curve"]]
     assert sorted(marks) == sorted(learning._marks(here))
+    assert len(marks) == learning.PARTS * (2 if operations else 1)
     assert all(point[mark[0]] >= mark[1] for point in row["curve"] for mark in [point["mark"]])
     assert 0 < row["loss_tokens"] < row["slots"]
-    assert "scores" not in row
+    assert row["scores"]["merged"]["total"] == 2
+    assert 0 <= row["scores"]["full"]["coherent"] <= row["scores"]["full"]["found"] <= 1
 
 
 def test_the_table_takes_means_over_seeds():
@@ -97,10 +98,10 @@ def test_the_table_takes_means_over_seeds():
         at_time = {"mark": ["seconds", 2.0]}
         curve = [{"full": nll, "merged": nll, **one} for one in (point, at_time)]
         budget = {"operations": 1.0, "seconds": 2.0}
-        return {"world": "fine", "method": way, "seed": seed, "curve": curve, "budget": budget}
+        return {"world": "art", "method": way, "seed": seed, "curve": curve, "budget": budget}
 
     rows = [row("plan", 0, 30, 0.1), row("plan", 1, 50, 0.3), row("dense", 0, 20, 0.5)]
     rows.append(row("dense", 1, 20, 0.5))
     lines = learning.summary(rows).splitlines()
-    assert lines[2].startswith("| fine | plan | 2 | 2.00 ± 0.71 | 0.200 ± 0.141 |")
-    assert lines[3].startswith("| fine | dense | 2 | 1.00 ± 0.00 | 0.500 ± 0.000 |")
+    assert lines[2].startswith("| art | plan | 2 | 2.00 ± 0.71 | 0.200 ± 0.141 |")
+    assert lines[3].startswith("| art | dense | 2 | 1.00 ± 0.00 | 0.500 ± 0.000 |")

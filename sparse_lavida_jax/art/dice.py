@@ -46,9 +46,11 @@ def held_out_looks(sheet: Sheet) -> tuple[Look, ...]:
 def held_out_pairs(sheet: Sheet) -> frozenset[frozenset[str]]:
     """Returns the held-out (thing, thing) pairs: every thing is in two of them."""
     names = [thing.name for thing in sheet.things]
-    return frozenset(
-        frozenset((name, names[(i + PARTNER) % len(names)])) for i, name in enumerate(names)
-    )
+    return frozenset(frozenset((name, _partner(names, i))) for i, name in enumerate(names))
+
+
+def _partner(names: Sequence[str], number: int) -> str:
+    return names[(number + (PARTNER % len(names) or 1)) % len(names)]
 
 
 def is_held_out(scene: ArtScene, sheet: Sheet) -> bool:
@@ -102,7 +104,7 @@ class ArtDice(Dice):
         elif self.held_out and count > 1:
             names = [thing.name for thing in self.sheet.things]
             first = self.below(len(names))
-            pair = (names[first], names[(first + PARTNER) % len(names)])
+            pair = names[first], _partner(names, first)
             looks[:2] = [(name, style) for name, (_, style) in zip(pair, looks, strict=False)]
         return looks
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art import judge, sentences, tasks, vocabulary
 from sparse_lavida_jax.art.grammar import Art, ArtLayout
-from sparse_lavida_jax.art.sheet import SIZES, Sheet, load
+from sparse_lavida_jax.art.sheet import SIZES, Sheet, load, shipped
 from sparse_lavida_jax.art.tasks import caption
 from sparse_lavida_jax.art.world import (
     BACKGROUNDS,
@@ -26,7 +26,7 @@ from sparse_lavida_jax.art.world import (
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.images import resize
 from sparse_lavida_jax.prompting.protocol import Grid, Pixels
-from sparse_lavida_jax.prompting.vocabulary import Vocabulary
+from sparse_lavida_jax.prompting.vocabulary import Reading, Vocabulary
 from sparse_lavida_jax.scenes.grammar import GrammarError
 from sparse_lavida_jax.scenes.prompts import Codec, ExampleMaker, ScenePrompts
 from sparse_lavida_jax.scenes.task import Sample
@@ -128,7 +128,6 @@ class ArtPrompts(ScenePrompts):
     describe = caption.PROMPT
     answer_tokens = 24  # of an answer in two steps
     world = "art"
-    _reader = staticmethod(sentences.read)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ArtPrompts":
@@ -136,7 +135,14 @@ class ArtPrompts(ScenePrompts):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return vocabulary.of_sheet(load())
+        return vocabulary.of_sheet(self._sheet)
+
+    @property
+    def _sheet(self) -> Sheet:
+        return shipped(self.encoder.data.things)
+
+    def _reader(self, task: str, text: str, seed: int) -> Reading | None:
+        return sentences.read(task, text, seed, self._sheet)
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks

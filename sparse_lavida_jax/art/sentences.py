@@ -136,6 +136,8 @@ def _drawn(text: str, dice: ArtDice) -> Read:
     faults: list[str] = []
     try:
         asked = ArtRequest.parse(text, dice.sheet)
+        if not {one.name for one in asked.phrases} <= {*dice.sheet.numbers}:
+            raise GrammarError("things of another sheet")
         read = _ReadRequest([*asked.items], asked.relation, asked.style, asked.background)
     except GrammarError:
         asked, read = None, _ReadRequest.read(text, faults, dice.sheet)
@@ -289,6 +291,7 @@ def _pointed_at(text: str, dice: ArtDice) -> Read:
 _READERS = readers_of(_drawn, _asked, _changed, _pointed_at)
 
 
-def read(task: str, text: str, seed: int) -> Reading | None:
+def read(task: str, text: str, seed: int, sheet: Sheet | None = None) -> Reading | None:
     """Returns what `scenes.sentences.read` does, for the art world."""
-    return read_by(_READERS.get(task), text, lambda number: ArtDice(number, "unsaid", 0), seed)
+    dice = functools.partial(ArtDice, stream="unsaid", index=0, sheet=sheet)
+    return read_by(_READERS.get(task), text, dice, seed)

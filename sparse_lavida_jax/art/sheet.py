@@ -116,6 +116,17 @@ def load(folder: pathlib.Path = SHIPPED) -> Sheet:
     return Sheet(things, sprites)
 
 
+@functools.cache
+def shipped(count: int = 0) -> Sheet:
+    """Returns so many things of the shipped sheet, spread evenly over it; 0: all."""
+    whole = load()
+    if count in (0, len(whole.things)):
+        return whole
+    chosen = [number * len(whole.things) // count for number in range(count)]
+    sprites = {size: drawn[chosen] for size, drawn in whole.sprites.items()}
+    return Sheet(tuple(whole.things[number] for number in chosen), sprites)
+
+
 def write(sheet: Sheet, folder: pathlib.Path) -> None:
     """Writes `things.json`, and one image of each size with a row for each thing."""
     folder.mkdir(parents=True, exist_ok=True)

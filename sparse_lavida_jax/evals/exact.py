@@ -17,6 +17,7 @@ from sparse_lavida_jax.art import judge as art_judge
 from sparse_lavida_jax.art import rules as art_rules
 from sparse_lavida_jax.art import tasks as art_tasks
 from sparse_lavida_jax.art import world as art_world
+from sparse_lavida_jax.art.sheet import shipped
 from sparse_lavida_jax.evals.chance import ART_CHANCE, CHANCE
 from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import grammar, tasks, world
@@ -64,7 +65,7 @@ def world_of(settings: config.Config) -> SmallWorld:
     side = art_world.CELL * settings.model.grid_size
     return SmallWorld(
         art_tasks,
-        functools.partial(art_tasks.sample, side=side),
+        functools.partial(art_tasks.sample, sheet=shipped(settings.data.things), side=side),
         functools.partial(art_tasks.score, side=side),
         functools.partial(art_world.render, side=side),
         art_world.ArtScene("white", ()),

@@ -285,7 +285,6 @@ class ScenePrompts(PromptFormat):
     answer_tokens = ANSWER_TOKENS
     locates_in_one_step = False
     world = "scenes"  # the source of data whose sentences are read
-    _reader = staticmethod(sentences.read)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
@@ -313,6 +312,9 @@ class ScenePrompts(PromptFormat):
     def read(self, task: str, text: str, seed: int) -> Reading:
         short = self._is_read and len(text) <= sentences.LONGEST
         return (short and self._reader(task, text, seed)) or super().read(task, text, seed)
+
+    def _reader(self, task: str, text: str, seed: int) -> Reading | None:
+        return sentences.read(task, text, seed)
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks

@@ -18,6 +18,7 @@ from sparse_lavida_jax.art.art_batches import ArtBatches
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.grammar import ArtEdit
 from sparse_lavida_jax.art.world import ArtScene
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.models.vq import VQModel
 from sparse_lavida_jax.scenes import scene_batches as scene_batches
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
@@ -94,6 +95,30 @@ def test_a_run_on_art_makes_batches_of_all_tasks(given, tokenizer, monkeypatch):
     wrong = dataclasses.replace(given.data, tasks={"point": 1.0})
     with pytest.raises(config.ConfigError, match=r"has no point\. It has: ask, caption"):
         ArtBatches(dataclasses.replace(given, data=wrong), data.batches.encoder)
+
+
+def test_a_model_of_fewer_things_is_taught_and_tested_on_these_alone(given, language):
+    few = dataclasses.replace(given, data=dataclasses.replace(given.data, things=10))
+    taught = sheet.shipped(10)
+    names = {thing.name for thing in taught.things}
+    assert len(names) == 10 and len({thing.group for thing in taught.things}) > 3
+    for number in range(10):
+        assert (taught.sprites["small"][number] == SHEET.sprites["small"][number * 12]).all()
+    batches, here, shown = ArtBatches(few, language.encoder), exact.world_of(few), set()
+    for number in range(60):
+        samples = [batches.sample("draw", number), here.sample("draw", 0, number, "held_out")]
+        shown |= {thing.name for one in samples for thing in one.target.things}
+    assert shown == names
+    knows = prompts.ArtPrompts.of(language.encoder.tokenizer, few, HashCodec())
+    assert "10 things" in knows.vocabulary.knows and "owl" in language.vocabulary.words
+    for task, text in [("generate", "an owl"), ("ground", "owl"), ("ask", "how many owls?")]:
+        assert not language.read(task, text, 0).warning
+        assert "owl" not in knows.read(task, text, 0).sentence
+        assert "'owl" in knows.read(task, text, 0).warning
+    assert knows.read("generate", "a dog", 0) == language.read("generate", "a dog", 0)
+    for things, source in [(4, "art"), (121, "art"), (10, "scenes")]:
+        with pytest.raises(config.ConfigError, match="things"):
+            config.build(config.Data, {"things": things, "source": source})
 
 
 def test_a_part_of_an_image_is_learned_around_one_thing(given, language):
