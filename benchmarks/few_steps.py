@@ -8,8 +8,8 @@ r"""What few steps cost, in bits: the likelihood of images under plans of K step
 Cells of one step are drawn independently of each other, so they cannot agree on what is left open.
 What that costs is the *gap*: the bits of an image under a plan of K steps, less those under a plan
 of one cell a step. Both are read from one pass over the plan (`inference/surprise.py`), at
-temperature 1, without guidance. With `--given=layout` the true layout is given, which in the small
-world determines the image; with `--given=words` it is not. Bits of finished plans are kept in
+temperature 1, without guidance. With `--given=layout` the true layout is given, which in the world
+of shapes determines the image; with `--given=words` it is not. Bits of finished plans are kept in
 `--resume`.
 """
 
@@ -25,10 +25,10 @@ from absl import flags
 from jaxtyping import Float
 
 from benchmarks import ablation_report, command, measurements
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.presets import RowRequest
-from sparse_lavida_jax.scenes import tasks, world
 
 PART = flags.DEFINE_enum("part", "gap", ["gap", "figure"], "What is done.")
 MODEL = flags.DEFINE_string("model", "scenes", "A bundled model, or a model folder.")
@@ -96,11 +96,11 @@ def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int)
     how = dataclasses.replace(
         how, num_steps=steps, order=order, schedule=schedule, merge_cells=0, cell_passes=1
     )
-    run, found = pipe.task_run(how), list[float]()
+    run, here, found = pipe.task_run(how), exact.world_of(pipe.settings), list[float]()
     for start in range(0, COUNT.value, BATCH):
         numbers = range(start, min(start + BATCH, COUNT.value))
-        samples = [tasks.sample("draw", SEED, number, "test") for number in numbers]
-        codes = run.codec.encode(np.stack([world.render(one.target) for one in samples]))
+        samples = [here.sample("draw", SEED, number, "test") for number in numbers]
+        codes = run.codec.encode(np.stack([here.render(one.target) for one in samples]))
         requests = [
             pipe.requests("generate", one.prompt, layout=given == "layout" and one.layout,
                           sampling=how, as_written=True)[0]

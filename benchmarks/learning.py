@@ -101,6 +101,7 @@ WORLDS = {
             "things_24": {"data": {"things": 24}},
             "things_120": {"data": {"things": 0}},
             "whole_images": {"data": {"tasks": {"draw": 1.0}}},
+            "batch_16": {"train": {"batch_size": 16}},
             "packing_2": {"data": {"packing": 2}},
             "blockwise": {"model": {"attention_implementation": "blockwise"}},
         },

@@ -128,21 +128,18 @@ class ArtPrompts(ScenePrompts):
     describe = caption.PROMPT
     answer_tokens = 24  # of an answer in two steps
     world = "art"
+    example = "an owl and a camera in twemoji style"
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ArtPrompts":
         return cls(encoder_of(tokenizer, settings, codec))
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return vocabulary.of_sheet(self._sheet)
-
-    @property
-    def _sheet(self) -> Sheet:
-        return shipped(self.encoder.data.things)
+    @classmethod
+    def taught(cls, data: config.Data) -> Vocabulary | None:
+        return vocabulary.of_sheet(shipped(data.things)) if data.source == cls.world else None
 
     def _reader(self, task: str, text: str, seed: int) -> Reading | None:
-        return sentences.read(task, text, seed, self._sheet)
+        return sentences.read(task, text, seed, shipped(self.encoder.data.things))
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks

@@ -39,7 +39,10 @@ from sparse_lavida_jax.scenes.sentences import (
 )
 
 MOST_KINDS = 4  # in one request
-_EMPTY = {*"the some is are that which there draw paint show me of a picture image style".split()}
+_EMPTY = {
+    *"the some is are that which there draw paint show me of a picture image style".split(),
+    *"ein eine einen und im stil".split(),
+}
 _COUNTS = {word: number for number, word in enumerate(NUMBERS, start=1)} | {"an": 1, "one": 1}
 Read = tuple[str, list[str]]  # a taught sentence, and what was not understood
 

@@ -6,14 +6,12 @@ import re
 import tempfile
 
 from sparse_lavida_jax.checkpoints import hub, model_folder
+from sparse_lavida_jax.prompting.protocol import prompt_format
 from sparse_lavida_jax.prompting.vocabulary import Vocabulary
-from sparse_lavida_jax.scenes import vocabulary
 
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n+", re.DOTALL)
 _CONVERTED = re.compile(r"^# Converted from (\S+)$", re.MULTILINE)  # as `convert` writes it
 SCORES, USE = "\n## Scores\n", "\n## Use\n"
-# What to draw, by `config.Config.prompts`.
-PROMPTS = {"scenes": "a red circle above a blue square", "chat": "a cat on a red sofa"}
 OWN_PROMPT = "what to draw"
 
 
@@ -50,11 +48,11 @@ def card(folder: pathlib.Path, name: str, scores: str = "") -> str:
     ]
     front = "\n".join(lines)
     own = Vocabulary.read(folder)  # of a model trained from scratch
-    is_ours = settings.prompts == "scenes"
-    known = vocabulary.of_source(settings.data.source) if is_ours else own
+    prompts = prompt_format(settings.prompts)
+    known = own or prompts.taught(settings.data)
     knows = f"\nIt knows {known.knows}.\n" if known else ""
-    prompt = OWN_PROMPT if own else PROMPTS[settings.prompts]
-    is_judged = settings.data.source == "scenes"  # by programs of this package, without any files
+    prompt = OWN_PROMPT if own else prompts.example
+    is_judged = settings.data.source == prompts.world  # by programs of this package
     evaluate = f"$ sparse-lavida evaluate {name}\n" if is_judged else ""
     return f"""---
 {front}

@@ -53,6 +53,7 @@ class ChatPrompts(PromptFormat):
     data: config.Data
     factor: int
     encoder = None
+    example = "a cat on a red sofa"
     tokenizer_type = chat.ChatTokenizer
     describe = describe_in = "Describe the image in detail."  # ours, like the next one
     fill_in = "Complete the text."

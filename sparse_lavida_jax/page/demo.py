@@ -155,24 +155,25 @@ class _Tab:
     def __init__(self, service: Service, task: str, pace: standing.Pace):
         form, spec = TABS[task], TASK_SPECS[task]
         self.task, self.shown = task, None
-        small = service.pipe.prompts.encoder is not None
+        examples = example_prompts.of_world(service.pipe.prompts.world)
         inputs: dict[str, Any] = {}
         with gr.Row():
             with gr.Column():
                 if spec.image:
-                    first = example_prompts.start(task) if small and task != "infill" else None
+                    first = examples.start(task)
                     self.shown = fields.image_input(service, first, small=task == "inpaint")
                     inputs["given"] = self.shown
                     if task == "inpaint":
-                        inputs["given"] = fields.image_editor(service, self.shown)
-                label, value = form.words
+                        inputs["given"] = fields.image_editor(service, self.shown, first)
                 lines = 3 if spec.makes == "boxes" else 1
                 self.words = gr.Textbox(
-                    label=label, value=value, info=form.info or None, lines=lines
+                    label=form.words,
+                    value=examples.words.get(task, ""),
+                    info=form.info or None,
+                    lines=lines,
                 )
                 inputs["words"] = self.words
-                if small:
-                    _examples(task, self.shown, self.words)
+                _offer(examples, task, self.shown, self.words)
                 if task == "reflect":
                     most = service.limits.images
                     inputs["rounds"] = gr.Slider(1, most, 3, step=1, label="Attempts")
@@ -232,12 +233,13 @@ def _on(
 
 def _surprise(service: Service, pace: standing.Pace) -> gr.Image:
     """Adds what tells how well captions fit an image; returns the input for the image."""
-    form, small = TABS[SURPRISE], service.pipe.prompts.encoder is not None
-    label, value = form.words
+    form, examples = TABS[SURPRISE], example_prompts.of_world(service.pipe.prompts.world)
     with gr.Row():
         with gr.Column():
-            shown = fields.image_input(service, example_prompts.start() if small else None)
-            words = gr.Textbox(label=label, value=value, info=form.info, lines=3)
+            shown = fields.image_input(service, examples.start())
+            words = gr.Textbox(
+                label=form.words, value=examples.words.get(SURPRISE), info=form.info, lines=3
+            )
             with gr.Row():
                 go = gr.Button(form.button, variant="primary", scale=3)
                 stop = gr.Button("Stop", scale=1, min_width=80)
@@ -270,9 +272,11 @@ def _more(service: Service, drawn: gr.State, note: gr.HTML, pace: standing.Pace)
     go.click(run, [drawn, place], [images, note], **QUIET)
 
 
-def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
+def _offer(
+    examples: example_prompts.Examples, task: str, shown: gr.Image | None, words: gr.Textbox
+) -> None:
     """Adds prompts to click; those about an image also bring the image that they are about."""
-    prompts = example_prompts.EXAMPLES.get(task, ())
+    prompts = examples.prompts.get(task, ())
     if not prompts:
         return
     chips = gr.Dataset(
@@ -283,7 +287,7 @@ def _examples(task: str, shown: gr.Image | None, words: gr.Textbox) -> None:
     if shown is None:
         chips.click(lambda sample: sample[0], chips, words, **QUIET)
     else:
-        image = example_prompts.start(task)
+        image = examples.start(task)
         chips.click(lambda sample: (image, sample[0]), chips, [shown, words], **QUIET)
 
 

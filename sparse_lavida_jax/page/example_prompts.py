@@ -1,14 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page offers to click: prompts that the bundled model does right with its own settings.
+"""What the page offers: prompts that a model of a small world does right by itself.
 
-Only models of the small world have these examples; `tests/e2e/test_demo.py` draws the images.
+`tests/e2e/test_demo.py` draws the images of the bundled model.
 """
 
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from sparse_lavida_jax.art import world as art
 from sparse_lavida_jax.prompting.protocol import Pixels
 from sparse_lavida_jax.scenes import world
 
-# By task; tasks that are not named have none.
-EXAMPLES: dict[str, tuple[str, ...]] = {
+EDGE = 16  # pixels of an image around its middle, which is outpainted
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Prompts, and the image that they are about.
+
+    Attributes:
+        words: what the text box of a task contains at first.
+        prompts: what is offered to click, by task; tasks that are not named have none.
+        image: what tasks about an image start from, until an image is drawn; None: nothing.
+    """
+
+    words: Mapping[str, str]
+    prompts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    image: Pixels | None = None
+
+    def start(self, task: str = "") -> Pixels | None:
+        """Returns the image that the examples are about; to outpaint, the middle of it."""
+        if self.image is None or task == "infill":
+            return None
+        inner = slice(EDGE, -EDGE)
+        return self.image[inner, inner] if task == "outpaint" else self.image
+
+
+# A cell and what it contains.
+SCENE = {8: world.Object("circle", "red", "large"), 20: world.Object("square", "blue", "large")}
+SCENE_WORDS = {
+    "generate": "a red circle above a blue square",
+    "edit": "make the red circle green",
+    "inpaint": "a cyan cross above a blue square",
+    "outpaint": "a red circle above a blue square",
+    "reflect": "two blue squares",
+    "ask": "how many squares are there?",
+    "infill": "a red circle is ___ a blue square",
+    "ground": "blue square",
+    "surprise": (
+        "a red circle above a blue square\na red circle below a blue square\ntwo red circles"
+    ),
+}
+SCENE_PROMPTS = {
     "generate": (
         "a red circle above a blue square",
         "three green triangles",
@@ -33,12 +77,54 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "infill": ("a ___ red circle and a ___ blue square",),
     "ground": ("red circle", "blue square"),
 }
+ART_SCENE = art.ArtScene.of(
+    "blue",
+    [
+        art.Placed(6, 2, "lion", "twemoji", "large"),
+        art.Placed(8, 15, "camera", "twemoji", "small"),
+    ],
+)
+ART_WORDS = {
+    "generate": "a lion and a camera in twemoji style",
+    "edit": "draw the lion in noto style",
+    "inpaint": "a crown and a camera",
+    "outpaint": "a lion and a camera",
+    "reflect": "two red apples",
+    "ask": "what style is the lion?",
+    "ground": "camera",
+    "surprise": "a lion and a camera\na lion and a key\ntwo cameras",
+}
+ART_PROMPTS = {
+    "generate": (
+        "a lion and a camera in twemoji style",
+        "two red apples",
+        "a crown above a teddy bear",
+        "a large fluent robot on a pink background",
+        "Löwe und Fotoapparat im Stil noto",
+    ),
+    "edit": ("draw the lion in noto style", "remove the camera", "replace the camera with a key"),
+    "outpaint": ("a lion and a camera",),
+    "reflect": ("two red apples",),
+    "ask": ("how many lions are there?", "what style is the lion?", "is there a crown?"),
+    "ground": ("lion", "camera"),
+}
 
-# What tasks about an image start from, until an image is drawn: a cell and what it contains.
-SCENE = {8: world.Object("circle", "red", "large"), 20: world.Object("square", "blue", "large")}
+
+OTHER_WORDS = {
+    "generate": "a cat on a red sofa",
+    "edit": "make the sofa blue",
+    "reflect": "a cat on a red sofa",
+    "ask": "what is in the picture?",
+    "ground": "cat",
+}
 
 
-def start(task: str = "") -> Pixels:
-    """Returns the image that the examples are about; to outpaint, the middle of it."""
-    image = world.render(world.Scene.of(SCENE))
-    return image[16:80, 16:80] if task == "outpaint" else image
+@functools.cache
+def of_world(name: str) -> Examples:
+    """Returns the examples of a small world, a `config.Data.source`, or of any other model: ""."""
+    match name:
+        case "scenes":
+            return Examples(SCENE_WORDS, SCENE_PROMPTS, world.render(world.Scene.of(SCENE)))
+        case "art":
+            return Examples(ART_WORDS, ART_PROMPTS, art.render(ART_SCENE))
+    return Examples(OTHER_WORDS)

@@ -11,7 +11,7 @@ import gradio as gr
 import numpy as np
 
 from sparse_lavida_jax.data import files, image_files
-from sparse_lavida_jax.page import example_prompts, page_guard
+from sparse_lavida_jax.page import page_guard
 from sparse_lavida_jax.server.serving import Service, one_large_image
 
 HEIGHT = 384  # pixels of an image on the page
@@ -62,8 +62,10 @@ def image_input(
     return given
 
 
-def image_editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
-    """Returns an editor in which the image of an input is painted on."""
+def image_editor(
+    service: Service, shown: gr.Image, first: image_files.Pixels | None
+) -> gr.ImageEditor:
+    """Returns an editor in which the image of an input, at first `first`, is painted on."""
     editor = gr.ImageEditor(
         label="Paint over what shall be drawn again",
         sources=[],  # its own upload would show nothing, without an error, for a broken file
@@ -73,7 +75,7 @@ def image_editor(service: Service, shown: gr.Image) -> gr.ImageEditor:
         height=HEIGHT + 80,
         format="png",
         buttons=BUTTONS,
-        value=shown.value and example_prompts.start(),
+        value=first,
     )
     shown.change(None, shown, editor, js=TO_EDITOR, api_visibility="private")
     whole: Any = editor.preprocess

@@ -29,7 +29,9 @@ class PromptFormat(Protocol):
 
     Attributes:
         tokenizer_type, tokenizer: of the text (`prompting.tokenizer.TextTokenizer`).
-        encoder: makes training examples of the small world; None for other models.
+        encoder: makes training examples of a small world; None for other models.
+        world: the small world whose sentences are read, a `config.Data.source`; "" for others.
+        example: a prompt that an image is drawn of.
         describe: words that ask for a caption.
         describe_in: words that ask for a caption with given words.
         fill_in: words that ask to fill the gaps of a text.
@@ -44,6 +46,8 @@ class PromptFormat(Protocol):
     tokenizer_type: ClassVar[Any]
     tokenizer: Any
     encoder: Any
+    world: ClassVar[str] = ""
+    example: ClassVar[str]
     describe: ClassVar[str]
     describe_in: ClassVar[str]
     fill_in: ClassVar[str]
@@ -62,6 +66,11 @@ class PromptFormat(Protocol):
             ValueError: tokenizer and model do not belong together.
         """
         ...
+
+    @classmethod
+    def taught(cls, data: config.Data) -> Vocabulary | None:
+        """Returns the words of training data that this package makes; None for other data."""
+        return None
 
     @property
     def longest(self) -> int: ...

@@ -284,7 +284,8 @@ class ScenePrompts(PromptFormat):
     fill_in = infill.PROMPT
     answer_tokens = ANSWER_TOKENS
     locates_in_one_step = False
-    world = "scenes"  # the source of data whose sentences are read
+    world = "scenes"
+    example = "a red circle above a blue square"
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ScenePrompts":
@@ -307,7 +308,11 @@ class ScenePrompts(PromptFormat):
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        return vocabulary.of_source(self.encoder.data.source)
+        return self.taught(self.encoder.data)
+
+    @classmethod
+    def taught(cls, data: config.Data) -> Vocabulary | None:
+        return vocabulary.of_source(data.source)
 
     def read(self, task: str, text: str, seed: int) -> Reading:
         short = self._is_read and len(text) <= sentences.LONGEST

@@ -13,13 +13,14 @@ import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art import prompts, sheet, tasks, vocabulary, world
+from sparse_lavida_jax.art import judge, prompts, sheet, tasks, vocabulary, world
 from sparse_lavida_jax.art.art_batches import ArtBatches
 from sparse_lavida_jax.art.dice import ArtDice
 from sparse_lavida_jax.art.grammar import ArtEdit
 from sparse_lavida_jax.art.world import ArtScene
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.models.vq import VQModel
+from sparse_lavida_jax.page import example_prompts
 from sparse_lavida_jax.scenes import scene_batches as scene_batches
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import sources
@@ -143,6 +144,17 @@ def test_the_prompts_are_those_of_the_art_world(given, language):
     assert language.refusal("generate") == language.refusal("ground") == ""
     assert "was not trained to converse" in language.refusal("converse")
     assert all(map(language.lays_out, ("generate", "edit", "inpaint")))
+
+
+def test_what_the_page_offers_is_taught_and_about_its_image(language):
+    examples = example_prompts.of_world("art")
+    assert judge.read(examples.start()).scene == example_prompts.ART_SCENE
+    offered = [(task, one) for task, prompts in examples.prompts.items() for one in prompts]
+    offered += [(task, one) for task, text in examples.words.items() for one in text.splitlines()]
+    for task, words in offered:
+        read = language.read("generate" if task == "surprise" else task, words, 0)
+        assert (read.sentence, read.warning) == (words, ""), task
+    assert not language.read("generate", language.example, 0).warning
 
 
 def test_an_image_is_erased_to_its_own_background(language):

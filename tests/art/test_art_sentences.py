@@ -16,6 +16,7 @@ SAME = [
     ("generate", "a jack-o-lantern in twemoji style", "a jack-o-lantern in twemoji style"),
     ("generate", "a cat looking left", "a cat facing left"),
     ("generate", "Bär und Katze", "Bär und Katze"),
+    ("generate", "ein Bär und eine Katze im Stil noto", "a bear and a cat in noto style"),
     ("generate", "バナナ", "バナナ"),
     ("edit", "delete the tiny bear", "remove the small bear"),
     ("edit", "turn the bear into a cat", "replace the bear with a cat"),

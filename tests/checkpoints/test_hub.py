@@ -237,6 +237,19 @@ def test_a_card_calls_free_only_what_says_so(folder, tmp_path):
     assert "\n## Scores\n\n| table |\n" in scored
 
 
+def test_a_card_says_what_a_model_of_a_small_world_knows(tmp_path):
+    copied = tmp_path / "art"
+    model_folder.copy("scenes", copied)
+    settings = json.loads((copied / "config.json").read_text())
+    settings["prompts"] = settings["data"]["source"] = "art"
+    (copied / "config.json").write_text(json.dumps(settings))
+    assert "small and large circles" in cards.card(model_folder.find_model("scenes"), "scenes")
+    card = cards.card(copied, "me/art")
+    assert "It knows 120 things" in card
+    assert 'generate "an owl and a camera in twemoji style" --checkpoint=me/art\n' in card
+    assert "\n$ sparse-lavida evaluate me/art\n" in card
+
+
 def test_a_loaded_model_is_saved_and_pushed_with_a_card(folder, tmp_path, monkeypatch):
     pipe, pushed = SparseLaViDa.from_pretrained(folder), {}
     pipe.save_pretrained(tmp_path / "saved")

@@ -523,8 +523,8 @@ def test_help_texts_hold_nothing_that_markdown_eats(service):
 def test_examples_are_right():
     """Every example that the page offers is done right by the bundled model."""
     pipe = SparseLaViDa.from_pretrained("scenes", batch_size=8)
-    start, scene = example_prompts.start(), world.Scene.of(example_prompts.SCENE)
-    offered = dict(example_prompts.EXAMPLES)
+    examples, scene = example_prompts.of_world("scenes"), world.Scene.of(example_prompts.SCENE)
+    start, offered = examples.start(), dict(examples.prompts)
 
     def is_right(request, seen):
         said = request.replace(" is ", " ")
@@ -553,7 +553,7 @@ def test_examples_are_right():
         assert all(after.get(cell) == cells.get(cell) for cell in kept - {changed}), instruction
     for prompt in offered.pop("outpaint"):
         assert is_right(
-            prompt, world.read(pipe.outpaint(example_prompts.start("outpaint"), prompt).pixels[0])
+            prompt, world.read(pipe.outpaint(examples.start("outpaint"), prompt).pixels[0])
         )
     for prompt in offered.pop("reflect"):
         assert is_right(prompt, world.read(pipe.reflect(prompt, rounds=3).pixels[0])), prompt

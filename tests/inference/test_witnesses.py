@@ -63,7 +63,7 @@ def result_of(pipe, name):
     if "sampling" in options:
         sampling = config.changed(pipe.settings.sampling, options["sampling"])
         options = options | {"sampling": sampling}
-    shown = example_prompts.start(task) if is_shown else None
+    shown = example_prompts.of_world("scenes").start(task) if is_shown else None
     return pipe.run(pipe.requests(task, words, shown, **options))
 
 
