@@ -264,6 +264,7 @@ def _scores(pipe: SparseLaViDa, samples: list[Sample], sampling: config.Sampling
     """Draws scenes; art with the true layout, which names neither styles nor facings."""
     if pipe.settings.data.source != "art":
         return exact.as_json(exact.evaluate(pipe, "draw", len(samples), sampling=sampling))
+    assert pipe.codec is not None
     examples = [pipe.encoder.scene_example(one) for one in samples]
     codes = np.stack(pipe.sample(examples, sampling=sampling, seed=exact.EVAL_SEED))
     images = list(pipe.codec.to_pixels(codes, None, sampling.vq_dtype))
