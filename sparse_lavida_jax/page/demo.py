@@ -160,7 +160,7 @@ class _Tab:
         with gr.Row():
             with gr.Column():
                 if spec.image:
-                    first = examples.start(task)
+                    first = None if task == "infill" else examples.start(task)
                     self.shown = fields.image_input(service, first, small=task == "inpaint")
                     inputs["given"] = self.shown
                     if task == "inpaint":

@@ -31,7 +31,7 @@ class Examples:
 
     def start(self, task: str = "") -> Pixels | None:
         """Returns the image that the examples are about; to outpaint, the middle of it."""
-        if self.image is None or task == "infill":
+        if self.image is None:
             return None
         inner = slice(EDGE, -EDGE)
         return self.image[inner, inner] if task == "outpaint" else self.image
