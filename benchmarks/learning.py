@@ -312,8 +312,6 @@ MEASURED = {
     "full plan, equal CPU time": lambda row: _at(row, "seconds").get("full"),
     "drawn correctly": lambda row: _score(row, "full", "share"),
     "drawn correctly, merged": lambda row: _score(row, "merged", "share"),
-    "things found": lambda row: _score(row, "full", "found"),
-    "things coherent": lambda row: _score(row, "full", "coherent"),
 }
 
 
@@ -328,10 +326,12 @@ def _score(row: Mapping[str, Any], plan: str, name: str) -> float | None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table of all worlds and ways: mean ± standard deviation over seeds, nats per code.
+    """Returns a table of ways with a budget of operations: mean ± standard deviation over seeds.
 
-    Tokens with a loss per operation are relative to the dense way with the same seed.
+    Likelihoods are in nats per code. Tokens with a loss per operation are relative to the dense way
+    with the same seed.
     """
+    rows = [row for row in rows if row["budget"]["operations"]]
     lines, of = [], {(row["world"], row["method"], row["seed"]): row for row in rows}
     for here, method in dict.fromkeys((row["world"], row["method"]) for row in rows):
         own = {seed: row for (w, m, seed), row in of.items() if (w, m) == (here, method)}
@@ -349,8 +349,24 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown.table(("world", "way", "seeds", taught, *MEASURED), lines)
 
 
+def curves(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of ways of the art world: the curve of each, as nats per code (TFLOP)."""
+    rows = [row for row in rows if not row["budget"]["operations"]]
+    lines = [
+        (
+            row["method"],
+            row["curve"][-1]["steps"],
+            *(f"{point['full']:.3f} ({point['operations']:.1f})" for point in row["curve"]),
+            *(f"{row['scores']['full'][name]:.3f}" for name in ("found", "coherent")),
+        )
+        for row in rows
+    ]
+    quarters = (f"{round(point['mark'][1])} s" for point in rows[0]["curve"]) if rows else ()
+    return markdown.table(("way", "steps", *quarters, "things found", "coherent"), lines)
+
+
 def _taught(row: Mapping[str, Any]) -> float:
-    point = _at(row, "operations") or _at(row, "seconds")
+    point = _at(row, "operations")
     return point["loss_tokens"] / point["operations"]
 
 
@@ -358,7 +374,7 @@ def main(_: list[str]) -> None:
     """Trains every way and seed that has no row yet, and writes its row; or prints the table."""
     logging.set_verbosity(logging.WARNING)
     if TABLE.value:
-        print(summary(read_rows(SUITE)))
+        print(summary(rows := read_rows(SUITE)), curves(rows), sep="\n\n")
         return
     keep_programs()
     here, bench = WORLDS[WORLD.value], Bench(SUITE)

@@ -103,5 +103,20 @@ def test_the_table_takes_means_over_seeds():
     rows = [row("plan", 0, 30, 0.1), row("plan", 1, 50, 0.3), row("dense", 0, 20, 0.5)]
     rows.append(row("dense", 1, 20, 0.5))
     lines = learning.summary(rows).splitlines()
+    assert len(lines) == 4
     assert lines[2].startswith("| art | plan | 2 | 2.00 ± 0.71 | 0.200 ± 0.141 |")
     assert lines[3].startswith("| art | dense | 2 | 1.00 ± 0.00 | 0.500 ± 0.000 |")
+
+
+def test_a_budget_of_time_alone_gives_a_table_of_curves():
+    curve = [
+        {"mark": ["seconds", 9.0], "steps": 2, "full": 1.5, "operations": 0.25},
+        {"mark": ["seconds", 18.0], "steps": 4, "full": 1.25, "operations": 0.5},
+    ]
+    scores = {"full": {"found": 0.5, "coherent": 0.25, "share": 0.0}}
+    row = {"world": "art", "method": "plan", "seed": 0, "curve": curve, "scores": scores}
+    row["budget"] = {"operations": 0.0, "seconds": 18.0}
+    lines = learning.curves([row]).splitlines()
+    assert lines[0] == "| way | steps | 9 s | 18 s | things found | coherent |"
+    assert lines[2] == "| plan | 4 | 1.500 (0.2) | 1.250 (0.5) | 0.500 | 0.250 |"
+    assert len(learning.summary([row]).splitlines()) == 2

@@ -27,8 +27,9 @@ def on_one_line(text):
 
 
 def test_ways_to_train_are_compared_as_measured():
-    shown = learning.summary(measurements.read_rows("learning"))
-    assert shown in page("docs/log/2026-11-ways-to-train.md")
+    rows = measurements.read_rows("learning")
+    assert learning.summary(rows) in page("docs/log/2026-11-ways-to-train.md")
+    assert learning.curves(rows) in page("docs/log/2026-11-art-model.md")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CHECKOUT.glob("configs/ablation_*")))
