@@ -91,6 +91,7 @@ WORLDS = {
         {
             "optimizer": FLAT["optimizer"],
             "data": {"things": 40, "lessons": {}, "tasks": {"draw": 1.0, "draw_part": 1.0}},
+            "train": {"batch_size": 32},
         },
         0.0,
         1800.0,

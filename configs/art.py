@@ -4,9 +4,10 @@ r"""A small Sparse-LaViDa that draws, edits and answers questions about scenes o
     python -m sparse_lavida_jax.main --config=configs/art.py
     python -m sparse_lavida_jax.main --config=configs/art.py:blind
 
-12x12 cells of four codes each, for 96x96 pixels. About twelve hours of one CPU core, computed from
-the steps of each task that were timed. Everything here is ours. `blind` sees empty images: what it
-gets right in a task about an image can be known without looking.
+12x12 cells of four codes each, for 96x96 pixels; 40 of the 120 things, in batches of 16: why is in
+docs/log/2026-11-art-model.md. Ten to fifteen hours of one CPU core, by the steps of short runs.
+Settings are ours. `blind` sees empty images: what it gets right in a task about an image can be
+known without looking.
 """
 
 import ml_collections
@@ -18,7 +19,7 @@ LESSONS = dict(
     name=dict(until=1200, tasks=dict(name=1.0)),
     look=dict(until=3000, tasks=dict(name=1.0, locate=1.0, ask=1.5, ground=1.0)),
     parts=dict(
-        until=20_000,
+        until=15_000,
         tasks=dict(draw_part=8.0, layout=0.5, name=0.5, locate=0.3, ask=0.7, ground=0.3),
     ),
 )
@@ -68,6 +69,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.data = dict(
         source="art",
         image_codec="art",
+        things=40,
         lessons=LESSONS,
         tasks=dict(
             draw=2.5,
@@ -125,8 +127,8 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         final_fraction=0.03,
     )
     c.train = dict(
-        train_steps=30_000,
-        batch_size=32,
+        train_steps=27_000,
+        batch_size=16,
         checkpoint_seconds=300.0,
         image_seconds=0.0,
         eval_every=5000,

@@ -10,8 +10,8 @@ typed until the run is finished.
 
 It was never run on a GPU; compiled for an H200, its 6,000 steps are predicted to take 20 minutes
 (`benchmarks.aot_training`). The layers are those of `configs/scenes_gpu.py`. World, tasks and
-lessons are those of `configs/art.py`, with the lessons as fractions of its steps; the image
-tokenizer is the same, and the text tokenizer has places for larger images. `tiny` has one lesson.
+lessons are those of `configs/art.py`, with all 120 things; the image tokenizer is the same, and the
+text tokenizer has places for larger images. `tiny` has one lesson.
 """
 
 import art
@@ -19,6 +19,7 @@ import ml_collections
 import scenes_gpu
 
 STEPS = 6_000
+UNTIL = dict(name=0.04, look=0.1, parts=2 / 3)  # of the steps: where each lesson ends
 
 
 def get_config(size: str = "large") -> ml_collections.ConfigDict:
@@ -26,13 +27,12 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
         raise ValueError(f"art_gpu has no size {size!r}: choose large or tiny.")
     c = art.get_config()
     c.name = "art_gpu"
-    lesson_steps = c.train.train_steps
 
     c.model.update(scenes_gpu.LARGE)
     c.model.update(grid_size=16, num_registers=8)
     c.model.vision.image_size = 128
     # Four examples share a row, each a segment of its own.
-    c.data.update(packing=4, shapes="run")
+    c.data.update(things=0, packing=4, shapes="run")
     c.diffusion.update(plan_steps=(12, 16, 24))
     c.sampling.update(num_steps=16)
     c.optimizer.update(learning_rate=3e-3, warmup_steps=200, final_fraction=0.03)
@@ -54,6 +54,6 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
         c.model.update(scenes_gpu.TINY)
         c.model.vision.update(scenes_gpu.TINY_VISION)
         c.train.update(scenes_gpu.TINY_RUN)
-    for lesson in c.data.lessons.values():
-        lesson.until = max(1, round(lesson.until * c.train.train_steps / lesson_steps))
+    for name, lesson in c.data.lessons.items():
+        lesson.until = max(1, round(UNTIL[name] * c.train.train_steps))
     return c

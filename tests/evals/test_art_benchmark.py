@@ -119,7 +119,8 @@ def test_a_cell_that_changed_is_not_kept(tmp_path):
 
 
 def test_it_judges_models_of_art_alone():
-    other = dataclasses.replace(SETTINGS, data=dataclasses.replace(SETTINGS.data, source="scenes"))
+    shapes = dataclasses.replace(SETTINGS.data, source="scenes", things=0)
+    other = dataclasses.replace(SETTINGS, data=shapes)
     with pytest.raises(EvaluationError, match="judges models of art"):
         ArtTasks(other)
     assert "art" in benchmarks.names() and benchmarks.preset("art")["evaluate"]["limit"] == 100
