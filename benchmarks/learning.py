@@ -246,7 +246,7 @@ def learn(settings: config.Config, here: World, merge_cells: int) -> dict[str, A
             point |= {name: one.of(state.ema) for name, one in taken.items()}
             curve += [point | {"mark": mark} for mark in due]
             print({k: round(v, 4) for k, v in point.items()}, [*due], flush=True)
-            if _marks(here)[PARTS - 1] in due:
+            if _marks(here)[PARTS - 1] in due:  # the first budget is spent
                 kept = jax.tree.map(np.asarray, state.ema)
         if not pending:
             break

@@ -128,7 +128,7 @@ class ArtPrompts(ScenePrompts):
     describe = caption.PROMPT
     answer_tokens = 24  # of an answer in two steps
     world = "art"
-    example = "an owl and a camera in twemoji style"
+    example = "a lion and a camera in twemoji style"
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> "ArtPrompts":

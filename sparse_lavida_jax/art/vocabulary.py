@@ -27,6 +27,7 @@ from sparse_lavida_jax.art.grammar import (
     NUMBERS,
     SIDES,
     YES_NO,
+    Art,
     plural,
 )
 from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, load
@@ -75,7 +76,8 @@ def of_sheet(sheet: Sheet) -> Vocabulary:
     groups = listed(list(dict.fromkeys(thing.group for thing in sheet.things)), "and")
     knows = (
         f"{len(sheet.things)} things ({groups}), such as {_some(sheet)}, in the styles"
-        f" {listed(tuple(STYLES), 'and')}: 'an owl and a small bear in noto style'"
+        f" {listed(tuple(STYLES), 'and')}: '{Art(sheet.things[0].name).times(1)} and a small"
+        f" {sheet.things[-1].name} in noto style'"
     )
     words = frozenset(words_of(" ".join(said)))
     return Vocabulary(words, knows, full_stops=False, image_questions=True)

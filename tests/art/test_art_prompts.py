@@ -3,6 +3,7 @@
 
 import dataclasses
 import itertools
+import pathlib
 import re
 
 import jax.numpy as jnp
@@ -21,11 +22,13 @@ from sparse_lavida_jax.art.world import ArtScene
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.models.vq import VQModel
 from sparse_lavida_jax.page import example_prompts
+from sparse_lavida_jax.prompting.vocabulary import Reading
 from sparse_lavida_jax.scenes import scene_batches as scene_batches
 from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import sources
 
 SHEET = sheet.load()
+ART = config.read(pathlib.Path(__file__).parents[2] / "configs/art.py")
 
 
 class HashCodec:
@@ -146,7 +149,11 @@ def test_the_prompts_are_those_of_the_art_world(given, language):
     assert all(map(language.lays_out, ("generate", "edit", "inpaint")))
 
 
-def test_what_the_page_offers_is_taught_and_about_its_image(language):
+@pytest.mark.parametrize("things", [0, ART.data.things])
+def test_what_the_page_offers_is_taught_and_about_its_image(given, tokenizer, things):
+    data = dataclasses.replace(given.data, things=things)
+    settings = dataclasses.replace(given, data=data)
+    language = prompts.ArtPrompts.of(tokenizer, settings, HashCodec())
     examples = example_prompts.of_world("art")
     assert judge.read(examples.start()).scene == example_prompts.ART_SCENE
     offered = [(task, one) for task, prompts in examples.prompts.items() for one in prompts]
@@ -155,6 +162,8 @@ def test_what_the_page_offers_is_taught_and_about_its_image(language):
         read = language.read("generate" if task == "surprise" else task, words, 0)
         assert (read.sentence, read.warning) == (words, ""), task
     assert not language.read("generate", language.example, 0).warning
+    said = language.vocabulary.knows.split("'")[1]
+    assert language.read("generate", said, 0) == Reading(said)
 
 
 def test_an_image_is_erased_to_its_own_background(language):

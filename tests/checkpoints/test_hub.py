@@ -246,7 +246,7 @@ def test_a_card_says_what_a_model_of_a_small_world_knows(tmp_path):
     assert "small and large circles" in cards.card(model_folder.find_model("scenes"), "scenes")
     card = cards.card(copied, "me/art")
     assert "It knows 120 things" in card
-    assert 'generate "an owl and a camera in twemoji style" --checkpoint=me/art\n' in card
+    assert 'generate "a lion and a camera in twemoji style" --checkpoint=me/art\n' in card
     assert "\n$ sparse-lavida evaluate me/art\n" in card
 
 
