@@ -23,8 +23,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
 rng = random.Random(0)
 texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=1000)) for _ in range(20000)]
-print("ready", flush=True)
 try:
+    print("ready", flush=True)  # from here on a signal may come
     byte_pairs.train(texts, ["<end>"], [], 8192)
 except KeyboardInterrupt:
     sys.exit(130)
