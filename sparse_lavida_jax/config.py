@@ -641,8 +641,8 @@ class Config(Section):
         )
         yield (
             self.model.style_groups and (self.diffusion.blocks != "plan" or data.packing > 1),
-            f"Model.style_groups={self.model.style_groups} needs rows that predict every cell of one"
-            ' image: Diffusion.blocks="plan" and Data.packing=1, or 0 groups.',
+            f"Model.style_groups={self.model.style_groups} needs rows that predict every cell of"
+            ' one image: Diffusion.blocks="plan" and Data.packing=1, or 0 groups.',
         )
 
 

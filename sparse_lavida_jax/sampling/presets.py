@@ -122,6 +122,7 @@ class RowRequest:
 
     Attributes:
         seed: determines all random numbers of the row, up to its first turn.
+        style_seed: determines its style code; None: `seed` does.
         turns: where its noise is of other seeds, in the order of stages and steps. The order of
             cells and the reading of words stay those of `seed`.
         attempt: the number of this attempt; each has its own noise.
@@ -130,6 +131,7 @@ class RowRequest:
     """
 
     seed: int = 0
+    style_seed: int | None = None
     turns: tuple[Turn, ...] = ()
     attempt: int = 0
     temperature: float = 0.0
@@ -139,7 +141,8 @@ class RowRequest:
 
     def seeds(self, stage: str) -> list[tuple[int, int]]:
         """Returns the seeds of a stage's noise, each with the first step that it is used in."""
-        found = [(0, self.seed)]
+        is_own = stage == "style" and self.style_seed is not None
+        found = [(0, self.style_seed if is_own else self.seed)]
         for turn in self.turns if stage in STAGES else ():
             if turn.stage == stage:
                 found = [one for one in found if one[0] < turn.step] + [(turn.step, turn.seed)]

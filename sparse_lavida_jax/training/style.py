@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objective of a style code: the likelihood given a code, and what the code itself costs.
 
-A row costs -log p(image | prompt, code) + KL(q || p): q(code | prompt, image) is the posterior, from
-which the code is drawn, and p(code | prompt) the prior, from which the sampler draws it
-(`models/style_code.py`). The sum is at least -log p(image | prompt), whatever q is (docs/method.md).
-Some rows have no code, so that the model remains one of images without a code as well; so do rows
-that show some of the image, or an image to be edited, whose style is given.
+A row costs -log p(image | prompt, code) + KL(q || p): q(code | prompt, image) is the posterior,
+from which the code is drawn, and p(code | prompt) the prior, from which the sampler draws it
+(`models/style_code.py`). The sum is at least -log p(image | prompt), whatever q is
+(docs/method.md). Some rows have no code, so that the model remains one of images without a code as
+well; so do rows that show some of the image, or an image to be edited, whose style is given.
 """
 
 import flax.struct
@@ -68,7 +68,7 @@ def coded(
 
 
 def shows_image(stream: Stream) -> Bool[Array, " b"]:
-    """Returns which rows show cells of an image, a source's or given ones, before the first step."""
+    """Returns which rows show cells before the first step: a source's, or given ones."""
     block = jnp.asarray(stream.tags.block)
     return ((block == PROMPT_BLOCK) | (block == GIVEN_BLOCK)).any(axis=1)
 

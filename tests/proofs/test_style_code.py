@@ -68,7 +68,7 @@ def test_the_sampler_with_a_code_has_the_logits_of_training(model, monkeypatch):
     monkeypatch.setattr(calls, "draw_styles", recorded)
     settings = traces.settings_of("sparse", "image", model.settings, guidance=0.7)
     plan = traces.plan(requests, settings, 4)
-    steps, responses = traces.moments(model, requests, plan, settings)
+    steps, _ = traces.moments(model, requests, plan, settings)
     (code,) = codes
     np.testing.assert_array_equal(code.sum(axis=(1, 2)), [GROUPS, 0, 0])
 
@@ -112,7 +112,9 @@ def test_what_is_cached_does_not_depend_on_the_code(model):
     requests = asked(model, 2)
     batch, masked = plan_batch(model, requests, [one.response for one in requests])
     states = [
-        model(batch.understanding, batch.generation, wanted="both", style=jnp.tile(code, (2, 1, 1)))[0]
+        model(
+            batch.understanding, batch.generation, wanted="both", style=jnp.tile(code, (2, 1, 1))
+        )[0]
         for code in (jnp.array(CODES[0]), jnp.array(CODES[-1]))
     ]
     block = np.asarray(batch.generation.tags.block)
