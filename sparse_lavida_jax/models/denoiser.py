@@ -21,6 +21,7 @@ from sparse_lavida_jax.models.vision import VisionEncoder
 from sparse_lavida_jax.programs import persistent_jit
 from sparse_lavida_jax.sequence import SeenBatch
 from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, Stream, StreamName, StreamNames, TokenTags
+from sparse_lavida_jax.visibility import AnyArray
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
 
@@ -272,7 +273,7 @@ class Denoiser(nnx.Module):
     def style_states(
         self,
         understanding: Stream | None,
-        start: Int[Array, " b"],
+        start: Int[AnyArray, " b"],
         features: Float[Array, "b v e"] | None = None,
         cells: Stream | None = None,
     ) -> tuple[Float[Array, "b n e"], Float[Array, "b n e"] | None]:

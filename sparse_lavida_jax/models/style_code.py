@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models.layers import Linear
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_CELL, PROMPT_BLOCK, Stream, make_tags
-from sparse_lavida_jax.visibility import PAD_BLOCK
+from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 PRIOR_BLOCK, POSTERIOR_BLOCK = GIVEN_BLOCK, GIVEN_BLOCK + 1  # neither sees the other
 
@@ -95,7 +95,7 @@ class CodeQueries(NamedTuple):
 def queries(
     style: StyleCode,
     settings: config.Model,
-    start: Int[Array, " b"],
+    start: Int[AnyArray, " b"],
     cells: Stream | None = None,
 ) -> CodeQueries:
     """Returns the queries of the prior and, if there are cells, of the posterior.
@@ -105,7 +105,7 @@ def queries(
         cells: the clean cells that the posterior sees, with `PAD_BLOCK` where there are none.
     """
     groups, b = settings.style_groups, start.shape[0]
-    position = start[:, None] + jnp.arange(groups)[None]
+    position = jnp.asarray(start)[:, None] + jnp.arange(groups)[None]
     blocks = [PRIOR_BLOCK, POSTERIOR_BLOCK][: 1 if cells is None else 2]
     block = jnp.repeat(jnp.array(blocks), groups)[None].repeat(b, axis=0)
     shape = b, len(blocks) * groups

@@ -141,8 +141,9 @@ class RowRequest:
 
     def seeds(self, stage: str) -> list[tuple[int, int]]:
         """Returns the seeds of a stage's noise, each with the first step that it is used in."""
-        is_own = stage == "style" and self.style_seed is not None
-        found = [(0, self.style_seed if is_own else self.seed)]
+        if stage == "style" and self.style_seed is not None:
+            return [(0, self.style_seed)]
+        found = [(0, self.seed)]
         for turn in self.turns if stage in STAGES else ():
             if turn.stage == stage:
                 found = [one for one in found if one[0] < turn.step] + [(turn.step, turn.seed)]
