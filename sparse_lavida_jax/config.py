@@ -554,6 +554,7 @@ class Sampling(Section):
     # to `registers_end`, as fewer tokens are left to stand in for. -1: they stay the same.
     registers: schema.UpTo1024OrAuto = -1
     registers_end: schema.UpTo1024OrAuto = -1
+    style_code: bool = True  # images of a model with `Model.style_groups` have a style code
     layout_temperature: schema.ScaleOrAuto = -1.0  # except in edits; -1: `text.temperature`
     layout_block_len: Count = 0  # for layouts and verdicts; 0: as for other texts
     layout: bool = True  # lay the image out in text first, if the task allows it

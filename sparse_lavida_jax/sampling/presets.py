@@ -187,6 +187,7 @@ class StepSettings:
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
         tables_ahead: whether attention tables are made before the loop if possible.
+        styled: whether images have a style code.
     """
 
     modality: Modality
@@ -201,6 +202,7 @@ class StepSettings:
     greedy: bool = False
     head_tile: int = 0
     tables_ahead: bool = True
+    styled: bool = False
 
     @functools.cached_property
     def uses_cache(self) -> bool:
@@ -263,6 +265,7 @@ def step_settings(
         top_p=sampling.text.top_p if is_text else sampling.top_p,
         released=is_text and sampling.released.text_behaviour,
         head_tile=text_head.tile_of(model.vocab_size) if is_text and not filtered else 0,
+        styled=sampling.style_code and model.style_groups > 0 and not is_text,
     )
 
 

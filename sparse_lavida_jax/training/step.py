@@ -145,7 +145,7 @@ def loss(
     features = None if batch.pixels is None else params.see(batch.pixels)
     total, logged, code = jnp.float32(0), {}, None
     if draws is not None and batch.predicts == "generation":
-        code, divergence = style.coded(params, batch, features, draws)
+        code, divergence, _ = style.coded(params, batch, features, draws)
         logged["style_nll"] = divergence.sum() / over["image"][0]
         total += style_weight * logged["style_nll"]
     streams = batch.understanding, batch.generation

@@ -8,6 +8,8 @@ from which the code is drawn, and p(code | prompt) the prior, from which the sam
 well; so do rows that show some of the image, or an image to be edited, whose style is given.
 """
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,21 @@ class StyleDraws:
     coded: Bool[Array, " b"]
 
 
+class Coded(NamedTuple):
+    """The style codes of a batch; all zeros for a row without one, except its posterior.
+
+    Attributes:
+        code: drawn from the posterior, one-hot; its gradient is that of the relaxed draw
+            (arXiv:1611.01144).
+        divergence: KL(q || p) of each row, in nats.
+        posterior: the probability of each value.
+    """
+
+    code: Float[Array, "b n c"]
+    divergence: Float[Array, " b"]
+    posterior: Float[Array, "b n c"]
+
+
 def draws(model: config.Model, step: Int[Array, ""], rows: int) -> StyleDraws:
     """Returns the random numbers of a step, which depend on its number alone."""
     of_noise, of_rows = jax.random.split(jax.random.fold_in(jax.random.key(0), step))
@@ -45,12 +62,8 @@ def draws(model: config.Model, step: Int[Array, ""], rows: int) -> StyleDraws:
 
 def coded(
     params: Denoiser, batch: Corrupted, features: Float[Array, "b v e"] | None, given: StyleDraws
-) -> tuple[Float[Array, "b n c"], Float[Array, " b"]]:
-    """Returns a code for each row, drawn from its posterior, and KL(q || p) in nats.
-
-    Both are zero for a row without a code. The code is one-hot; its gradient is that of the relaxed
-    draw (arXiv:1611.01144).
-    """
+) -> Coded:
+    """Draws a code for each row, and says what it costs."""
     assert batch.generation is not None
     start = first_register(batch.generation, params.settings)
     cells = predicted_cells(batch, params.settings.num_cells)
@@ -64,7 +77,7 @@ def coded(
     posterior = jax.nn.log_softmax(logits, axis=-1)
     divergence = (jnp.exp(posterior) * (posterior - prior)).sum(axis=(1, 2))
     has_code = given.coded & ~shows_image(batch.generation)
-    return code * has_code[:, None, None], divergence * has_code
+    return Coded(code * has_code[:, None, None], divergence * has_code, jnp.exp(posterior))
 
 
 def shows_image(stream: Stream) -> Bool[Array, " b"]:
