@@ -174,20 +174,25 @@ def coded_bits(
             cut = diffusion.plan_blocks(
                 orders.order(order, side, side, number), sizes, example.given, merge_cells=1
             )
-            ids = {"text_mask_id": model.text_mask_id, "codes_per_token": model.codes_per_token}
-            rows.append(CorruptedRow(prompt_row(example.parts, **ids), cells, "image", cut, model))
+            prompt = prompt_row(
+                example.parts,
+                text_mask_id=model.text_mask_id,
+                codes_per_token=model.codes_per_token,
+            )
+            rows.append(CorruptedRow(prompt, cells, "image", cut, model))
         lengths = np.max([row.lengths for row in rows], axis=0)
         shape = RowShape(*(-(-int(length) // 16) * 16 for length in lengths))
         draws = style.draws(model, jnp.int32(start), len(rows))
         draws = dataclasses.replace(draws, coded=jnp.ones(len(rows), bool))
         found.append(jax.device_get(_costs(pipe.engine.model, stack(rows, shape, model), draws)))
-    return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    return {name: np.concatenate([one[name] for one in found]).astype(float) for name in found[0]}
 
 
 @jax.jit
 def _costs(
     model: Denoiser, batch: Corrupted, draws: style.StyleDraws
 ) -> dict[str, Float[jax.Array, "b *_n"]]:
+    assert batch.image_target is not None and batch.image_weight is not None
     code, divergence, posterior = style.coded(model, batch, None, draws)
     found = {"code": divergence / jnp.log(2), "posterior": posterior}
     for name, carried in (("with", code), ("without", jnp.zeros_like(code))):
