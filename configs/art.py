@@ -129,6 +129,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.train = dict(
         train_steps=27_000,
         batch_size=16,
+        loss_chunk=128,  # half of the cells have no loss: 10 to 20 % less time of a step on a core
         checkpoint_seconds=300.0,
         image_seconds=0.0,
         eval_every=5000,
