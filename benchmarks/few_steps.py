@@ -4,6 +4,7 @@ r"""What few steps cost, in bits: the likelihood of images under plans of K step
     python -m benchmarks.few_steps --part=gap                # the bundled model
     python -m benchmarks.few_steps --part=gap --model=runs/art/model
     python -m benchmarks.few_steps --part=figure             # docs/log/few_steps.png, from the rows
+    python -m benchmarks.few_steps --part=code --model=runs/art_style/model  # with a style code
 
 Cells of one step are drawn independently of each other, so they cannot agree on what is left open.
 What that costs is the *gap*: the bits of an image under a plan of K steps, less those under a plan
@@ -11,6 +12,9 @@ of one cell a step. Both are read from one pass over the plan (`inference/surpri
 temperature 1, without guidance. With `--given=layout` the true layout is given, which in the world
 of shapes determines the image; with `--given=words` it is not. Bits of finished plans are kept in
 `--resume`.
+
+`--part=code` says how much of the gap a style code closes: the bits that an image and its code cost
+together, with codes of the posterior, against the same model without its code.
 """
 
 import dataclasses
@@ -20,17 +24,25 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jaxtyping import Float
 
 from benchmarks import ablation_report, command, measurements
+from sparse_lavida_jax import config, diffusion, orders
+from sparse_lavida_jax.data.batch import RowShape, stack
+from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference import surprise
+from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.presets import RowRequest
+from sparse_lavida_jax.sequence import prompt_row
+from sparse_lavida_jax.training import style
 
-PART = flags.DEFINE_enum("part", "gap", ["gap", "figure"], "What is done.")
+PART = flags.DEFINE_enum("part", "gap", ["gap", "code", "figure"], "What is done.")
 MODEL = flags.DEFINE_string("model", "scenes", "A bundled model, or a model folder.")
 STEPS = flags.DEFINE_list("steps", ["1", "2", "4", "8", "16", "32"], "Steps of the plans.")
 SCHEDULES = flags.DEFINE_list("schedules", ["linear", "cosine", "shift"], "Cells of each step.")
@@ -50,8 +62,8 @@ def main(_: list[str]) -> None:
         return
     pipe = SparseLaViDa.from_pretrained(MODEL.value, batch_size=BATCH)
     bench = measurements.Bench("few_steps")
-    for row in gap_rows(pipe):
-        name = f"gap/{row['given']}/{row['order']}/{row['schedule']}/k{row['steps']}"
+    for row in gap_rows(pipe) if PART.value == "gap" else code_rows(pipe):
+        name = f"{PART.value}/{row['given']}/{row['order']}/{row['schedule']}/k{row['steps']}"
         path = bench.write(name, {"model": MODEL.value, **row}, name=f"{MODEL.value}/{name}")
         print(path.name, f"{row['bits']:.2f} bits an image, gap {row['gap']:.2f}", flush=True)
 
@@ -112,6 +124,85 @@ def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int)
             examples, seeded, how, list(codes), stage="image", programs=run.programs
         )
         found += [float((scores.bits * scores.decided).sum()) for _, scores in scored]
+    return found
+
+
+def code_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
+    """Yields a row for each plan: what an image costs with and without its style code, in bits.
+
+    Raises:
+        ConfigError: the model has no style code.
+    """
+    model = pipe.settings.model
+    if not model.style_groups:
+        raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
+    for given, order in itertools.product(GIVEN.value, ORDERS.value):
+        least = coded_bits(pipe, given, order, "linear", model.num_cells)["without"]
+        for schedule, steps in itertools.product(SCHEDULES.value, map(int, STEPS.value)):
+            bits = coded_bits(pipe, given, order, schedule, steps)
+            both = bits["with"] + bits["code"]
+            gap = bits["without"] - least
+            shares = bits["posterior"].mean(axis=0)  # [n c]
+            entropy = -(shares * np.log2(np.maximum(shares, 1e-12))).sum(axis=1)
+            yield {
+                "method": schedule, "given": given, "order": order, "schedule": schedule,
+                "steps": steps, "images": len(both), "bits": both.mean(),
+                "bits_of_code": bits["code"].mean(), "bits_without": bits["without"].mean(),
+                "gap": (both - least).mean(), "gap_without": gap.mean(),
+                "gap_error": (both - least).std() / len(both) ** 0.5,
+                "perplexities": [round(float(2**one), 2) for one in entropy],
+                "note": "a code of the posterior, and its divergence from the prior; temperature 1",
+            }  # fmt: skip
+
+
+def coded_bits(
+    pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int
+) -> dict[str, Float[np.ndarray, "b *_n"]]:
+    """Returns bits of images with codes, of the codes, and without any, and the posteriors."""
+    run, here, found = pipe.task_run(pipe.settings.sampling), exact.world_of(pipe.settings), []
+    model, side = pipe.settings.model, pipe.settings.model.grid_size
+    for start in range(0, COUNT.value, BATCH):
+        numbers = range(start, min(start + BATCH, COUNT.value))
+        samples = [here.sample("draw", SEED, number, "test") for number in numbers]
+        codes = run.codec.encode(np.stack([here.render(one.target) for one in samples]))
+        rows = []
+        for number, one, cells in zip(numbers, samples, codes, strict=True):
+            (request,) = pipe.requests("generate", one.prompt, as_written=True,
+                                       layout=given == "layout" and one.layout)  # fmt: skip
+            example = run.image_example(request)
+            sizes = orders.counts(schedule, steps, model.num_cells, pipe.settings.sampling.shift)
+            cut = diffusion.plan_blocks(
+                orders.order(order, side, side, number), sizes, example.given, merge_cells=1
+            )
+            prompt = prompt_row(
+                example.parts,
+                text_mask_id=model.text_mask_id,
+                codes_per_token=model.codes_per_token,
+            )
+            rows.append(CorruptedRow(prompt, cells, "image", cut, model))
+        lengths = np.max([row.lengths for row in rows], axis=0)
+        shape = RowShape(*(-(-int(length) // 16) * 16 for length in lengths))
+        draws = style.draws(model, jnp.int32(start), len(rows))
+        draws = dataclasses.replace(draws, coded=jnp.ones(len(rows), bool))
+        found.append(jax.device_get(_costs(pipe.engine.model, stack(rows, shape, model), draws)))
+    return {name: np.concatenate([one[name] for one in found]).astype(float) for name in found[0]}
+
+
+@jax.jit
+def _costs(
+    model: Denoiser, batch: Corrupted, draws: style.StyleDraws
+) -> dict[str, Float[jax.Array, "b *_n"]]:
+    assert batch.image_target is not None and batch.image_weight is not None
+    code, divergence, posterior = style.coded(model, batch, None, draws)
+    found = {"code": divergence / jnp.log(2), "posterior": posterior}
+    for name, carried in (("with", code), ("without", jnp.zeros_like(code))):
+        streams = batch.understanding, batch.generation
+        hidden, _ = model(*streams, wanted="generation", style=carried)
+        logits = jax.nn.log_softmax(model.image_logits(hidden["generation"]), axis=-1)
+        own = jnp.take_along_axis(logits, batch.image_target[..., None], axis=-1)[..., 0]
+        weight = batch.image_weight > 0
+        weight = weight if weight.ndim == 3 else weight[..., None]
+        found[name] = -(own * weight).sum(axis=(1, 2)) / jnp.log(2)
     return found
 
 

@@ -128,6 +128,10 @@ class Model(Section):
     # (negative: before) each word, one head per number (`models/neighbours.py`).
     neighbour_heads: tuple[int, ...] = ()
     num_registers: UpTo1024 = 64  # Sec. 3.1
+    # A code of so many groups, each with one of so many values, that all cells of an image share:
+    # its registers carry it (`models/style_code.py`). Ours; 0 groups: none.
+    style_groups: UpTo1024 = 0
+    style_values: UpTo1024 = 8
     vision: Vision = dataclasses.field(default_factory=Vision)
     trained_attention: Literal["full", "step_causal"] = "step_causal"  # "full": without the mask
     compute_dtype: Dtype = "float32"
@@ -157,6 +161,8 @@ class Model(Section):
         is_joint = 0 <= self.dual_tower_layers <= last
         yield "dual_tower_layers", is_joint, f"the last joint layer is one of 0..{last}"
         yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number"
+        carried = self.style_groups == 0 or (self.num_registers > 0 and self.style_values > 1)
+        yield "style_groups", carried, "0, or a model with registers and style_values above 1"
         few = len(self.neighbour_heads) <= self.num_heads
         yield "neighbour_heads", few, f"no more numbers than {self.num_heads=}"
         enough = self.image_table_rows == 0 or self.image_table_rows > self.image_mask_id
@@ -379,6 +385,8 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 0.0
     clip_norm: PositiveFloat = 1.0  # global norm of the gradient
+    # Steps over which the cost of a style code grows to its full weight (`training/style.py`).
+    style_warmup_steps: Count = 0
     ema: BelowOne = 0.0  # decay of the parameter average per step; 0: no average is kept
     # Dtype of both moments of Adam; "bfloat16" halves them, with stochastic rounding.
     moments_dtype: Dtype = "float32"
@@ -546,6 +554,7 @@ class Sampling(Section):
     # to `registers_end`, as fewer tokens are left to stand in for. -1: they stay the same.
     registers: schema.UpTo1024OrAuto = -1
     registers_end: schema.UpTo1024OrAuto = -1
+    style_code: bool = True  # images of a model with `Model.style_groups` have a style code
     layout_temperature: schema.ScaleOrAuto = -1.0  # except in edits; -1: `text.temperature`
     layout_block_len: Count = 0  # for layouts and verdicts; 0: as for other texts
     layout: bool = True  # lay the image out in text first, if the task allows it
@@ -630,6 +639,11 @@ class Config(Section):
             and (data.packing > 1 or data.length_buckets > 1),
             "Diffusion.corruption='released' fills rows up with end-of-text that is learned:"
             " it takes neither Data.packing nor Data.length_buckets.",
+        )
+        yield (
+            self.model.style_groups and (self.diffusion.blocks != "plan" or data.packing > 1),
+            f"Model.style_groups={self.model.style_groups} needs rows that predict every cell of"
+            ' one image: Diffusion.blocks="plan" and Data.packing=1, or 0 groups.',
         )
 
 

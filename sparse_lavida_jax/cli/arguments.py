@@ -377,6 +377,12 @@ ARGUMENTS = {
         metavar="DTYPE",
     ),
     "seed": Argument("--seed", _SEED, _reader("whole number", int)),
+    "style_seed": Argument(
+        "--style-seed",
+        f"seed of the style that cells share, 0 to {LARGEST_SEED}, if the model has a style code;"
+        " by default that of each image",
+        _reader("whole number", int),
+    ),
     # The model and its server.
     "checkpoint": Argument("--checkpoint", _CHECKPOINT, metavar="MODEL"),
     "checked": Argument("checkpoint", _CHECKED, str, nargs="?", metavar="MODEL"),

@@ -75,7 +75,7 @@ _TASKS = {
     "generate": (
         "draw images",
         f"{_CIRCLE} --out out.png --save-steps steps.gif",
-        "prompt size crop replay batch",
+        "prompt size crop style_seed replay batch",
     ),
     "edit": ("edit an image", 'out.png "make the red circle green" --out edited.png',
              "image prompt batch"),

@@ -77,6 +77,7 @@ class _Recipe(schema.Section):
     box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     rounds: schema.UpTo1024 = 0
     attempt: schema.UpTo1024 = 0
+    style_seed: schema.Count = 0
     gaps: str = ""
     layout: bool | str = False
 

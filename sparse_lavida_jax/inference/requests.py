@@ -164,6 +164,8 @@ class ImageOptions(Options, total=False):
             sampling settings.
         guidance: scale for all rows, or one per row; also as `guidance_scale`.
         order: of the cells (`config.Sampling.order`).
+        style_seed: for "generate": of the style code alone, the same for all rows; 0 to 2**64 - 1.
+            By default the seed of each row. Refused by a model without such a code.
         vq_dtype: dtype of the decoder of images.
     """
 
@@ -174,6 +176,7 @@ class ImageOptions(Options, total=False):
     guidance: Numbers
     guidance_scale: Numbers
     order: str | None
+    style_seed: Number
     vq_dtype: str | None
 
 
@@ -226,7 +229,7 @@ UNJUDGED = {
 }
 
 TASK_SPECS: dict[str, TaskSpec] = {
-    "generate": TaskSpec("image", "prompt", "", _DRAWS | _LAYS_OUT | {"size"}),
+    "generate": TaskSpec("image", "prompt", "", _DRAWS | _LAYS_OUT | {"size", "style_seed"}),
     "edit": TaskSpec("image", "instruction", "needed", _CHANGES),
     "inpaint": TaskSpec(
         "image", "prompt", "needed", _CHANGES | _LAYS_OUT | {"mask", "box", "known"}
@@ -368,6 +371,10 @@ class RequestMaker:
             why = UNJUDGED.get(task) or self.prompts.refusal("reflect")
             if why:
                 raise RequestError(f"{task} takes no {{setting}} here: {why}.", setting="best_of")
+        if "style_seed" in given and not self.settings.model.style_groups:
+            raise RequestError(
+                "this model has no style code: leave out {setting}.", setting="style_seed"
+            )
         if task == "constrained_caption" and ("template" in given) == ("required" in given):
             raise RequestError("a constrained caption needs a template or words, one of the two.")
 
@@ -384,6 +391,8 @@ class RequestMaker:
         found: dict[str, Any] = {
             name: given[name] for name in ("rounds", "best_of", "max_new_tokens") if name in given
         }
+        if "style_seed" in given:
+            found["style_seed"] = checks.fold(given["style_seed"], "style_seed")
         found["earlier"] = given.get("earlier", ())
         for question, answer in found["earlier"]:
             check_words(question)

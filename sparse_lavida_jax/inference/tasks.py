@@ -241,6 +241,8 @@ class TaskRun:
         }[request.task]()
         if request.attempt and request.task != "reflect":
             recipe["attempt"] = request.attempt
+        if request.style_seed is not None:
+            recipe["style_seed"] = request.style_seed
         if request.template is not None:
             recipe["gaps"] = template_text(request.template)
         return {

@@ -27,10 +27,10 @@ from sparse_lavida_jax.diffusion import ABSENT, Blocks
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs.persistent_jit import Programs, persistent_jit
 from sparse_lavida_jax.sampling import commit, draw, plans, state
-from sparse_lavida_jax.sampling.calls import over_mesh
+from sparse_lavida_jax.sampling.calls import over_mesh, styled
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import SampleInput, drops
+from sparse_lavida_jax.sampling.prompts import SampleInput, batched, drops
 from sparse_lavida_jax.sampling.state import UNTOLD
 from sparse_lavida_jax.sequence import RESPONSE_STREAM, SeenBatch, prompt_row, stack_images
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, Stream
@@ -221,6 +221,10 @@ def arrays(
     keys = [state.keys_from(requests, stage, step) for step in turns]
     keys += keys[-1:] * ((1 << (len(keys) - 1).bit_length()) - len(keys))  # for few programs
     rows = state.rows_of(inputs, settings, stage)
+    style = styled(inputs, batched(inputs, model.settings), settings)
+    if style is not None:
+        with over_mesh(model):
+            rows = dataclasses.replace(rows, style=state.draw_styles(model, *style))
     return (*streams, pixels, rows, jnp.stack(keys), padded), blocks, tokens
 
 
@@ -326,13 +330,15 @@ def scored(
     row, slot, at, target, block, temperature, guidance, turn = map(jnp.asarray, columns)
     features = None if pixels is None else model.see(pixels)
     wanted = RESPONSE_STREAM[settings.modality]
-    hidden, _ = model(understanding, generation, features, wanted=wanted)
+    style = None if rows.style is None else state.repeat(rows.style, settings.guidance_rows)
+    hidden, _ = model(understanding, generation, features, wanted=wanted, style=style)
     guides = jnp.arange(settings.guidance_rows) * rows.temperature.shape[0]
     own = hidden[wanted][guides[None] + row[:, None], slot]  # [n r e]
     is_text = settings.modality == "text"
     logits = model.text_logits(own)[:, :, None] if is_text else model.image_logits(own)
     judge = functools.partial(_judged, model, settings, tolerance)
-    own_rows = [x[row] for x in map(jnp.asarray, list(vars(rows).values())[1:])]
+    judged = dataclasses.replace(rows, style=None)  # which is in the logits already
+    own_rows = [jnp.asarray(x)[row] for x in list(vars(judged).values())[1:-1]]
     values = keys[turn, row], *own_rows
     return jax.vmap(judge)(logits, target, values, (at, block, temperature, guidance))
 

@@ -16,10 +16,12 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
 from sparse_lavida_jax.models.stack import StepTables, run_layers, step_tables
+from sparse_lavida_jax.models.style_code import StyleCode, queries
 from sparse_lavida_jax.models.vision import VisionEncoder
 from sparse_lavida_jax.programs import persistent_jit
 from sparse_lavida_jax.sequence import SeenBatch
 from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, Stream, StreamName, StreamNames, TokenTags
+from sparse_lavida_jax.visibility import AnyArray
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
 
@@ -132,6 +134,8 @@ class Denoiser(nnx.Module):
         self.text_head = Linear(settings.width, settings.vocab_size, rngs=rngs)
         if not settings.understanding_only:
             self.image_head = ImageHead(settings, rngs=rngs)
+        if settings.style_groups:
+            self.style_code = StyleCode(settings, rngs=rngs)
         if settings.grad_reduce_dtype != "compute" and settings.compute_dtype != "float32":
             for _, module in nnx.iter_modules(self):
                 if isinstance(module, Linear):
@@ -226,10 +230,17 @@ class Denoiser(nnx.Module):
         cache: KVCache | None = None,
         attend_cache: bool = True,
         tables: StepTables | None = None,
+        style: Float[Array, "b n c"] | None = None,
+        added: Float[Array, "b t e"] | None = None,
     ) -> tuple[dict[StreamName, Float[Array, "b _s _e"]], KVCache | None]:
         """Returns the final hidden states (normed) of the wanted streams, and the cache.
 
         See `stack.run_layers` for `wanted`, `cache`, `attend_cache` and `tables`.
+
+        Args:
+            style: the code that the generation registers of a row carry, one-hot in each group, or
+                zeros for none.
+            added: is added to the embeddings of the generation stream.
         """
         x, tags = {}, {}
         wide = self.settings.residual_dtype == "float32"
@@ -239,6 +250,12 @@ class Denoiser(nnx.Module):
             tags["understanding"] = understanding.tags
         if generation is not None:
             x["generation"] = self.embed_image(generation).astype(residual)
+            if style is not None:
+                is_register = generation.tokens[..., :1] == self.settings.image_register_id
+                carried = self.style_code.in_registers(style)[:, None].astype(residual)
+                x["generation"] += jnp.where(is_register, carried, 0)
+            if added is not None:
+                x["generation"] += added.astype(residual)
             tags["generation"] = generation.tags
         x, cache = run_layers(
             self.settings,
@@ -252,6 +269,27 @@ class Denoiser(nnx.Module):
             tables=tables,
         )
         return {name: self.final_norm(h, self.settings.width) for name, h in x.items()}, cache
+
+    def style_states(
+        self,
+        understanding: Stream | None,
+        start: Int[AnyArray, " b"],
+        features: Float[Array, "b v e"] | None = None,
+        cells: Stream | None = None,
+    ) -> tuple[Float[Array, "b n e"], Float[Array, "b n e"] | None]:
+        """Returns the states of the queries of the style code's prior, and of its posterior.
+
+        Args:
+            understanding: the prompt.
+            start: the position of the first register of each row.
+            cells: of the image, which the posterior sees (`style_code.queries`); None: no
+                posterior is asked for.
+        """
+        stream, added = queries(self.style_code, self.settings, start, cells)
+        hidden, _ = self(understanding, stream, features, wanted="generation", added=added)
+        groups, states = self.settings.style_groups, hidden["generation"]
+        asked = None if cells is None else states[:, groups : 2 * groups]
+        return states[:, :groups], asked
 
     def step_tables(self, tags: TokenTags, cache: KVCache) -> StepTables:
         """Returns the tables for a pass of the stream that the cache decodes (`stack`)."""

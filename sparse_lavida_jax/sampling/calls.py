@@ -50,9 +50,11 @@ from sparse_lavida_jax.sampling.state import (
     SamplerState,
     apart,
     capacity,
+    draw_styles,
     first_responses,
     forked,
     gather,
+    keys_from,
     pass_prompt,
     prefill,
     prompt_bytes,
@@ -183,6 +185,7 @@ class Prepared:
         room: slots of the two regions of the cache.
         kept: the indices of the parts whose rows may be kept.
         pixels: of the images, if they are encoded by themselves; else they are in the prompt.
+        style: what `state.draw_styles` takes after the model; None: no row has a style code.
     """
 
     batch: PrefilledBatch
@@ -194,6 +197,7 @@ class Prepared:
     room: tuple[int, int] = (0, 0)
     kept: frozenset[int] = frozenset()
     pixels: SeenBatch | None = None
+    style: tuple[Any, ...] | None = None
 
     def passed(
         self, run_phase: Callable[..., Any], cache: ContentCache | None, until: int = NOT_DECODED
@@ -244,6 +248,14 @@ class Prepared:
         Returns:
             The state before the first step.
         """
+        state = yield from self._prefill(cache)
+        if self.style is None:
+            return state
+        style = yield Call(draw_styles, (self.arrays.model, *self.style), {})
+        return dataclasses.replace(state, rows=dataclasses.replace(state.rows, style=style))
+
+    def _prefill(self, cache: ContentCache | None) -> Generator[Call, Any, SamplerState]:
+        """Yields the calls that fill the cache with the prompt; returns the state after them."""
         if not self.one_by_one and not self.kept:
             return (yield (yield from self._pass(self.parts[-1], cache)))
         caches, first = [], []
@@ -375,7 +387,24 @@ def prepared(
     arrays = BatchArrays(model, responses, decoded_at, rows)
     pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
     how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
+    how["style"] = styled(inputs, parts[-1].prompt, settings)
     return Prepared(prefilled, constants, arrays, parts, one_by_one, lengths[own], **how)
+
+
+def styled(
+    inputs: Sequence[SampleInput], prompt: Prompt, settings: StepSettings
+) -> tuple[Any, ...] | None:
+    """Returns what `state.draw_styles` takes after the model; None: no row has a style code.
+
+    Args:
+        prompt: of any rows, whose last ones are the full rows of all inputs.
+    """
+    has_style = np.array([one.leaves_style_open for one in inputs])
+    if not settings.styled or not settings.num_registers or not has_style.any():
+        return None
+    full = jax.tree.map(lambda x: x[-len(inputs) :], dataclasses.replace(prompt, pixels=None))
+    keys = keys_from([one.request for one in inputs], "style", 0)
+    return dataclasses.replace(full, generation=None), keys, has_style
 
 
 def _parts(

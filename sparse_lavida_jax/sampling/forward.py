@@ -91,6 +91,7 @@ def _pass(
     kept = clean_len if preset_.cache_response else 0
     stream = _join(response, own, clean_len)
     other = again["generation" if is_text else "understanding"]
+    style = state.rows.style
     hidden, cache = model(
         stream if is_text else other,
         other if is_text else stream,
@@ -98,6 +99,7 @@ def _pass(
         wanted="understanding" if is_text else "generation",
         cache=cache,
         tables=tables,
+        style=None if style is None else repeat(style, rows),
     )
     if cache is not None:
         cache = dataclasses.replace(cache, reach=None)

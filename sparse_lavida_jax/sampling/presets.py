@@ -122,6 +122,7 @@ class RowRequest:
 
     Attributes:
         seed: determines all random numbers of the row, up to its first turn.
+        style_seed: determines its style code; None: `seed` does.
         turns: where its noise is of other seeds, in the order of stages and steps. The order of
             cells and the reading of words stay those of `seed`.
         attempt: the number of this attempt; each has its own noise.
@@ -130,6 +131,7 @@ class RowRequest:
     """
 
     seed: int = 0
+    style_seed: int | None = None
     turns: tuple[Turn, ...] = ()
     attempt: int = 0
     temperature: float = 0.0
@@ -139,6 +141,8 @@ class RowRequest:
 
     def seeds(self, stage: str) -> list[tuple[int, int]]:
         """Returns the seeds of a stage's noise, each with the first step that it is used in."""
+        if stage == "style" and self.style_seed is not None:
+            return [(0, self.style_seed)]
         found = [(0, self.seed)]
         for turn in self.turns if stage in STAGES else ():
             if turn.stage == stage:
@@ -183,6 +187,7 @@ class StepSettings:
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
         tables_ahead: whether attention tables are made before the loop if possible.
+        styled: whether images have a style code.
     """
 
     modality: Modality
@@ -197,6 +202,7 @@ class StepSettings:
     greedy: bool = False
     head_tile: int = 0
     tables_ahead: bool = True
+    styled: bool = False
 
     @functools.cached_property
     def uses_cache(self) -> bool:
@@ -259,6 +265,7 @@ def step_settings(
         top_p=sampling.text.top_p if is_text else sampling.top_p,
         released=is_text and sampling.released.text_behaviour,
         head_tile=text_head.tile_of(model.vocab_size) if is_text and not filtered else 0,
+        styled=sampling.style_code and model.style_groups > 0 and not is_text,
     )
 
 

@@ -95,6 +95,11 @@ class SampleInput:
         pairs = zip(self.text, self.image, strict=True)
         return tuple(len(text.index) + len(image.index) for text, image in pairs)
 
+    @property
+    def leaves_style_open(self) -> bool:
+        """Whether its prompt shows no part of an image, whose style would be given."""
+        return not len(self.image[-1].index) and not (self.text[-1].index >= 0).any()
+
 
 def sample_input(
     example: Example, request: RowRequest, model: config.Model, settings: StepSettings

@@ -27,7 +27,8 @@ from sparse_lavida_jax.sequence import RESPONSE_STREAM, Modality, SeenBatch
 from sparse_lavida_jax.tags import STREAMS
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
-NOISE = {"text": 0, "layout": 1, "image": 2}  # so that stages with one seed differ in noise
+# So that stages with one seed differ in noise.
+NOISE = {"text": 0, "layout": 1, "image": 2, "style": 3}
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 UNTOLD = 0  # in `decoded_at`: nobody knows which step decoded the token, or none did
 
@@ -49,6 +50,7 @@ class Rows:
         temperature: 0 takes the most probable token or code.
         guidance, guidance_image: scales; read only if the settings have guidance rows.
         ends_from: for a text, the first position at which it may end.
+        style: the style code of each row's image, zeros for a row without one; None: none has one.
     """
 
     key: Key[Array, " b"]
@@ -56,6 +58,7 @@ class Rows:
     guidance: Float[AnyArray, " b"]
     guidance_image: Float[AnyArray, " b"]
     ends_from: Int[AnyArray, " b"]
+    style: Float[Array, "b n c"] | None = None
 
 
 def rows_of(inputs: Sequence[SampleInput], settings: StepSettings, stage: str = "") -> Rows:
@@ -226,6 +229,21 @@ def pass_prompt(
         prompt.length.shape[0], *padded_lengths(prompt), RESPONSE_STREAM[modality]
     )
     return _written(model, prompt, _seen(model, prompt, features), cache)
+
+
+@persistent_jit(depends=attention)
+def draw_styles(
+    model: Denoiser, prompt: Prompt, keys: Key[Array, " b"], has_style: Bool[AnyArray, " b"]
+) -> Float[Array, "b n c"]:
+    """Returns a style code for each row, drawn from what its prompt leaves open.
+
+    Args:
+        prompt: of the rows that are not guided.
+        keys: of their noise.
+        has_style: which rows have a code; the others get zeros.
+    """
+    hidden, _ = model.style_states(prompt.understanding, prompt.length)
+    return model.style_code.drawn(hidden, keys) * has_style[:, None, None]
 
 
 @persistent_jit(static=("lengths",))

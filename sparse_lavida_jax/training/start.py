@@ -97,6 +97,12 @@ def has_own_tokenizers(settings: config.Config) -> bool:
     return model_folder.read_config(model_folder.find_model(base)).prompts != settings.prompts
 
 
+def _gets_style_code(settings: config.Config) -> bool:
+    """Whether a run adds a style code to a model without one."""
+    base = model_folder.read_config(model_folder.find_model(settings.train.init_from)).model
+    return settings.model.style_groups > 0 and not base.style_groups
+
+
 def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoiser:
     """Returns the parameters to train, or to attach adapters to."""
     base = settings.train.init_from
@@ -109,12 +115,18 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
     if has_own_tokenizers(settings):
         return _taken_over(settings, model_folder.find_model(base))
     if base:
-        return model_folder.load_model(
+        adds = _gets_style_code(settings)
+        bare = config.changed(settings, {"model": {"style_groups": 0}}) if adds else settings
+        found = model_folder.load_model(
             base,
-            make_model=make,
+            make_model=lambda _: model_folder.make_denoiser(bare),
             sharding=None if mesh is None else sharding.over(mesh),
             dtype=optimizer.dtypes(settings),
         ).model
+        if not adds:
+            return found
+        taken = parameters.by_name(found)
+        return parameters.mapped(lambda name, leaf: taken.get(name, leaf), make(settings))
     if settings.lora.rank:
         raise config.ConfigError(
             f"Lora.rank={settings.lora.rank} needs a base model: name its folder in"

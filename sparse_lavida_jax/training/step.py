@@ -17,7 +17,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.training import optimizer
+from sparse_lavida_jax.training import optimizer, style
 from sparse_lavida_jax.training.loss import (
     linear_cross_entropy,
     tile_of,
@@ -124,7 +124,12 @@ def denominators(batch: Corrupted) -> Denominators:
 
 
 def loss(
-    params: Denoiser, batch: Corrupted, over: Denominators | None = None, chunk: int = 0
+    params: Denoiser,
+    batch: Corrupted,
+    over: Denominators | None = None,
+    chunk: int = 0,
+    draws: style.StyleDraws | None = None,
+    style_weight: Float[Array, ""] | float = 1.0,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the training loss and values to log (diffusion.py explains the weights).
 
@@ -133,11 +138,18 @@ def loss(
     Args:
         over: of the whole batch, if this one is a part; by default this one is whole.
         chunk: tokens per row whose logits exist at a time; 0: by size.
+        draws: for the style codes of images; None: they have none.
+        style_weight: of what the codes cost (`training.style`).
     """
     over = over or denominators(batch)
     features = None if batch.pixels is None else params.see(batch.pixels)
-    hidden, _ = params(batch.understanding, batch.generation, features, wanted=batch.predicts)
-    total, logged = jnp.float32(0), {}
+    total, logged, code = jnp.float32(0), {}, None
+    if draws is not None and batch.predicts == "generation":
+        code, divergence, _ = style.coded(params, batch, features, draws)
+        logged["style_nll"] = divergence.sum() / over["image"][0]
+        total += style_weight * logged["style_nll"]
+    streams = batch.understanding, batch.generation
+    hidden, _ = params(*streams, features, wanted=batch.predicts, style=code)
     for modality, stream, target, weight in (
         ("text", "understanding", batch.text_target, batch.text_weight),
         ("image", "generation", batch.image_target, batch.image_weight),
@@ -170,6 +182,8 @@ def gradient(
     frozen: Denoiser | None = None,
     microbatches: int = 1,
     chunk: int = 0,
+    draws: style.StyleDraws | None = None,
+    style_weight: Float[Array, ""] | float = 1.0,
 ) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
     """Returns loss, values to log, and the gradient, computed a few rows at a time.
 
@@ -180,22 +194,24 @@ def gradient(
     Args:
         frozen: the part of the model that gets no gradient, if `params` are not all of it.
         microbatches: number of parts that are processed in turn; it divides the number of rows.
+        draws, style_weight: as in `loss`.
     """
     over = denominators(batch)
 
-    def loss_of(params: Denoiser, batch: Corrupted, over: Denominators):
-        return loss(parameters.joined(params, frozen), batch, over, chunk)
+    def loss_of(params: Denoiser, rows: tuple[Corrupted, style.StyleDraws | None]):
+        whole = parameters.joined(params, frozen)
+        return loss(whole, rows[0], over, chunk, rows[1], style_weight)
 
     part_of = jax.value_and_grad(loss_of, has_aux=True)
     if microbatches == 1:
-        (value, logged), found = part_of(params, batch, over)
+        (value, logged), found = part_of(params, (batch, draws))
         return value, logged, found
 
-    leaves, tree = jax.tree.flatten(batch)
+    leaves, tree = jax.tree.flatten((batch, draws))
     parts = [jnp.asarray(x).reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1) for x in leaves]
 
     def part(leaves):
-        return part_of(params, tree.unflatten(leaves), over)
+        return part_of(params, tree.unflatten(leaves))
 
     def add(sums, leaves):
         return jax.tree.map(jnp.add, sums, part(leaves)), None
@@ -241,8 +257,18 @@ def train_step(
     """
     now = state.state if isinstance(state, HeldState) else state
     microbatches = microbatches or default_microbatches(batch)
+    model, draws = now.params.settings, None
+    warm = (1 + now.step) / max(settings.style_warmup_steps, 1)
+    if model.style_groups:
+        draws = style.draws(model, now.step, len(batch.image_total))
     value, logged, found = gradient(
-        now.params, batch, frozen=now.frozen, microbatches=microbatches, chunk=loss_chunk
+        now.params,
+        batch,
+        frozen=now.frozen,
+        microbatches=microbatches,
+        chunk=loss_chunk,
+        draws=draws,
+        style_weight=jnp.minimum(1.0, warm),
     )
     norm = optax.tree.norm(found)
     update, opt_state = optimizer.update(settings, found, now.opt_state, now.params)

@@ -299,7 +299,7 @@ def test_a_new_jax_is_fine(monkeypatch, found):
 
 def test_options_are_handed_on(asked, capsys):
     words = ["generate", "a", "--steps=3", "--guidance=2", "--sampler=pr", "--registers=4:1"]
-    words += ["--layout-temperature=0.5"]
+    words += ["--layout-temperature=0.5", "--style-seed=7"]
     assert run(*words, "--temperature=0", "--order=halton", "--no-layout", "--num-images=2") == 0
     loaded, (task, prompts, shown, given) = asked
     assert loaded == ("load", "scenes", 16)
@@ -314,6 +314,7 @@ def test_options_are_handed_on(asked, capsys):
         "order": "halton",
         "layout": False,
         "num_images": 2,
+        "style_seed": 7,
     }
 
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A code that all cells of an image share: its registers carry it (docs/method.md).
+
+Cells of one step are drawn independently of each other, so they cannot agree on what the prompt
+leaves open. A style code is a few discrete values, drawn once for an image before its first step;
+what it adds to the embedding of every register is seen by all cells of all steps. Clean cells never
+see registers, so neither the cache nor its exactness depends on the code.
+
+Two distributions of the code come from one pass of the denoiser, in which registers are queries:
+the prior of those that see the prompt, the posterior of those that see the image too.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from sparse_lavida_jax import config
+from sparse_lavida_jax.models.layers import Linear
+from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_CELL, PROMPT_BLOCK, Stream, make_tags
+from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
+
+PRIOR_BLOCK, POSTERIOR_BLOCK = GIVEN_BLOCK, GIVEN_BLOCK + 1  # neither sees the other
+
+
+class StyleCode(nnx.Module):
+    """The parameters of a code: what values add to registers, the queries, and the heads."""
+
+    def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
+        groups, values = settings.style_groups, settings.style_values
+        width = settings.generation_width
+
+        def table(*shape):
+            return nnx.Param(jax.random.normal(rngs.params(), (*shape, width)))
+
+        # Together as large as the register that they are added to.
+        self.register_values = nnx.Param(table(groups, values)[...] * groups**-0.5)
+        self.register_prior = table(groups)
+        self.register_posterior = table(groups)
+        self.posterior_head = Linear(width, values, rngs=rngs)
+        # The prior is drawn group by group: a group sees the values of the groups before it.
+        self.earlier_values = table(groups, values)
+        self.prior_hidden = Linear(width, width, rngs=rngs)
+        self.prior_head = Linear(width, values, rngs=rngs)
+
+    def in_registers(self, code: Float[Array, "b n c"]) -> Float[Array, "b e"]:
+        """Returns what a code, one-hot in each group, adds to registers; zeros add nothing."""
+        return jnp.einsum("bnc,nce->be", code, self.register_values[...])
+
+    def posterior_logits(self, hidden: Float[Array, "b n e"]) -> Float[Array, "b n c"]:
+        """Returns the logits of each group, from the states of the posterior's queries."""
+        return self.posterior_head(hidden).astype(jnp.float32)
+
+    def prior_logits(
+        self, hidden: Float[Array, "b n e"], code: Float[Array, "b n c"]
+    ) -> Float[Array, "b n c"]:
+        """Returns the logits of each group given the values of the groups before it.
+
+        Args:
+            hidden: states of the prior's queries.
+            code: one-hot; a group's own value and later ones are not looked at.
+        """
+        each = jnp.einsum("bnc,nce->bne", code, self.earlier_values[...]).astype(hidden.dtype)
+        before = jnp.cumsum(each, axis=1) - each
+        return self.prior_head(nnx.gelu(self.prior_hidden(hidden + before))).astype(jnp.float32)
+
+    def drawn(self, hidden: Float[Array, "b n e"], key: Key[Array, " b"]) -> Float[Array, "b n c"]:
+        """Returns a code for each row, one-hot, drawn from the prior group by group."""
+        groups, values = self.register_values.shape[:2]
+
+        def draw(key, shape=(groups, values)):
+            return jax.random.gumbel(key, shape)
+
+        noise, code = jax.vmap(draw)(key), jnp.zeros((hidden.shape[0], groups, values))
+        for group in range(groups):
+            scores = self.prior_logits(hidden, code)[:, group] + noise[:, group]
+            code = code.at[:, group].set(jax.nn.one_hot(scores.argmax(axis=-1), values))
+        return code
+
+
+class CodeQueries(NamedTuple):
+    """The generation stream of a pass that asks for codes.
+
+    Attributes:
+        stream: queries of the prior, then those of the posterior, if any, and the cells it sees.
+        added: what is added to the embeddings of its tokens.
+    """
+
+    stream: Stream
+    added: Float[Array, "b s e"]
+
+
+def queries(
+    style: StyleCode,
+    settings: config.Model,
+    start: Int[AnyArray, " b"],
+    cells: Stream | None = None,
+) -> CodeQueries:
+    """Returns the queries of the prior and, if there are cells, of the posterior.
+
+    Args:
+        start: the position of the first register of each row.
+        cells: the clean cells that the posterior sees, with `PAD_BLOCK` where there are none.
+    """
+    groups, b = settings.style_groups, start.shape[0]
+    position = jnp.asarray(start)[:, None] + jnp.arange(groups)[None]
+    blocks = [PRIOR_BLOCK, POSTERIOR_BLOCK][: 1 if cells is None else 2]
+    block = jnp.repeat(jnp.array(blocks), groups)[None].repeat(b, axis=0)
+    shape = b, len(blocks) * groups
+    ids = jnp.full((*shape, settings.codes_per_token), settings.image_register_id)
+    index, position = jnp.full(shape, NO_CELL), jnp.tile(position, (1, len(blocks)))
+    own = [style.register_prior[...], style.register_posterior[...]][: len(blocks)]
+    added = jnp.broadcast_to(jnp.concatenate(own)[None], (*shape, own[0].shape[-1]))
+    if cells is not None:
+        seen = jnp.where(cells.tags.block == PAD_BLOCK, PAD_BLOCK, POSTERIOR_BLOCK)
+        ids = jnp.concatenate([ids, cells.tokens], axis=1)
+        index = jnp.concatenate([index, cells.index], axis=1)
+        position = jnp.concatenate([position, cells.tags.position], axis=1)
+        block = jnp.concatenate([block, seen], axis=1)
+        added = jnp.pad(added, ((0, 0), (0, cells.index.shape[1]), (0, 0)))
+    return CodeQueries(Stream(ids, index, make_tags(position, block, PROMPT_BLOCK)), added)
