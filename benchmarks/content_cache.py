@@ -103,8 +103,8 @@ def measured(sides: list[SparseLaViDa], name: str, turns: int) -> Iterator[dict[
 def counted(case: suites.RequestCase, model: config.Model) -> dict[str, Any]:
     """Returns a row about a request that is not made."""
     settings, (laid,) = case.settings(model), case.sample_inputs(model, [0])
-    passed = laid.prompt_tokens
-    total = costs.total(costs.costs(case.plan(model), settings, passed))
+    total = costs.total(costs.costs(case.plan(model), settings, laid.prompt_tokens))
+    passed = laid.prompt_tokens.rows
     parts = prompts.parted(case.sample_inputs(model, range(case.batch)), model, keeping=True)
     kept = (state.prompt_bytes(model, part.prompt, settings.modality) for part in parts)
     return {

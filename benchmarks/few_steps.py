@@ -22,20 +22,22 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from benchmarks import ablation_report, command, measurements
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
+from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference import surprise
+from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.presets import RowRequest
@@ -58,7 +60,8 @@ FIGURE = pathlib.Path(__file__).parents[1] / "docs" / "log" / "few_steps.png"
 def main(_: list[str]) -> None:
     """Does a part."""
     if PART.value == "figure":
-        draw_figure(measurements.read_rows("few_steps"))
+        rows = measurements.read_rows("few_steps")
+        draw_figure([row for row in rows if row["id"].startswith("gap/")])
         return
     pipe = SparseLaViDa.from_pretrained(MODEL.value, batch_size=BATCH)
     bench = measurements.Bench("few_steps")
@@ -68,15 +71,24 @@ def main(_: list[str]) -> None:
         print(path.name, f"{row['bits']:.2f} bits an image, gap {row['gap']:.2f}", flush=True)
 
 
+def plans(cells: int) -> Iterator[tuple[str, str, list[tuple[str, int]]]]:
+    """Yields what is given and an order, with the plans of fewer steps than cells."""
+    numbers = [int(one) for one in STEPS.value if int(one) < cells]
+    cut = [
+        (schedule, steps)
+        for schedule, steps in itertools.product(SCHEDULES.value, numbers)
+        if steps > 1 or schedule == SCHEDULES.value[0]  # one step is the same by all schedules
+    ]
+    for given, order in itertools.product(GIVEN.value, ORDERS.value):
+        yield given, order, cut
+
+
 def gap_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
     """Yields a row for each plan, with its gap to one cell a step in the same order."""
-    cells = pipe.settings.model.grid_size**2
-    steps = [int(one) for one in STEPS.value if int(one) < cells]
-    for given, order in itertools.product(GIVEN.value, ORDERS.value):
+    cells = pipe.settings.model.num_cells
+    for given, order, cut in plans(cells):
         least = bits_of(pipe, given, order, "linear", cells)
-        for schedule, number in [("linear", cells), *itertools.product(SCHEDULES.value, steps)]:
-            if number == 1 and schedule != SCHEDULES.value[0]:
-                continue  # one step is the same by all schedules
+        for schedule, number in [("linear", cells), *cut]:
             bits = bits_of(pipe, given, order, schedule, number)
             gap = bits - least
             yield {
@@ -103,22 +115,42 @@ def bits_of(
     return np.array(known[key][: COUNT.value])
 
 
+class Images(NamedTuple):
+    """A batch of held-out images.
+
+    Attributes:
+        numbers: of their prompts.
+        examples: prompts, with the layout if it is given.
+        codes: of the images.
+    """
+
+    numbers: range
+    examples: list[Example]
+    codes: Int[np.ndarray, "b l g"]
+
+
+def images(pipe: SparseLaViDa, run: TaskRun, given: str) -> Iterator[Images]:
+    """Yields the images that are measured."""
+    here = exact.world_of(pipe.settings)
+    for start in range(0, COUNT.value, BATCH):
+        numbers = range(start, min(start + BATCH, COUNT.value))
+        samples = [here.sample("draw", SEED, number, "test") for number in numbers]
+        codes = run.codec.encode(np.stack([here.render(one.target) for one in samples]))
+        asked = [
+            pipe.requests("generate", one.prompt, layout=given == "layout" and one.layout,
+                          sampling=run.sampling, as_written=True)[0]
+            for one in samples
+        ]  # fmt: skip
+        yield Images(numbers, [run.image_example(one) for one in asked], codes)
+
+
 def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int) -> list[float]:
     how = surprise.sampling_of(pipe.settings.sampling, pipe.settings.model)
     how = dataclasses.replace(
         how, num_steps=steps, order=order, schedule=schedule, merge_cells=0, cell_passes=1
     )
-    run, here, found = pipe.task_run(how), exact.world_of(pipe.settings), list[float]()
-    for start in range(0, COUNT.value, BATCH):
-        numbers = range(start, min(start + BATCH, COUNT.value))
-        samples = [here.sample("draw", SEED, number, "test") for number in numbers]
-        codes = run.codec.encode(np.stack([here.render(one.target) for one in samples]))
-        requests = [
-            pipe.requests("generate", one.prompt, layout=given == "layout" and one.layout,
-                          sampling=how, as_written=True)[0]
-            for one in samples
-        ]  # fmt: skip
-        examples = [run.image_example(request) for request in requests]
+    run, found = pipe.task_run(how), list[float]()
+    for numbers, examples, codes in images(pipe, run, given):
         seeded = [RowRequest(seed=number, temperature=1.0) for number in numbers]
         scored = run.engine.scores(
             examples, seeded, how, list(codes), stage="image", programs=run.programs
@@ -136,9 +168,9 @@ def code_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
     model = pipe.settings.model
     if not model.style_groups:
         raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
-    for given, order in itertools.product(GIVEN.value, ORDERS.value):
+    for given, order, cut in plans(model.num_cells):
         least = coded_bits(pipe, given, order, "linear", model.num_cells)["without"]
-        for schedule, steps in itertools.product(SCHEDULES.value, map(int, STEPS.value)):
+        for schedule, steps in cut:
             bits = coded_bits(pipe, given, order, schedule, steps)
             both = bits["with"] + bits["code"]
             gap = bits["without"] - least
@@ -159,18 +191,12 @@ def coded_bits(
     pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int
 ) -> dict[str, Float[np.ndarray, "b *_n"]]:
     """Returns bits of images with codes, of the codes, and without any, and the posteriors."""
-    run, here, found = pipe.task_run(pipe.settings.sampling), exact.world_of(pipe.settings), []
-    model, side = pipe.settings.model, pipe.settings.model.grid_size
-    for start in range(0, COUNT.value, BATCH):
-        numbers = range(start, min(start + BATCH, COUNT.value))
-        samples = [here.sample("draw", SEED, number, "test") for number in numbers]
-        codes = run.codec.encode(np.stack([here.render(one.target) for one in samples]))
+    model, sampling = pipe.settings.model, pipe.settings.sampling
+    run, side, found = pipe.task_run(sampling), model.grid_size, []
+    sizes = orders.counts(schedule, steps, model.num_cells, sampling.shift)
+    for numbers, examples, codes in images(pipe, run, given):
         rows = []
-        for number, one, cells in zip(numbers, samples, codes, strict=True):
-            (request,) = pipe.requests("generate", one.prompt, as_written=True,
-                                       layout=given == "layout" and one.layout)  # fmt: skip
-            example = run.image_example(request)
-            sizes = orders.counts(schedule, steps, model.num_cells, pipe.settings.sampling.shift)
+        for number, example, cells in zip(numbers, examples, codes, strict=True):
             cut = diffusion.plan_blocks(
                 orders.order(order, side, side, number), sizes, example.given, merge_cells=1
             )
@@ -182,8 +208,9 @@ def coded_bits(
             rows.append(CorruptedRow(prompt, cells, "image", cut, model))
         lengths = np.max([row.lengths for row in rows], axis=0)
         shape = RowShape(*(-(-int(length) // 16) * 16 for length in lengths))
-        draws = style.draws(model, jnp.int32(start), len(rows))
-        draws = dataclasses.replace(draws, coded=jnp.ones(len(rows), bool))
+        noise = len(rows), model.style_groups, model.style_values
+        noise = jax.random.gumbel(jax.random.key(numbers[0]), noise)
+        draws = style.StyleDraws(noise, jnp.ones(len(rows), bool))
         found.append(jax.device_get(_costs(pipe.engine.model, stack(rows, shape, model), draws)))
     return {name: np.concatenate([one[name] for one in found]).astype(float) for name in found[0]}
 

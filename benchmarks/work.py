@@ -15,6 +15,7 @@ from benchmarks.suites import RequestCase
 from sparse_lavida_jax import config
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.programs.operations import operations
+from sparse_lavida_jax.sampling import calls
 from sparse_lavida_jax.sampling.prompts import Prompt, batched, parted
 from sparse_lavida_jax.training import flops
 
@@ -67,6 +68,9 @@ def of_case(case: RequestCase, model: config.Model) -> RequestWork:
     if settings.caches_prompt:
         parts = parted(laid, model, keeping=kept)
         prefills = [_pass(case, model, p.prompt) for p in parts if not (kept and p.keeps)]
+    if style := calls.styled(laid, batched(laid, model)):
+        asked = model.style_groups, model.style_groups
+        prefills.append(_pass(case, model, style[0], own=asked))
     together = [batched(laid, model)]
     if not settings.uses_cache:  # guidance rows are passed in shapes of their own
         together = [part.prompt for part in parted(laid, model)]

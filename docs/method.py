@@ -18,6 +18,7 @@ from sparse_lavida_jax.data import markdown
 from sparse_lavida_jax.inference.results import Result
 from sparse_lavida_jax.page import figures
 from sparse_lavida_jax.sampling import costs
+from sparse_lavida_jax.sampling.prompts import PromptTokens
 from sparse_lavida_jax.tags import make_tags
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -47,7 +48,8 @@ def main() -> None:
     figures.order_grid(phases, settings.model.grid_size).save(HERE / "method_order.png")
     runs = {
         preset: costs.costs(
-            *figures.plan_of(with_preset(settings, preset), settings.model), [PROMPT_TOKENS]
+            *figures.plan_of(with_preset(settings, preset), settings.model),
+            PromptTokens((PROMPT_TOKENS,)),
         )
         for preset in ("dense", "sparse")
     }

@@ -613,6 +613,7 @@ class Config(Section):
     def _contradictions(self) -> Iterator[tuple[Any, str]]:
         """Yields whether settings of several sections contradict each other, and the remedy."""
         data, lora, optimizer, train = self.data, self.lora, self.optimizer, self.train
+        carries = self.diffusion.attention, self.diffusion.blocks, self.diffusion.corruption
         yield (
             train.stage != "denoiser" and (lora.rank or optimizer.groups),
             f"Train.stage={train.stage!r} trains a whole image tokenizer or decoder: it takes"
@@ -641,9 +642,11 @@ class Config(Section):
             " it takes neither Data.packing nor Data.length_buckets.",
         )
         yield (
-            self.model.style_groups and (self.diffusion.blocks != "plan" or data.packing > 1),
-            f"Model.style_groups={self.model.style_groups} needs rows that predict every cell of"
-            ' one image: Diffusion.blocks="plan" and Data.packing=1, or 0 groups.',
+            self.model.style_groups
+            and (carries != ("step_causal", "plan", "blocks") or data.packing > 1),
+            f"Model.style_groups={self.model.style_groups} needs registers, and rows that predict"
+            ' every cell of one image: Diffusion.attention="step_causal", blocks="plan" and'
+            ' corruption="blocks", and Data.packing=1; or 0 groups.',
         )
 
 

@@ -296,6 +296,8 @@ class RequestMaker:
             )
         self._check(task, spec, words, shown, given)
         sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
+        if "style_seed" in given:
+            self._check_style(sampling)
         copies = given.get("num_images", 1)
         words = "caption" if words is None else words
         pairs = paired(words, shown, copies, given.get("together"), spec.words)
@@ -330,6 +332,19 @@ class RequestMaker:
             for i, (one, images) in enumerate(pairs)
         ]
         return self._warned(made, spec)
+
+    def _check_style(self, sampling: config.Sampling) -> None:
+        """Refuses to choose the style code of images that have none."""
+        remedy = ""
+        if not self.settings.model.style_groups:
+            remedy = "this model has no style code: leave out {setting}."
+        elif not presets.step_settings(sampling, self.settings.model, "image").style_groups:
+            remedy = (
+                "without registers, with a dense sampler or with sampling.style_code=False, images"
+                " have no style code: leave out {setting}, or change that."
+            )
+        if remedy:
+            raise RequestError(remedy, setting="style_seed")
 
     def _spelled(self, words: Words) -> Words:
         """Returns words in the case that they have in the training texts."""
@@ -371,10 +386,6 @@ class RequestMaker:
             why = UNJUDGED.get(task) or self.prompts.refusal("reflect")
             if why:
                 raise RequestError(f"{task} takes no {{setting}} here: {why}.", setting="best_of")
-        if "style_seed" in given and not self.settings.model.style_groups:
-            raise RequestError(
-                "this model has no style code: leave out {setting}.", setting="style_seed"
-            )
         if task == "constrained_caption" and ("template" in given) == ("required" in given):
             raise RequestError("a constrained caption needs a template or words, one of the two.")
 

@@ -16,12 +16,11 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.layers import Layer, Linear, RmsNorm, init_stack
 from sparse_lavida_jax.models.stack import StepTables, run_layers, step_tables
-from sparse_lavida_jax.models.style_code import StyleCode, queries
+from sparse_lavida_jax.models.style_code import StyleCode
 from sparse_lavida_jax.models.vision import VisionEncoder
 from sparse_lavida_jax.programs import persistent_jit
 from sparse_lavida_jax.sequence import SeenBatch
 from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, Stream, StreamName, StreamNames, TokenTags
-from sparse_lavida_jax.visibility import AnyArray
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
 
@@ -231,7 +230,7 @@ class Denoiser(nnx.Module):
         attend_cache: bool = True,
         tables: StepTables | None = None,
         style: Float[Array, "b n c"] | None = None,
-        added: Float[Array, "b t e"] | None = None,
+        added: Float[Array, "t e"] | None = None,
     ) -> tuple[dict[StreamName, Float[Array, "b _s _e"]], KVCache | None]:
         """Returns the final hidden states (normed) of the wanted streams, and the cache.
 
@@ -255,7 +254,7 @@ class Denoiser(nnx.Module):
                 carried = self.style_code.in_registers(style)[:, None].astype(residual)
                 x["generation"] += jnp.where(is_register, carried, 0)
             if added is not None:
-                x["generation"] += added.astype(residual)
+                x["generation"] += added.astype(residual)[None]
             tags["generation"] = generation.tags
         x, cache = run_layers(
             self.settings,
@@ -273,23 +272,20 @@ class Denoiser(nnx.Module):
     def style_states(
         self,
         understanding: Stream | None,
-        start: Int[AnyArray, " b"],
+        queries: Stream,
         features: Float[Array, "b v e"] | None = None,
-        cells: Stream | None = None,
-    ) -> tuple[Float[Array, "b n e"], Float[Array, "b n e"] | None]:
+    ) -> tuple[Float[Array, "b n e"], Float[Array, "b _n e"]]:
         """Returns the states of the queries of the style code's prior, and of its posterior.
 
         Args:
             understanding: the prompt.
-            start: the position of the first register of each row.
-            cells: of the image, which the posterior sees (`style_code.queries`); None: no
-                posterior is asked for.
+            queries: the generation stream (`style_code.queries`); without cells, the second states
+                are empty.
         """
-        stream, added = queries(self.style_code, self.settings, start, cells)
-        hidden, _ = self(understanding, stream, features, wanted="generation", added=added)
-        groups, states = self.settings.style_groups, hidden["generation"]
-        asked = None if cells is None else states[:, groups : 2 * groups]
-        return states[:, :groups], asked
+        added = self.style_code.of_queries(queries.index.shape[1])
+        hidden, _ = self(understanding, queries, features, wanted="generation", added=added)
+        states, groups = hidden["generation"], self.settings.style_groups
+        return states[:, :groups], states[:, groups : 2 * groups]
 
     def step_tables(self, tags: TokenTags, cache: KVCache) -> StepTables:
         """Returns the tables for a pass of the stream that the cache decodes (`stack`)."""

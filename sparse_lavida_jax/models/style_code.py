@@ -10,8 +10,6 @@ Two distributions of the code come from one pass of the denoiser, in which regis
 the prior of those that see the prompt, the posterior of those that see the image too.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -49,6 +47,11 @@ class StyleCode(nnx.Module):
         """Returns what a code, one-hot in each group, adds to registers; zeros add nothing."""
         return jnp.einsum("bnc,nce->be", code, self.register_values[...])
 
+    def of_queries(self, tokens: int) -> Float[Array, "s e"]:
+        """Returns what is added to the embeddings of the stream of `queries`; cells get zeros."""
+        own = jnp.concatenate([self.register_prior[...], self.register_posterior[...]])[:tokens]
+        return jnp.pad(own, ((0, tokens - len(own)), (0, 0)))
+
     def posterior_logits(self, hidden: Float[Array, "b n e"]) -> Float[Array, "b n c"]:
         """Returns the logits of each group, from the states of the posterior's queries."""
         return self.posterior_head(hidden).astype(jnp.float32)
@@ -80,44 +83,28 @@ class StyleCode(nnx.Module):
         return code
 
 
-class CodeQueries(NamedTuple):
-    """The generation stream of a pass that asks for codes.
-
-    Attributes:
-        stream: queries of the prior, then those of the posterior, if any, and the cells it sees.
-        added: what is added to the embeddings of its tokens.
-    """
-
-    stream: Stream
-    added: Float[Array, "b s e"]
-
-
 def queries(
-    style: StyleCode,
-    settings: config.Model,
-    start: Int[AnyArray, " b"],
-    cells: Stream | None = None,
-) -> CodeQueries:
-    """Returns the queries of the prior and, if there are cells, of the posterior.
+    settings: config.Model, start: Int[AnyArray, " b"], cells: Stream | None = None
+) -> Stream:
+    """Returns the generation stream of a pass that asks for codes.
+
+    First come the queries of the prior; if there are cells, those of the posterior follow, and then
+    the cells that it sees.
 
     Args:
         start: the position of the first register of each row.
-        cells: the clean cells that the posterior sees, with `PAD_BLOCK` where there are none.
+        cells: the clean cells of the image, with `PAD_BLOCK` where there are none.
     """
     groups, b = settings.style_groups, start.shape[0]
-    position = jnp.asarray(start)[:, None] + jnp.arange(groups)[None]
     blocks = [PRIOR_BLOCK, POSTERIOR_BLOCK][: 1 if cells is None else 2]
     block = jnp.repeat(jnp.array(blocks), groups)[None].repeat(b, axis=0)
-    shape = b, len(blocks) * groups
-    ids = jnp.full((*shape, settings.codes_per_token), settings.image_register_id)
-    index, position = jnp.full(shape, NO_CELL), jnp.tile(position, (1, len(blocks)))
-    own = [style.register_prior[...], style.register_posterior[...]][: len(blocks)]
-    added = jnp.broadcast_to(jnp.concatenate(own)[None], (*shape, own[0].shape[-1]))
+    position = jnp.tile(jnp.asarray(start)[:, None] + jnp.arange(groups)[None], (1, len(blocks)))
+    ids = jnp.full((*block.shape, settings.codes_per_token), settings.image_register_id)
+    index = jnp.full(block.shape, NO_CELL)
     if cells is not None:
         seen = jnp.where(cells.tags.block == PAD_BLOCK, PAD_BLOCK, POSTERIOR_BLOCK)
         ids = jnp.concatenate([ids, cells.tokens], axis=1)
         index = jnp.concatenate([index, cells.index], axis=1)
         position = jnp.concatenate([position, cells.tags.position], axis=1)
         block = jnp.concatenate([block, seen], axis=1)
-        added = jnp.pad(added, ((0, 0), (0, cells.index.shape[1]), (0, 0)))
-    return CodeQueries(Stream(ids, index, make_tags(position, block, PROMPT_BLOCK)), added)
+    return Stream(ids, index, make_tags(position, block, PROMPT_BLOCK))

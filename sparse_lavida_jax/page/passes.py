@@ -106,13 +106,14 @@ def _costs(state: Progress, row: int, *, dense: bool = False) -> list[costs.Step
         dense: as if every step passed the prompt and all tokens of the response.
     """
     assert state.settings is not None
-    plan, settings = state.plan, state.settings
+    plan, settings, prompt = state.plan, state.settings, state.prompted[row]
     if dense:
         is_open = settings.preset.given_in_steps | (state.decoded_at >= FIRST_BLOCK)
         whole = np.where(is_open, np.arange(is_open.shape[1]), plans.PAD_POSITION)
         settings = dataclasses.replace(settings, preset=presets.preset("dense"))
         plan = [part.dense(whole) for part in plan]
-    found = costs.costs(plan, settings, state.prompted[row], row)
+        prompt = prompt._replace(style=0)
+    found = costs.costs(plan, settings, prompt, row)
     return found[: len(found) - state.total + state.steps]
 
 

@@ -387,20 +387,18 @@ def prepared(
     arrays = BatchArrays(model, responses, decoded_at, rows)
     pixels, one_by_one = parts[-1].prompt.pixels, settings.caches_prompt and len(parts) > 1
     how = {"room": room, "kept": kept_parts, "pixels": pixels if keeping else None}
-    how["style"] = styled(inputs, parts[-1].prompt, settings)
+    how["style"] = styled(inputs, parts[-1].prompt)
     return Prepared(prefilled, constants, arrays, parts, one_by_one, lengths[own], **how)
 
 
-def styled(
-    inputs: Sequence[SampleInput], prompt: Prompt, settings: StepSettings
-) -> tuple[Any, ...] | None:
+def styled(inputs: Sequence[SampleInput], prompt: Prompt) -> tuple[Any, ...] | None:
     """Returns what `state.draw_styles` takes after the model; None: no row has a style code.
 
     Args:
         prompt: of any rows, whose last ones are the full rows of all inputs.
     """
-    has_style = np.array([one.leaves_style_open for one in inputs])
-    if not settings.styled or not settings.num_registers or not has_style.any():
+    has_style = np.array([one.prompt_tokens.style > 0 for one in inputs])
+    if not has_style.any():
         return None
     full = jax.tree.map(lambda x: x[-len(inputs) :], dataclasses.replace(prompt, pixels=None))
     keys = keys_from([one.request for one in inputs], "style", 0)

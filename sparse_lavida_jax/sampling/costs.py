@@ -8,6 +8,7 @@ import numpy as np
 
 from sparse_lavida_jax.sampling import plans
 from sparse_lavida_jax.sampling.presets import StepSettings
+from sparse_lavida_jax.sampling.prompts import PromptTokens
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
 # Repeated word for word wherever numbers are shown.
@@ -34,14 +35,16 @@ class StepCost(NamedTuple):
 def costs(
     phases: Sequence[plans.Steps],
     settings: StepSettings,
-    prompts: Sequence[int],
+    prompt: PromptTokens,
     row: int = 0,
     end: int | None = None,
 ) -> list[StepCost]:
     """Returns the cost of each step of a plan; the prefill of a cached prompt comes first.
 
+    The pass that draws a style code counts with the first of them.
+
     Args:
-        prompts: tokens of the prompt in each guidance row (`SampleInput.prompt_tokens`).
+        prompt: tokens of the request's prompt.
         row: of the plan.
         end: position of the last token of a text that ended early: steps after its text block are
             left out. None: all steps count.
@@ -49,12 +52,14 @@ def costs(
     if end is not None:
         used = [bool(np.isin(np.arange(end + 1), part.decode[:, row]).any()) for part in phases]
         phases = phases[: len(used) - used[::-1].index(True)] if any(used) else ()
-    steps = [StepCost(sum(prompts))] if phases and settings.caches_prompt else []
+    steps = [StepCost(sum(prompt.rows))] if phases and settings.caches_prompt else []
     for part in phases:
-        rows = len(prompts) if settings.passes_all_rows(part) else 1
-        again = settings.passes_prompt(part) * sum(prompts[-rows:])
+        rows = len(prompt.rows) if settings.passes_all_rows(part) else 1
+        again = settings.passes_prompt(part) * sum(prompt.rows[-rows:])
         for newest, decode, rest in (rows * part.tokens()[:, row]).tolist():
             steps.append(StepCost(again, newest, decode, rest, rows * part.registers))
+    if steps and prompt.style:
+        steps[0] = steps[0]._replace(prompt=steps[0].prompt + prompt.style)
     return steps
 
 

@@ -187,7 +187,7 @@ class StepSettings:
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
         tables_ahead: whether attention tables are made before the loop if possible.
-        styled: whether images have a style code.
+        style_groups: groups of the style code that images have; 0: they have none.
     """
 
     modality: Modality
@@ -202,7 +202,7 @@ class StepSettings:
     greedy: bool = False
     head_tile: int = 0
     tables_ahead: bool = True
-    styled: bool = False
+    style_groups: int = 0
 
     @functools.cached_property
     def uses_cache(self) -> bool:
@@ -253,11 +253,13 @@ def step_settings(
             value=str(registers),
             allowed=f"0 to {model.num_registers} are allowed",
         )
+    registers = 0 if chosen.full_attention else registers
+    styled = sampling.style_code and registers > 0 and not is_text
     filtered = sampling.text.top_k > 0 or sampling.text.top_p < 1  # needs all logits at once
     return StepSettings(
         modality=modality,
         preset=chosen,
-        num_registers=0 if chosen.full_attention else registers,
+        num_registers=registers,
         guidance_rows=(3 if has_source else 2) if guided and not is_text else 1,
         commit=_commit_rule(sampling, modality),
         edit_guidance=sampling.edit_guidance,
@@ -265,7 +267,7 @@ def step_settings(
         top_p=sampling.text.top_p if is_text else sampling.top_p,
         released=is_text and sampling.released.text_behaviour,
         head_tile=text_head.tile_of(model.vocab_size) if is_text and not filtered else 0,
-        styled=sampling.style_code and model.style_groups > 0 and not is_text,
+        style_groups=model.style_groups if styled else 0,
     )
 
 

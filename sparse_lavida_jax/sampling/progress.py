@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import StepSettings
-from sparse_lavida_jax.sampling.prompts import SampleInput
+from sparse_lavida_jax.sampling.prompts import PromptTokens, SampleInput
 from sparse_lavida_jax.sampling.state import NOT_DECODED, SamplerState, first_responses
 from sparse_lavida_jax.tags import GIVEN_BLOCK
 
@@ -27,7 +27,7 @@ class Progress:
         blocks: those of the phase that has just ended; none before the first step.
         rows: request numbers of the first rows; any further rows fill the batch up.
         plan, settings: what each step passes.
-        prompted: for each of `rows`, the tokens of its prompts (`SampleInput.prompt_tokens`).
+        prompted: for each of `rows`, the tokens of its prompt.
     """
 
     stage: str
@@ -40,7 +40,7 @@ class Progress:
     rows: tuple[int, ...] = ()
     plan: Sequence[Steps] = ()
     settings: StepSettings | None = None
-    prompted: tuple[tuple[int, ...], ...] = ()
+    prompted: tuple[PromptTokens, ...] = ()
 
     def after(self, block: int) -> Int[np.ndarray, "b l g"]:
         """Returns the responses as they were after a block, whole tokens at a time."""

@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.struct
 import numpy as np
@@ -71,6 +72,18 @@ class StreamRow:
         return StreamRow(*(np.concatenate(pair) for pair in zip(own, given, strict=True)))
 
 
+class PromptTokens(NamedTuple):
+    """The tokens of a request's prompt.
+
+    Attributes:
+        rows: in each guidance row, with given tokens that no step passes.
+        style: of the pass that draws its style code; 0: it has none.
+    """
+
+    rows: tuple[int, ...]
+    style: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleInput:
     """An example to be sampled, laid out once: a row of each stream for every guidance row.
@@ -80,6 +93,7 @@ class SampleInput:
         text, image: prompt, and given tokens unless steps pass them (`Preset.given_in_steps`).
         response_position: position of the first response token.
         length: L, where register positions start.
+        style_groups: groups of its style code; 0: it has none.
     """
 
     example: Example
@@ -88,17 +102,14 @@ class SampleInput:
     image: tuple[StreamRow, ...]
     response_position: int
     length: int
+    style_groups: int = 0
 
     @property
-    def prompt_tokens(self) -> tuple[int, ...]:
-        """Tokens in the prompt of each guidance row, with given tokens that no step passes."""
+    def prompt_tokens(self) -> PromptTokens:
+        """The tokens of its prompt."""
         pairs = zip(self.text, self.image, strict=True)
-        return tuple(len(text.index) + len(image.index) for text, image in pairs)
-
-    @property
-    def leaves_style_open(self) -> bool:
-        """Whether its prompt shows no part of an image, whose style would be given."""
-        return not len(self.image[-1].index) and not (self.text[-1].index >= 0).any()
+        rows = tuple(len(text.index) + len(image.index) for text, image in pairs)
+        return PromptTokens(rows, rows[-1] + self.style_groups if self.style_groups else 0)
 
 
 def sample_input(
@@ -125,8 +136,10 @@ def sample_input(
             text[-1] = text[-1].followed_by(tokens, no_feature, at)
         else:
             image[-1] = image[-1].followed_by(example.response[known], known, at)
-    place = row.response_position, row.length
-    return SampleInput(example, request, tuple(text), tuple(image), *place)
+    # Where the prompt shows some of an image, the style is given.
+    shows = len(image[-1].index) or example.given.any() or (text[-1].index != NO_FEATURE).any()
+    layout = row.response_position, row.length, 0 if shows else settings.style_groups
+    return SampleInput(example, request, tuple(text), tuple(image), *layout)
 
 
 def lengths_of(inputs: Sequence[SampleInput], least: tuple[int, int] = (0, 0)) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from sparse_lavida_jax.models.stack import (
     implementation_of,
     step_implementation_of,
 )
+from sparse_lavida_jax.models.style_code import queries
 from sparse_lavida_jax.programs.persistent_jit import persistent_jit
 from sparse_lavida_jax.sampling.plans import Steps
 from sparse_lavida_jax.sampling.presets import RowRequest, StepSettings, guidance_of
@@ -85,7 +86,9 @@ def keys_from(requests: Sequence[RowRequest], stage: str, step: int) -> Key[Arra
         stage: a key of `NOISE`.
     """
     seeds = [[seed for first, seed in one.seeds(stage) if first <= step][-1] for one in requests]
-    attempts = [one.attempt for one in requests]
+    # A style that was asked for is that of every attempt.
+    fixed = [stage == "style" and one.style_seed is not None for one in requests]
+    attempts = [0 if own else one.attempt for own, one in zip(fixed, requests, strict=True)]
     return _keys(np.array(seeds), np.array(attempts), stage=NOISE[stage])
 
 
@@ -242,7 +245,8 @@ def draw_styles(
         keys: of their noise.
         has_style: which rows have a code; the others get zeros.
     """
-    hidden, _ = model.style_states(prompt.understanding, prompt.length)
+    asked = queries(model.settings, prompt.length)
+    hidden, _ = model.style_states(prompt.understanding, asked)
     return model.style_code.drawn(hidden, keys) * has_style[:, None, None]
 
 
@@ -306,7 +310,7 @@ def forked(state: SamplerState, rows: Rows, *, copies: int) -> SamplerState:
         state,
         responses=copied(state.responses),
         decoded_at=copied(state.decoded_at),
-        rows=rows,
+        rows=dataclasses.replace(rows, style=copied(state.rows.style)),
         features=copied(state.features),
         cache=None if state.cache is None else state.cache.copied(copies),
     )

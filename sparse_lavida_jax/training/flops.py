@@ -10,6 +10,7 @@ to what the devices could do.
 """
 
 import dataclasses
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from jaxtyping import Int
@@ -18,6 +19,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.kernels import devices
 from sparse_lavida_jax.tags import STREAMS, Stream, TokenTags
+from sparse_lavida_jax.training import style
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 
@@ -57,28 +59,44 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     """
     streams = {"understanding": batch.understanding, "generation": batch.generation}
     held = {name: stream for name, stream in streams.items() if stream is not None}
-    tokens = {name: count_tokens(stream.tags.block != PAD_BLOCK) for name, stream in held.items()}
+    tokens = sum(count_tokens(stream.tags.block != PAD_BLOCK) for stream in held.values())
     slots = sum(np.size(stream.tags.block) for stream in held.values())
     weights = zip(STREAMS, (batch.text_weight, batch.image_weight), strict=True)
     with_loss = {name: count_tokens(weight) for name, weight in weights}
-    # In joint layers all tokens see each other; in split layers each stream sees itself.
     last = {"understanding", "generation"} if batch.predicts == "both" else {batch.predicts}
-    products = pairs = 0.0
-    for name, stream in held.items():
-        layers = model.num_joint_layers + (model.num_split_layers if name in last else 0)
-        products += layers * tokens[name] * layer_size(name, model)
-        products += with_loss[name] * head_size(name, model)
-        if name in last:
-            pairs += model.num_split_layers * _visible_pairs([stream])
-    products += tokens.get("generation", 0) * _embedding_size(model)
-    pairs += model.num_joint_layers * _visible_pairs(list(held.values()))
+    products, pairs = _of_a_pass(held, last, model)
+    products += sum(with_loss[name] * head_size(name, model) for name in held)
+    if model.style_groups and batch.predicts == "generation":
+        asked = held | {"generation": style.asked(batch, model)}
+        of_code = _of_a_pass(asked, last, model)
+        products, pairs = products + of_code[0], pairs + of_code[1]
     if batch.pixels is not None:
         views = int(np.prod(batch.pixels.shape[:-3]))
         patches = (model.vision.image_size // model.vision.patch_size) ** 2
         products += views * patches * _vision_size(model.vision)
         pairs += views * patches**2 * model.vision.num_layers * model.vision.width / _heads(model)
     flops = products * (4 + 2 * trained) + 12 * _heads(model) * pairs
-    return Work(sum(tokens.values()), slots, sum(with_loss.values()), float(flops))
+    return Work(tokens, slots, sum(with_loss.values()), float(flops))
+
+
+def _of_a_pass(
+    held: Mapping[str, Stream], last: Collection[str], model: config.Model
+) -> tuple[float, float]:
+    """Returns the products of layers and embeddings per operation, and the pairs of attention.
+
+    Args:
+        held: the streams that are passed.
+        last: those that pass the split layers.
+    """
+    # In joint layers all tokens see each other; in split layers each stream sees itself.
+    products, pairs = 0.0, float(model.num_joint_layers * _visible_pairs(list(held.values())))
+    for name, stream in held.items():
+        tokens = count_tokens(stream.tags.block != PAD_BLOCK)
+        layers = model.num_joint_layers + (model.num_split_layers if name in last else 0)
+        products += layers * tokens * layer_size(name, model)
+        products += tokens * _embedding_size(model) * (name == "generation")
+        pairs += model.num_split_layers * _visible_pairs([stream]) * (name in last)
+    return products, pairs
 
 
 def with_work(model: config.Model, trained: float, batch: Corrupted) -> tuple[Corrupted, Work]:

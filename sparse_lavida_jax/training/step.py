@@ -144,7 +144,7 @@ def loss(
     over = over or denominators(batch)
     features = None if batch.pixels is None else params.see(batch.pixels)
     total, logged, code = jnp.float32(0), {}, None
-    if draws is not None and batch.predicts == "generation":
+    if draws is not None and batch.predicts != "understanding":
         code, divergence, _ = style.coded(params, batch, features, draws)
         logged["style_nll"] = divergence.sum() / over["image"][0]
         total += style_weight * logged["style_nll"]
@@ -257,10 +257,8 @@ def train_step(
     """
     now = state.state if isinstance(state, HeldState) else state
     microbatches = microbatches or default_microbatches(batch)
-    model, draws = now.params.settings, None
+    draws = style.draws(now.params.settings, now.step, len(batch.image_total))
     warm = (1 + now.step) / max(settings.style_warmup_steps, 1)
-    if model.style_groups:
-        draws = style.draws(model, now.step, len(batch.image_total))
     value, logged, found = gradient(
         now.params,
         batch,

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.models.style_code import queries
 from sparse_lavida_jax.tags import GIVEN_BLOCK, PROMPT_BLOCK, Stream, make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
@@ -53,8 +54,10 @@ class Coded(NamedTuple):
     posterior: Float[Array, "b n c"]
 
 
-def draws(model: config.Model, step: Int[Array, ""], rows: int) -> StyleDraws:
-    """Returns the random numbers of a step, which depend on its number alone."""
+def draws(model: config.Model, step: Int[Array, ""], rows: int) -> StyleDraws | None:
+    """Returns the random numbers of a step, by its number; None for a model without a code."""
+    if not model.style_groups:
+        return None
     of_noise, of_rows = jax.random.split(jax.random.fold_in(jax.random.key(0), step))
     noise = jax.random.gumbel(of_noise, (rows, model.style_groups, model.style_values))
     return StyleDraws(noise, jax.random.uniform(of_rows, (rows,)) >= WITHOUT)
@@ -65,10 +68,8 @@ def coded(
 ) -> Coded:
     """Draws a code for each row, and says what it costs."""
     assert batch.generation is not None
-    start = first_register(batch.generation, params.settings)
-    cells = predicted_cells(batch, params.settings.num_cells)
-    of_prior, of_posterior = params.style_states(batch.understanding, start, features, cells)
-    assert of_posterior is not None
+    stream = asked(batch, params.settings)
+    of_prior, of_posterior = params.style_states(batch.understanding, stream, features)
     logits = params.style_code.posterior_logits(of_posterior)
     relaxed = jax.nn.softmax((logits + given.noise) / TEMPERATURE, axis=-1)
     hard = jax.nn.one_hot(relaxed.argmax(axis=-1), relaxed.shape[-1])
@@ -78,6 +79,13 @@ def coded(
     divergence = (jnp.exp(posterior) * (posterior - prior)).sum(axis=(1, 2))
     has_code = given.coded & ~shows_image(batch.generation)
     return Coded(code * has_code[:, None, None], divergence * has_code, jnp.exp(posterior))
+
+
+def asked(batch: Corrupted, model: config.Model) -> Stream:
+    """Returns the generation stream of the pass that asks for the codes of a batch."""
+    assert batch.generation is not None
+    start = first_register(batch.generation, model)
+    return queries(model, start, predicted_cells(batch, model.num_cells))
 
 
 def shows_image(stream: Stream) -> Bool[Array, " b"]:

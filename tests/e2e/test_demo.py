@@ -20,6 +20,7 @@ from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import MASKED_GREY, SparseLaViDa
+from sparse_lavida_jax.sampling.prompts import PromptTokens
 from sparse_lavida_jax.scenes import grammar, rules, tasks, world
 
 gr = pytest.importorskip(
@@ -490,7 +491,7 @@ def test_frames_outline_what_a_step_passes(service):
     image = ticket.future.result(60).pixels[0]
     (state,) = ticket.stages
     rows = service.pipe.settings.model.grid_size
-    number, costs = 0, passes.costs.costs(state.plan, state.settings, [0])[1:]
+    number, costs = 0, passes.costs.costs(state.plan, state.settings, PromptTokens((0,)))[1:]
     for part in state.plan:
         for step in range(part.num_steps):
             drawn = passes.frame(state, 0, number, rows, image)

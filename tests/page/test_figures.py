@@ -14,6 +14,7 @@ from sparse_lavida_jax import SparseLaViDa, config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.page import figures
 from sparse_lavida_jax.sampling import costs
+from sparse_lavida_jax.sampling.prompts import PromptTokens
 from sparse_lavida_jax.sequence import Text
 from sparse_lavida_jax.tags import make_tags
 
@@ -64,7 +65,7 @@ def test_the_order_is_drawn_from_dark_to_light():
 def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
     model, sampling = tiny.model_settings(grid_size=4), config.Sampling(num_steps=5, preset=preset)
     phases, settings = figures.plan_of(sampling, model)
-    steps = costs.costs(phases, settings, [11])
+    steps = costs.costs(phases, settings, PromptTokens((11,)))
     assert sum(step.decode for step in steps) == 16
     assert len(steps) == 5 + settings.preset.cache_prompt
 
@@ -72,7 +73,9 @@ def test_the_costs_of_steps_add_up_to_what_the_sampler_passes(preset):
 def test_bars_and_strips_have_their_sizes():
     model = tiny.model_settings(grid_size=4)
     runs = {
-        name: costs.costs(*figures.plan_of(config.Sampling(num_steps=4, preset=name), model), [9])
+        name: costs.costs(
+            *figures.plan_of(config.Sampling(num_steps=4, preset=name), model), PromptTokens((9,))
+        )
         for name in ("dense", "sparse")
     }
     assert figures.cost_bars(runs).width == 620
@@ -107,7 +110,7 @@ def test_tokens_are_those_of_the_prompts_and_steps_that_are_laid_out(name, guida
         prompt, how = case.prompt(settings.model), case.settings(settings.model)
         held = (np.asarray(prompt.understanding.tags.horizon) >= 0).sum(axis=1)
         assert len(held) == (2 if guidance and task == "draw" else 1)
-        found = costs.costs(case.plan(settings.model), how, held.tolist())
+        found = costs.costs(case.plan(settings.model), how, PromptTokens(tuple(held.tolist())))
         assert costs.total(found) == work.of_case(case, settings.model).total("tokens")
 
 
@@ -119,7 +122,7 @@ def test_a_text_counts_up_to_the_text_block_in_which_it_ends():
     )  # fmt: skip
     plan, how = case.plan(settings.model), case.settings(settings.model)
     for end, blocks in ((0, 1), (7, 1), (8, 2), (31, 4), (32, 4)):
-        assert len(costs.costs(plan, how, [5], end=end)) == 1 + 2 * blocks
+        assert len(costs.costs(plan, how, PromptTokens((5,)), end=end)) == 1 + 2 * blocks
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -135,7 +138,7 @@ def test_the_page_shows_the_tokens_of_eight_samplers(method):
         name: costs.total(
             costs.costs(
                 *figures.plan_of(method.with_preset(settings, name), settings.model),
-                [method.PROMPT_TOKENS],
+                PromptTokens((method.PROMPT_TOKENS,)),
             )
         )
         for name in EIGHT

@@ -14,6 +14,7 @@ import traces
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.inference.engine import Engine
+from sparse_lavida_jax.models.style_code import queries
 from sparse_lavida_jax.sampling import calls
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.tags import FIRST_BLOCK
@@ -135,10 +136,11 @@ def test_the_objective_bounds_the_likelihood_and_its_cost_is_a_divergence(model)
     cells = style.predicted_cells(batch, model.settings.num_cells)
     order = np.argsort(np.asarray(cells.index[0]))
     np.testing.assert_array_equal(cells.tokens[0][order], one.response)
-    of_prior, of_posterior = model.style_states(batch.understanding, start, cells=cells)
-    alone, nothing = model.style_states(batch.understanding, start)
+    asking = style.asked(batch, model.settings)
+    of_prior, of_posterior = model.style_states(batch.understanding, asking)
+    alone, nothing = model.style_states(batch.understanding, queries(model.settings, start))
     np.testing.assert_allclose(alone, of_prior, rtol=0, atol=TOLERANCE)
-    assert nothing is None
+    assert not nothing.size
 
     every = jnp.array(CODES)
     spread = jnp.repeat(of_prior, len(every), axis=0)

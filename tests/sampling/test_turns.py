@@ -19,6 +19,7 @@ from sparse_lavida_jax.models.cache import KVCache
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling import costs, draw, loop, plans, state
 from sparse_lavida_jax.sampling.presets import RowRequest, Turn
+from sparse_lavida_jax.sampling.prompts import PromptTokens
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
 SETTINGS = tiny.model_settings()
@@ -203,7 +204,7 @@ def test_the_seeds_of_a_stage():
 
 def test_tokens_before_a_turn_are_counted_once():
     _, request, plan, settings, _ = setup("guidance")
-    steps = costs.costs(plan, settings, (4, 7))
+    steps = costs.costs(plan, settings, PromptTokens((4, 7)))
     assert [costs.before(plan, settings, step) for step in range(3)] == [1, 2, 3]
     parts = [*plans.cut(plan, [FIRST_BLOCK + 2])]
     passes = sum(part.num_steps for _, part in parts)

@@ -38,6 +38,7 @@ OPTIONS = {
     "num_inference_steps",
     "guidance_scale",
     "best_of",
+    "style_seed",
 }  # that bodies may set
 
 

@@ -133,6 +133,7 @@ class ImageBody(Body):
     output_compression: Annotated[int, pydantic.Field(ge=0, le=100)] = 100
     partial_images: Annotated[int, pydantic.Field(ge=0, le=3)] = 0
     best_of: Count | None = None
+    style_seed: Annotated[int, pydantic.Field(ge=0, lt=2**64)] | None = None
     layout_temperature: Scale | None = None
     guidance: Scale | None = None
     guidance_scale: Scale | None = None
