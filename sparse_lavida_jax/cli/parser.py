@@ -9,10 +9,11 @@ import textwrap
 from collections.abc import Sequence
 
 from sparse_lavida_jax import old_names
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.cli.arguments import ARGUMENTS, DEFAULT_MODEL, MODEL_NAMES, Argument, place
 from sparse_lavida_jax.cli.usage_errors import LONGEST_MESSAGE, UsageError, need
 from sparse_lavida_jax.inference.requests import TASK_SPECS
-from sparse_lavida_jax.scenes import vocabulary
+from sparse_lavida_jax.prompting.protocol import prompt_format
 
 LINE = 96  # characters
 TOGETHER = ("--distributed", "--coordinator", "--num-processes", "--process-id")
@@ -363,6 +364,6 @@ def overview() -> str:
 
 def knowledge() -> str:
     """Returns what the default model knows, in lines."""
-    known = vocabulary.of_source("scenes")
-    assert known is not None
+    settings = model_folder.read_config(model_folder.find_model(DEFAULT_MODEL))
+    known = prompt_format(settings.prompts).taught(settings.data)
     return textwrap.fill(f"The bundled model, {DEFAULT_MODEL}, knows {known.knows}.", LINE)
