@@ -5,6 +5,8 @@ r"""What few steps cost, in bits: the likelihood of images under plans of K step
     python -m benchmarks.few_steps --part=gap --model=runs/art/model
     python -m benchmarks.few_steps --part=figure             # docs/log/few_steps.png, from the rows
     python -m benchmarks.few_steps --part=code --model=runs/art_style/model  # with a style code
+    python -m benchmarks.few_steps --part=holes --model=runs/art_style/model
+    python -m benchmarks.few_steps --part=plans --given=words --images=300
 
 Cells of one step are drawn independently of each other, so they cannot agree on what is left open.
 What that costs is the *gap*: the bits of an image under a plan of K steps, less those under a plan
@@ -14,7 +16,10 @@ of shapes determines the image; with `--given=words` it is not. Bits of finished
 `--resume`.
 
 `--part=code` says how much of the gap a style code closes: the bits that an image and its code cost
-together, with codes of the posterior, against the same model without its code.
+together, with codes of the posterior, against the same model without its code. `--part=holes` draws
+images with codes of the prior and, of the same prompts, of the posterior of the true image: where
+the prior draws codes that no image has, the second are better. `--part=plans` searches the best
+plan for each number of steps (`plan_search.py`); with `--settings=` it scores the model's own.
 """
 
 import dataclasses
@@ -30,27 +35,33 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float, Int
 
-from benchmarks import ablation_report, command, measurements
+from benchmarks import ablation_report, command, measurements, plan_search
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.data.example import Example
+from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling.presets import RowRequest
+from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.training import style
 
-PART = flags.DEFINE_enum("part", "gap", ["gap", "code", "figure"], "What is done.")
+PARTS = ["gap", "code", "holes", "plans", "figure"]
+PART = flags.DEFINE_enum("part", "gap", PARTS, "What is done.")
 MODEL = flags.DEFINE_string("model", "scenes", "A bundled model, or a model folder.")
 STEPS = flags.DEFINE_list("steps", ["1", "2", "4", "8", "16", "32"], "Steps of the plans.")
 SCHEDULES = flags.DEFINE_list("schedules", ["linear", "cosine", "shift"], "Cells of each step.")
 ORDERS = flags.DEFINE_list("orders", ["stratified", "halton", "random"], "Orders of the cells.")
 GIVEN = flags.DEFINE_list("given", ["words", "layout"], "What is given of an image.")
 COUNT = flags.DEFINE_integer("images", 256, "Unseen images.", lower_bound=16)
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of images with codes.", lower_bound=0)
+SETTINGS = flags.DEFINE_list("settings", [*plan_search.SETTINGS], "Settings of plans to search.")
+IMAGE_SEED = flags.DEFINE_integer("seed", 0, "Of the images that plans draw.", lower_bound=0)
 DONE = flags.DEFINE_string("resume", "runs/few_steps.jsonl", "File for finished plans.")
 
 BATCH, SEED = 16, 56
@@ -64,11 +75,40 @@ def main(_: list[str]) -> None:
         draw_figure([row for row in rows if row["id"].startswith("gap/")])
         return
     pipe = SparseLaViDa.from_pretrained(MODEL.value, batch_size=BATCH)
+    if PART.value == "plans":
+        search_plans(pipe)
+        return
+    if PART.value != "gap" and not pipe.settings.model.style_groups:
+        raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
+    rows = {"gap": gap_rows, "code": code_rows, "holes": hole_rows}[PART.value]
     bench = measurements.Bench("few_steps")
-    for row in gap_rows(pipe) if PART.value == "gap" else code_rows(pipe):
+    for row in rows(pipe):
         name = f"{PART.value}/{row['given']}/{row['order']}/{row['schedule']}/k{row['steps']}"
+        name += f"/{row['codes']}" if "codes" in row else ""
         path = bench.write(name, {"model": MODEL.value, **row}, name=f"{MODEL.value}/{name}")
-        print(path.name, f"{row['bits']:.2f} bits an image, gap {row['gap']:.2f}", flush=True)
+        told = (
+            f"{one} {row[one]:.3f}" for one in ("bits", "gap", "share", "coherent") if one in row
+        )
+        print(path.name, *told, flush=True)
+
+
+def search_plans(pipe: SparseLaViDa) -> None:
+    """Searches the best plan for each number of steps.
+
+    Raises:
+        ConfigError: there is no such setting to search.
+    """
+    if unknown := set(filter(None, SETTINGS.value)) - set(plan_search.SETTINGS):
+        raise config.ConfigError(
+            f"--settings={','.join(sorted(unknown))} is unknown: choose of"
+            f" {', '.join(plan_search.SETTINGS)}."
+        )
+    asked = [name for name in plan_search.SETTINGS if name in SETTINGS.value]
+    for given in GIVEN.value:
+        scorer = plan_search.Scorer(pipe, MODEL.value, given, COUNT.value, IMAGE_SEED.value)
+        for steps in map(int, STEPS.value):
+            best = plan_search.search(scorer, steps, asked)
+            print(f"best of {steps} steps, given {given}: {best}", flush=True)
 
 
 def plans(cells: int) -> Iterator[tuple[str, str, list[tuple[str, int]]]]:
@@ -120,11 +160,13 @@ class Images(NamedTuple):
 
     Attributes:
         numbers: of their prompts.
+        samples: their prompts and scenes.
         examples: prompts, with the layout if it is given.
         codes: of the images.
     """
 
     numbers: range
+    samples: list[Sample]
     examples: list[Example]
     codes: Int[np.ndarray, "b l g"]
 
@@ -141,7 +183,7 @@ def images(pipe: SparseLaViDa, run: TaskRun, given: str) -> Iterator[Images]:
                           sampling=run.sampling, as_written=True)[0]
             for one in samples
         ]  # fmt: skip
-        yield Images(numbers, [run.image_example(one) for one in asked], codes)
+        yield Images(numbers, samples, [run.image_example(one) for one in asked], codes)
 
 
 def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int) -> list[float]:
@@ -150,7 +192,7 @@ def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int)
         how, num_steps=steps, order=order, schedule=schedule, merge_cells=0, cell_passes=1
     )
     run, found = pipe.task_run(how), list[float]()
-    for numbers, examples, codes in images(pipe, run, given):
+    for numbers, _, examples, codes in images(pipe, run, given):
         seeded = [RowRequest(seed=number, temperature=1.0) for number in numbers]
         scored = run.engine.scores(
             examples, seeded, how, list(codes), stage="image", programs=run.programs
@@ -160,14 +202,8 @@ def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int)
 
 
 def code_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
-    """Yields a row for each plan: what an image costs with and without its style code, in bits.
-
-    Raises:
-        ConfigError: the model has no style code.
-    """
+    """Yields a row for each plan: what an image costs with and without its style code, in bits."""
     model = pipe.settings.model
-    if not model.style_groups:
-        raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
     for given, order, cut in plans(model.num_cells):
         least = coded_bits(pipe, given, order, "linear", model.num_cells)["without"]
         for schedule, steps in cut:
@@ -190,11 +226,11 @@ def code_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
 def coded_bits(
     pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int
 ) -> dict[str, Float[np.ndarray, "b *_n"]]:
-    """Returns bits of images with codes, of the codes, and without any, and the posteriors."""
+    """Returns bits of images with codes, of the codes, and without any; posteriors, and codes."""
     model, sampling = pipe.settings.model, pipe.settings.sampling
     run, side, found = pipe.task_run(sampling), model.grid_size, []
     sizes = orders.counts(schedule, steps, model.num_cells, sampling.shift)
-    for numbers, examples, codes in images(pipe, run, given):
+    for numbers, _, examples, codes in images(pipe, run, given):
         rows = []
         for number, example, cells in zip(numbers, examples, codes, strict=True):
             cut = diffusion.plan_blocks(
@@ -215,6 +251,35 @@ def coded_bits(
     return {name: np.concatenate([one[name] for one in found]).astype(float) for name in found[0]}
 
 
+def hole_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
+    """Yields rows of what each plan draws, with codes of the prior and of the posterior."""
+    for given, order, cut in plans(pipe.settings.model.num_cells):
+        values = coded_bits(pipe, given, order, "linear", 1)["values"].astype(int)
+        for (schedule, steps), codes in itertools.product(cut, ("prior", "posterior")):
+            how = dataclasses.replace(
+                pipe.settings.sampling, num_steps=steps, order=order, schedule=schedule,
+                order_seed=-1, merge_cells=0, temperature=TEMPERATURE.value,
+            )  # fmt: skip
+            run, samples, drawn = pipe.task_run(how), list[Sample](), list[Pixels]()
+            for batch in images(pipe, run, given):
+                asked = [
+                    RowRequest(
+                        seed=number, temperature=how.temperature,
+                        style_code=tuple(values[number].tolist()) if codes == "posterior" else (),
+                    )
+                    for number in batch.numbers
+                ]  # fmt: skip
+                made = run.sample("image", batch.examples, asked)
+                drawn += run.codec.to_pixels(np.stack(made), None, how.vq_dtype)
+                samples += batch.samples
+            yield {
+                "method": schedule, "given": given, "order": order, "schedule": schedule,
+                "steps": steps, "codes": codes, "temperature": how.temperature,
+                **plan_search.judged(pipe.settings, samples, drawn, "test"),
+                "note": "prompts of the test split; seeds are those of the prompts",
+            }  # fmt: skip
+
+
 @jax.jit
 def _costs(
     model: Denoiser, batch: Corrupted, draws: style.StyleDraws
@@ -222,6 +287,7 @@ def _costs(
     assert batch.image_target is not None and batch.image_weight is not None
     code, divergence, posterior = style.coded(model, batch, None, draws)
     found = {"code": divergence / jnp.log(2), "posterior": posterior}
+    found["values"] = code.argmax(axis=-1)
     for name, carried in (("with", code), ("without", jnp.zeros_like(code))):
         streams = batch.understanding, batch.generation
         hidden, _ = model(*streams, wanted="generation", style=carried)

@@ -4,8 +4,6 @@
 import numpy as np
 import pytest
 import stand_ins
-from absl import flags
-from absl.testing import flagsaver
 
 from benchmarks import plan_search
 from sparse_lavida_jax.data.image_files import Pixels
@@ -40,7 +38,6 @@ def test_settings_are_searched_one_after_another_from_the_best_so_far():
 
 @pytest.mark.parametrize("given", ["words", "layout"])
 def test_a_plan_is_scored_by_its_images(monkeypatch, given):
-    monkeypatch.setattr(plan_search, "BATCH", 3)
     asked = []
     pipe: SparseLaViDa = stand_ins.pipe_of_tasks(("draw",), 3)
     samples = [
@@ -59,9 +56,8 @@ def test_a_plan_is_scored_by_its_images(monkeypatch, given):
         return Drawn([exact.SCENES.render(scene) for scene in scenes])
 
     monkeypatch.setattr(pipe, "run", run)
-    flags.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver(prompts=5, given=given):
-        found = plan_search.score(pipe, pipe.settings.sampling)
+    scorer = plan_search.Scorer(pipe, "tiny", given, prompts=5, seed=2)
+    found = scorer.score(pipe.settings.sampling)
     assert (found["correct"], found["prompts"], found["share"]) == (3, 5, 0.6)
     assert "coherent" not in found and found["image_s"] > 0
     assert len({one.seed for one in asked}) == 5

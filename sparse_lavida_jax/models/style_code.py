@@ -69,8 +69,16 @@ class StyleCode(nnx.Module):
         before = jnp.cumsum(each, axis=1) - each
         return self.prior_head(nnx.gelu(self.prior_hidden(hidden + before))).astype(jnp.float32)
 
-    def drawn(self, hidden: Float[Array, "b n e"], key: Key[Array, " b"]) -> Float[Array, "b n c"]:
-        """Returns a code for each row, one-hot, drawn from the prior group by group."""
+    def drawn(
+        self, hidden: Float[Array, "b n e"], key: Key[Array, " b"], fixed: Int[AnyArray, "b n"]
+    ) -> Float[Array, "b n c"]:
+        """Returns a code for each row, one-hot, drawn from the prior group by group.
+
+        Args:
+            hidden: states of the prior's queries.
+            key: of the noise of each row.
+            fixed: values that are not drawn; -1: to be drawn.
+        """
         groups, values = self.register_values.shape[:2]
 
         def draw(key, shape=(groups, values)):
@@ -79,7 +87,8 @@ class StyleCode(nnx.Module):
         noise, code = jax.vmap(draw)(key), jnp.zeros((hidden.shape[0], groups, values))
         for group in range(groups):
             scores = self.prior_logits(hidden, code)[:, group] + noise[:, group]
-            code = code.at[:, group].set(jax.nn.one_hot(scores.argmax(axis=-1), values))
+            value = jnp.where(fixed[:, group] < 0, scores.argmax(axis=-1), fixed[:, group])
+            code = code.at[:, group].set(jax.nn.one_hot(value, values))
         return code
 
 

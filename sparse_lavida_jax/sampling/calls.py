@@ -401,8 +401,11 @@ def styled(inputs: Sequence[SampleInput], prompt: Prompt) -> tuple[Any, ...] | N
     if not has_style.any():
         return None
     full = jax.tree.map(lambda x: x[-len(inputs) :], dataclasses.replace(prompt, pixels=None))
-    keys = keys_from([one.request for one in inputs], "style", 0)
-    return dataclasses.replace(full, generation=None), keys, has_style
+    requests = [one.request for one in inputs]
+    groups = max(one.style_groups for one in inputs)
+    fixed = np.array([one.style_code or (-1,) * groups for one in requests], np.int32)
+    keys = keys_from(requests, "style", 0)
+    return dataclasses.replace(full, generation=None), keys, has_style, fixed
 
 
 def _parts(

@@ -123,6 +123,7 @@ class RowRequest:
     Attributes:
         seed: determines all random numbers of the row, up to its first turn.
         style_seed: determines its style code; None: `seed` does.
+        style_code: its style code itself, a value of each group; (): it is drawn.
         turns: where its noise is of other seeds, in the order of stages and steps. The order of
             cells and the reading of words stay those of `seed`.
         attempt: the number of this attempt; each has its own noise.
@@ -132,6 +133,7 @@ class RowRequest:
 
     seed: int = 0
     style_seed: int | None = None
+    style_code: tuple[int, ...] = ()
     turns: tuple[Turn, ...] = ()
     attempt: int = 0
     temperature: float = 0.0

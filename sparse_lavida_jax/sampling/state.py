@@ -236,7 +236,11 @@ def pass_prompt(
 
 @persistent_jit(depends=attention)
 def draw_styles(
-    model: Denoiser, prompt: Prompt, keys: Key[Array, " b"], has_style: Bool[AnyArray, " b"]
+    model: Denoiser,
+    prompt: Prompt,
+    keys: Key[Array, " b"],
+    has_style: Bool[AnyArray, " b"],
+    fixed: Int[AnyArray, "b n"],
 ) -> Float[Array, "b n c"]:
     """Returns a style code for each row, drawn from what its prompt leaves open.
 
@@ -244,10 +248,11 @@ def draw_styles(
         prompt: of the rows that are not guided.
         keys: of their noise.
         has_style: which rows have a code; the others get zeros.
+        fixed: values of codes that are not drawn; -1: to be drawn.
     """
     asked = queries(model.settings, prompt.length)
     hidden, _ = model.style_states(prompt.understanding, asked)
-    return model.style_code.drawn(hidden, keys) * has_style[:, None, None]
+    return model.style_code.drawn(hidden, keys, jnp.asarray(fixed)) * has_style[:, None, None]
 
 
 @persistent_jit(static=("lengths",))

@@ -106,6 +106,14 @@ def test_one_pass_over_a_plan_draws_the_same_code_and_the_same_image(model):
     others = [dataclasses.replace(one, seed=one.seed + 9) for one in rows]
     found = engine.scores(requests, others, sampling, drawn, stage="image")
     assert min(scores.margin[scores.decided].min() for _, scores in found) < -100 * TOLERANCE
+    # A code that is given is not drawn.
+    images = []
+    for code in (2, 0), (1, 1):
+        told = [dataclasses.replace(one, style_code=code) for one in rows]
+        images.append(engine.sample(requests, told, sampling).drawn)
+        for _, scores in engine.scores(requests, told, sampling, images[-1], stage="image"):
+            assert (scores.margin[scores.decided] > -TOLERANCE).all()
+    assert not np.array_equal(*images)
 
 
 def test_what_is_cached_does_not_depend_on_the_code(model):
