@@ -189,8 +189,9 @@ def images(pipe: SparseLaViDa, run: TaskRun, given: str) -> Iterator[Images]:
 def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int) -> list[float]:
     how = surprise.sampling_of(pipe.settings.sampling, pipe.settings.model)
     how = dataclasses.replace(
-        how, num_steps=steps, order=order, schedule=schedule, merge_cells=0, cell_passes=1
-    )
+        how, num_steps=steps, order=order, schedule=schedule, merge_cells=0, cell_passes=1,
+        style_code=False,
+    )  # fmt: skip
     run, found = pipe.task_run(how), list[float]()
     for numbers, _, examples, codes in images(pipe, run, given):
         seeded = [RowRequest(seed=number, temperature=1.0) for number in numbers]
@@ -270,7 +271,7 @@ def hole_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
                     for number in batch.numbers
                 ]  # fmt: skip
                 made = run.sample("image", batch.examples, asked)
-                drawn += run.codec.to_pixels(np.stack(made), None, how.vq_dtype)
+                drawn.extend(run.codec.to_pixels(np.stack(made), None, how.vq_dtype))
                 samples += batch.samples
             yield {
                 "method": schedule, "given": given, "order": order, "schedule": schedule,
