@@ -23,7 +23,6 @@ from benchmarks import ablation_report, command
 from benchmarks.comparison import SUITE, Study
 from benchmarks.measurements import Bench, read_rows
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.training import runs
 
@@ -45,9 +44,6 @@ def main(_: list[str]) -> None:
             print(f"{ablation_report.write_report(pathlib.Path(REPORT.value))}: every ablation")
             return
         _run()
-    except (config.ConfigError, model_folder.CheckpointError, runs.RunError) as error:
-        print(f"benchmarks.ablation: {error}", file=sys.stderr)
-        sys.exit(2)
     except runs.Interrupted as stop:
         print(f"benchmarks.ablation: {stop}", file=sys.stderr)
         sys.exit(stop.exit_code)

@@ -11,14 +11,12 @@ checkpoint go into the README of a copy of its folder.
 """
 
 import dataclasses
-import sys
 
 from absl import flags, logging
 
 from benchmarks import card, command
 from benchmarks.measurements import Bench
 from sparse_lavida_jax import config
-from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals import exact, scorers
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.sampling import presets
@@ -37,14 +35,10 @@ HELD_OUT = ("draw", "edit", "answer", "point")
 def main(_: list[str]) -> None:
     """Scores every task and prints the table, or writes it into the card of the model."""
     logging.set_verbosity(logging.WARNING)  # messages of the array store
-    try:
-        if CARD.value:
-            card.write(CHECKPOINT.value, CARD.value, METHOD.value)
-        else:
-            _score()
-    except (config.ConfigError, model_folder.CheckpointError) as error:
-        print(f"benchmarks.quality: {error}", file=sys.stderr)
-        sys.exit(2)
+    if CARD.value:
+        card.write(CHECKPOINT.value, CARD.value, METHOD.value)
+    else:
+        _score()
 
 
 def _score() -> None:

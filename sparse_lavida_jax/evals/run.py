@@ -76,7 +76,7 @@ def evaluate(
     own.mkdir(parents=True, exist_ok=True)
     release = runs.lock(own)
     try:
-        done = {answer.item.index for answer in _answers(bench, folder)}
+        done = {answer.item.index for answer in answers_of(bench, folder)}
         mine = bench.items[part::parts]
         if pending := [item for item in mine if item.index not in done]:
             how: Any = {"batch_size": settings.evaluate.batch_size, "adapters": adapters}
@@ -94,7 +94,7 @@ def evaluate(
                     on_note(f"{left} items are left, for about {minutes:.1f} minutes or less.")
     finally:
         release()
-    answers = _answers(bench, folder)
+    answers = answers_of(bench, folder)
     if missing := len(bench.items) - len(answers):
         return (
             f"{folder}: {len(answers)} of {len(bench.items)} items are there, {missing} are"
@@ -201,8 +201,12 @@ def _whole(path: pathlib.Path) -> bytes:
     return contents[: contents.rfind(b"\n") + 1]
 
 
-def _answers(bench: Benchmark, folder: pathlib.Path) -> list[Answer]:
-    """Returns the answers of all shards, in the order of the items."""
+def answers_of(bench: Benchmark, folder: pathlib.Path) -> list[Answer]:
+    """Returns the answers of all shards, in the order of the items.
+
+    Raises:
+        EvaluationError: a line of a shard is damaged.
+    """
     found: dict[int, Answer] = {}
     for path in sorted(folder.glob("shards/*/items.jsonl")):
         for number, line in enumerate(_whole(path).splitlines(), 1):

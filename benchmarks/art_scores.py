@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Rows of the scores of models of real art: the sparse model, its dense twin and its blind one.
+
+    sparse-lavida evaluate runs/art --config=configs/evaluate.py:art --workdir=runs/art_sparse \
+        --config.evaluate.limit=2000
+    python -m benchmarks.art_scores --sparse=runs/art_sparse --dense=runs/art_dense_scores
+
+Reads finished evaluations of the same prompts, judges their answers, and writes a row for each
+score and model to `results/<device>/art`. The row of the sparse model holds its mean difference to
+the dense one, prompt by prompt, with a 95 % interval. `python -m benchmarks.table` makes the table.
+"""
+
+import collections
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from benchmarks import command, measurements
+from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.data import files
+from sparse_lavida_jax.evals import run
+from sparse_lavida_jax.evals.benchmarks import art, scenes
+from sparse_lavida_jax.evals.scorers import wilson_interval
+
+FOLDERS = {
+    "sparse": flags.DEFINE_string("sparse", "", "Evaluation of the sparse model."),
+    "dense": flags.DEFINE_string("dense", "", "Evaluation of its dense twin."),
+    "blind": flags.DEFINE_string("blind", "", "Evaluation of the model of empty images."),
+}
+SUITE = "art"
+Right = dict[str, bool]  # by the key of an item
+
+
+def main(_: list[str]) -> None:
+    """Writes the rows of the evaluations that are named."""
+    asked = {name: pathlib.Path(flag.value) for name, flag in FOLDERS.items() if flag.value}
+    if not asked:
+        raise config.ConfigError("no evaluation is named: give --sparse, --dense or --blind.")
+    judged = {name: right_of(folder) for name, folder in asked.items()}
+    bench = measurements.Bench(SUITE)
+    for name, folder in asked.items():
+        for row in rows_of(files.read_json(folder / "results.json"), name, judged):
+            bench.write(f"{row['task']}/{name}".replace(" ", "_"), row)
+            print(f"{name} {row['task']}: {row['share']:.3f} of {row['total']}", flush=True)
+
+
+def right_of(folder: pathlib.Path) -> dict[str, Right]:
+    """Returns which items of a finished evaluation are right, by the name of their score.
+
+    Raises:
+        ConfigError: it is not finished, or not one of the art world.
+    """
+    results = folder / "results.json"
+    if not results.exists() or files.read_json(results)["benchmark"] != "art":
+        raise config.ConfigError(f"{folder} is no finished evaluation of art: run it to its end.")
+    told = files.read_json(results)
+    settings = model_folder.read_config(model_folder.find_model(told["checkpoint"]["name"]))
+    bench = art.BENCHMARK(config.changed(settings, {"evaluate": told["evaluate"]}))
+    found: dict[str, Right] = collections.defaultdict(dict)
+    for one in run.answers_of(bench, folder):
+        sample = bench.sample(one.record)
+        output = one.text if "text" in one.output else scenes.image(one, folder)
+        found[bench.name(one.record)][one.item.key] = bench.here.score(sample, output).ok
+    return dict(found)
+
+
+def rows_of(
+    results: Mapping[str, Any], name: str, judged: Mapping[str, Mapping[str, Right]]
+) -> list[dict[str, Any]]:
+    """Returns a row for each score of a model.
+
+    Args:
+        results: what the evaluation wrote; the parts of a score follow it and begin with "- ".
+        name: of the model, a key of `judged`.
+    """
+    parts, found, task = collections.defaultdict(dict), [], ""
+    for score in results["scores"]:
+        if not score["name"].startswith("- "):
+            task = score["name"]
+            continue
+        parts[task][score["name"].removeprefix("- ")] = [score["value"], score["count"]]
+    chance = {score["name"]: score.get("chance") for score in results["scores"]}
+    for task, right in judged[name].items():
+        correct, total = sum(right.values()), len(right)
+        row = {
+            "task": task, "method": name, "correct": correct, "total": total,
+            "share": correct / total, "interval_95": list(wilson_interval(correct, total)),
+            "chance": chance.get(task), "parts": parts[task],
+            "checkpoint": results["checkpoint"]["sha256"], "sampling": results["sampling"],
+            "note": "exact judges on pixels and text; says nothing about speed",
+        }  # fmt: skip
+        if name == "sparse" and task in judged.get("dense", {}):
+            row["against_dense"] = list(difference(right, judged["dense"][task]))
+        found.append(row)
+    return found
+
+
+def difference(ours: Right, theirs: Right) -> tuple[float, float, float]:
+    """Returns the mean difference of paired items, and the ends of its 95 % interval.
+
+    Raises:
+        ConfigError: they are not the same items.
+    """
+    if ours.keys() != theirs.keys():
+        raise config.ConfigError("the evaluations are of other prompts: give both one limit.")
+    each: Sequence[int] = [int(ours[key]) - int(theirs[key]) for key in ours]
+    mean, error = float(np.mean(each)), float(np.std(each)) / math.sqrt(len(each))
+    return mean, mean - 1.96 * error, mean + 1.96 * error
+
+
+if __name__ == "__main__":
+    command.run(main)
