@@ -18,6 +18,7 @@ from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sampling import plans, presets
 from sparse_lavida_jax.sampling.content_cache import ContentCache
 from sparse_lavida_jax.sampling.progress import Progress
+from sparse_lavida_jax.sampling.prompts import PromptTokens
 from sparse_lavida_jax.sampling.state import NOT_DECODED
 from sparse_lavida_jax.tags import FIRST_BLOCK
 
@@ -105,7 +106,7 @@ def after(stage, steps, rows=1, total=3):
     plan = plans.SamplingPlan(decode, blocks[None].repeat(rows, axis=0))
     phases = plans.phases(plan, passes_clean="newest", passes_rest=False)
     phases = plans.with_steps(phases, registers=np.array([SETTINGS.num_registers]))
-    more = {"plan": phases, "settings": SETTINGS, "prompted": ((2,),) * rows}
+    more = {"plan": phases, "settings": SETTINGS, "prompted": (PromptTokens((2,)),) * rows}
     return Progress(
         stage, steps, total, responses, decoded_at, range(1), 0, (*range(rows),), **more
     )
