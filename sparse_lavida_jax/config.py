@@ -387,6 +387,9 @@ class Optimizer(Section):
     clip_norm: PositiveFloat = 1.0  # global norm of the gradient
     # Steps over which the cost of a style code grows to its full weight (`training/style.py`).
     style_warmup_steps: Count = 0
+    # Weight of what the average of the parameters teaches: to decode in one step of an image's plan
+    # what it decodes in two (`training/distil.py`); 0: nothing.
+    distil: NonNegative = 0.0
     ema: BelowOne = 0.0  # decay of the parameter average per step; 0: no average is kept
     # Dtype of both moments of Adam; "bfloat16" halves them, with stochastic rounding.
     moments_dtype: Dtype = "float32"
@@ -640,6 +643,12 @@ class Config(Section):
             and (data.packing > 1 or data.length_buckets > 1),
             "Diffusion.corruption='released' fills rows up with end-of-text that is learned:"
             " it takes neither Data.packing nor Data.length_buckets.",
+        )
+        yield (
+            optimizer.distil and not (optimizer.ema and carries[:2] == ("step_causal", "plan")),
+            f"Optimizer.distil={optimizer.distil} teaches with the average of the parameters, by"
+            ' steps of plans: it needs Optimizer.ema above 0, Diffusion.attention="step_causal" and'
+            ' blocks="plan".',
         )
         yield (
             self.model.style_groups

@@ -17,7 +17,7 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
-from sparse_lavida_jax.training import optimizer, style
+from sparse_lavida_jax.training import distil, optimizer, style
 from sparse_lavida_jax.training.loss import (
     linear_cross_entropy,
     tile_of,
@@ -130,6 +130,9 @@ def loss(
     chunk: int = 0,
     draws: style.StyleDraws | None = None,
     style_weight: Float[Array, ""] | float = 1.0,
+    taught: distil.Teaching | None = None,
+    teacher: Denoiser | None = None,
+    distil_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the training loss and values to log (diffusion.py explains the weights).
 
@@ -140,6 +143,8 @@ def loss(
         chunk: tokens per row whose logits exist at a time; 0: by size.
         draws: for the style codes of images; None: they have none.
         style_weight: of what the codes cost (`training.style`).
+        taught, teacher: by whom images are taught (`training.distil`); None: by nobody.
+        distil_weight: of what it teaches.
     """
     over = over or denominators(batch)
     features = None if batch.pixels is None else params.see(batch.pixels)
@@ -172,6 +177,10 @@ def loss(
         of_weighted, of_plain = over[modality]
         total += weighted / of_weighted
         logged[f"{modality}_nll"] = plain / of_plain
+    if taught is not None and teacher is not None and batch.predicts == "generation":
+        each = distil.loss(params, teacher, batch, features, code, taught)
+        logged["distil_nll"] = (each * taught.share).sum()
+        total += distil_weight * logged["distil_nll"]
     return total, logged
 
 
@@ -184,6 +193,9 @@ def gradient(
     chunk: int = 0,
     draws: style.StyleDraws | None = None,
     style_weight: Float[Array, ""] | float = 1.0,
+    taught: distil.Teaching | None = None,
+    teacher: Denoiser | None = None,
+    distil_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], dict[str, Array], Denoiser]:
     """Returns loss, values to log, and the gradient, computed a few rows at a time.
 
@@ -194,20 +206,25 @@ def gradient(
     Args:
         frozen: the part of the model that gets no gradient, if `params` are not all of it.
         microbatches: number of parts that are processed in turn; it divides the number of rows.
-        draws, style_weight: as in `loss`.
+        draws, style_weight, taught, distil_weight: as in `loss`.
+        teacher: as in `loss`; like `params`, without the part of `frozen`.
     """
     over = denominators(batch)
 
-    def loss_of(params: Denoiser, rows: tuple[Corrupted, style.StyleDraws | None]):
+    whole_teacher = None if teacher is None else parameters.joined(teacher, frozen)
+
+    def loss_of(params: Denoiser, rows: tuple[Any, ...]):
+        batch, draws, taught = rows
         whole = parameters.joined(params, frozen)
-        return loss(whole, rows[0], over, chunk, rows[1], style_weight)
+        styled = draws, style_weight
+        return loss(whole, batch, over, chunk, *styled, taught, whole_teacher, distil_weight)
 
     part_of = jax.value_and_grad(loss_of, has_aux=True)
     if microbatches == 1:
-        (value, logged), found = part_of(params, (batch, draws))
+        (value, logged), found = part_of(params, (batch, draws, taught))
         return value, logged, found
 
-    leaves, tree = jax.tree.flatten((batch, draws))
+    leaves, tree = jax.tree.flatten((batch, draws, taught))
     parts = [jnp.asarray(x).reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1) for x in leaves]
 
     def part(leaves):
@@ -267,6 +284,9 @@ def train_step(
         chunk=loss_chunk,
         draws=draws,
         style_weight=jnp.minimum(1.0, warm),
+        taught=distil.teaching(now.step, len(batch.image_total)) if settings.distil else None,
+        teacher=now.ema,
+        distil_weight=settings.distil,
     )
     norm = optax.tree.norm(found)
     update, opt_state = optimizer.update(settings, found, now.opt_state, now.params)
