@@ -36,7 +36,7 @@ class Teaching:
 
 
 @flax.struct.dataclass
-class Pairs:
+class StepPairs:
     """The tokens of each row's pair of steps.
 
     Attributes:
@@ -88,7 +88,7 @@ def loss(
     return each.sum(axis=1) / jnp.maximum(is_own.sum(axis=1), 1)
 
 
-def pairs_of(batch: Corrupted, model: Denoiser, key: Array) -> Pairs:
+def pairs_of(batch: Corrupted, model: Denoiser, key: Array) -> StepPairs:
     """Returns a pair of steps of each row, drawn from the pairs that its plan consists of."""
     stream, weight = batch.generation, batch.image_weight
     assert stream is not None and weight is not None
@@ -100,17 +100,17 @@ def pairs_of(batch: Corrupted, model: Denoiser, key: Array) -> Pairs:
     place = jax.vmap(jax.random.uniform)(key) * number
     first = (FIRST_BLOCK + 2 * jnp.minimum(place.astype(int), number - 1))[:, None]
     is_earlier = is_real & (step == 0) & (tags.block < first)
-    return Pairs(first, step, is_mask, is_earlier, number > 0)
+    return StepPairs(first, step, jnp.asarray(is_mask), is_earlier, number > 0)
 
 
-def first_step(stream: Stream, pairs: Pairs) -> Stream:
+def first_step(stream: Stream, pairs: StepPairs) -> Stream:
     """Returns the tokens that the teacher's first step sees."""
     now = pairs.step == pairs.first
     block = jnp.where(pairs.is_earlier, stream.tags.block, jnp.where(now, pairs.first, PAD_BLOCK))
     return _with_tags(stream, block, jnp.where(now, pairs.first - 1, block))
 
 
-def second_step(stream: Stream, pairs: Pairs, drawn: Int[Array, "b s g"]) -> Stream:
+def second_step(stream: Stream, pairs: StepPairs, drawn: Int[Array, "b s g"]) -> Stream:
     """Returns the tokens that its second step sees, after it drew the cells of the first."""
     done, now = pairs.is_mask & (pairs.step == pairs.first), pairs.step == pairs.first + 1
     block = jnp.where(now, pairs.first + 1, jnp.where(done, pairs.first, PAD_BLOCK))
@@ -120,7 +120,7 @@ def second_step(stream: Stream, pairs: Pairs, drawn: Int[Array, "b s g"]) -> Str
     return Stream(tokens, seen.index, seen.tags)
 
 
-def both_steps(stream: Stream, pairs: Pairs) -> Stream:
+def both_steps(stream: Stream, pairs: StepPairs) -> Stream:
     """Returns the tokens that the student's step sees: in its plan, earlier pairs are one step."""
     now = (pairs.step == pairs.first) | pairs.is_mask & (pairs.step == pairs.first + 1)
     block = jnp.asarray(stream.tags.block)
@@ -129,7 +129,7 @@ def both_steps(stream: Stream, pairs: Pairs) -> Stream:
     return _with_tags(stream, block, jnp.where(now, pairs.first - 1, block))
 
 
-def _in_pair(pairs: Pairs) -> Bool[Array, "b s"]:
+def _in_pair(pairs: StepPairs) -> Bool[Array, "b s"]:
     return (pairs.step == pairs.first) | (pairs.step == pairs.first + 1)
 
 

@@ -127,5 +127,5 @@ def test_a_student_that_is_its_teacher_learns_marginals_whatever_the_microbatche
 
 
 def test_a_config_that_has_no_teacher_or_no_steps_is_refused():
-    with pytest.raises(config.ConfigError, match="needs Optimizer.ema above 0"):
+    with pytest.raises(config.ConfigError, match=r"needs Optimizer\.ema above 0"):
         config.Config(optimizer=config.Optimizer(distil=1.0, ema=0.0))
