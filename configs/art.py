@@ -5,7 +5,7 @@ r"""A small Sparse-LaViDa that draws, edits and answers questions about scenes o
     python -m sparse_lavida_jax.main --config=configs/art.py:blind
 
 12x12 cells of four codes each, for 96x96 pixels; 40 of the 120 things, in batches of 16: why is in
-docs/log/2026-11-art-model.md. Ten to fifteen hours of one CPU core, by the steps of short runs.
+docs/log/2026-11-art-model.md. About five hours of one quiet CPU core, by the times of its steps.
 Settings are ours. `blind` sees empty images: what it gets right in a task about an image can be
 known without looking.
 """
