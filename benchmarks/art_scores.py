@@ -7,7 +7,7 @@ r"""Rows of the scores of models of real art: the sparse model, its dense twin a
 
 Reads finished evaluations of the same prompts, judges their answers, and writes a row for each
 score and model to `results/<device>/art`. The row of the sparse model holds its mean difference to
-the dense one, prompt by prompt, with a 95 % interval. `python -m benchmarks.table` makes the table.
+the dense one, over pairs of answers to the same prompt, with a 95 % interval.
 """
 
 import collections
@@ -57,7 +57,10 @@ def right_of(folder: pathlib.Path) -> dict[str, Right]:
     """
     results = folder / "results.json"
     if not results.exists() or files.read_json(results)["benchmark"] != "art":
-        raise config.ConfigError(f"{folder} is no finished evaluation of art: run it to its end.")
+        raise config.ConfigError(
+            f"{folder} holds no finished evaluation of the art benchmark: repeat the command that"
+            " began it, and it goes on."
+        )
     told = files.read_json(results)
     settings = model_folder.read_config(model_folder.find_model(told["checkpoint"]["name"]))
     bench = art.BENCHMARK(config.changed(settings, {"evaluate": told["evaluate"]}))
@@ -107,7 +110,9 @@ def difference(ours: Right, theirs: Right) -> tuple[float, float, float]:
         ConfigError: they are not the same items.
     """
     if ours.keys() != theirs.keys():
-        raise config.ConfigError("the evaluations are of other prompts: give both one limit.")
+        raise config.ConfigError(
+            "the evaluations asked different prompts: evaluate both models with the same limit."
+        )
     each: Sequence[int] = [int(ours[key]) - int(theirs[key]) for key in ours]
     mean, error = float(np.mean(each)), float(np.std(each)) / math.sqrt(len(each))
     return mean, mean - 1.96 * error, mean + 1.96 * error

@@ -96,7 +96,7 @@ def search_plans(pipe: SparseLaViDa) -> None:
     """Searches the best plan for each number of steps.
 
     Raises:
-        ConfigError: there is no such setting to search.
+        ConfigError: `--settings` has an unknown name.
     """
     if unknown := set(filter(None, SETTINGS.value)) - set(plan_search.SETTINGS):
         raise config.ConfigError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of art: what is right is judged anew, and twins are compared prompt by prompt."""
+"""Rows of the art benchmark: answers are judged, and twins compared on the same prompts."""
 
 import dataclasses
 import json
@@ -71,5 +71,5 @@ def test_rows_count_what_is_right_and_compare_the_same_prompts(evaluation):
 def test_only_finished_evaluations_of_the_same_prompts_are_compared(evaluation, tmp_path):
     with pytest.raises(config.ConfigError, match="no finished evaluation"):
         art_scores.right_of(tmp_path)
-    with pytest.raises(config.ConfigError, match="other prompts"):
+    with pytest.raises(config.ConfigError, match="different prompts"):
         art_scores.difference({"a": True}, {"b": True})
