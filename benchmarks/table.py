@@ -10,6 +10,7 @@ r"""Tables from the committed rows, compared with the bars.
 import fnmatch
 import functools
 import itertools
+import math
 import pathlib
 import signal
 import string
@@ -259,6 +260,37 @@ def bundled_table(rows: Rows, *, parts: bool = True, name: str = "bundled") -> s
     return table(name, [twins.get(task, {"task": task}) for task in asked])
 
 
+def art_table(rows: Rows, *, parts: bool = True, name: str = "art") -> str:
+    """Returns the scores of the art model and its twins, with their bars.
+
+    Args:
+        parts: includes the parts of scores that have a bar, such as coherence.
+        name: of the table.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        total = {"share": row["share"], "total": row["total"]}
+        scores = {row["task"]: {**row, **total}}
+        for part, (share, count) in row["parts"].items() if parts else ():
+            scores[f"{row['task']}: {part}"] = {"share": share, "total": count}
+        for task, score in scores.items():
+            told = View({**score, "correct": round(score["share"] * score["total"])})
+            found.setdefault(task, {"task": task})[row["method"]] = told
+    return table(name, filter(None, (_with_bar(row) for _, row in sorted(found.items()))))
+
+
+def _with_bar(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Adds whether the sparse model reaches its bar; None for a part that has no bar."""
+    task, share = row["task"], row["sparse"]["share"] if "sparse" in row else math.nan
+    if task in bars()["art"]:
+        bar = bars()["art"][task]
+        return {**row, "told": f"{bar:.2f} {_verdict(share >= bar)}"}
+    if task in bars()["art_at_most"]:
+        bar = bars()["art_at_most"][task]
+        return {**row, "told": f"at most {bar:.2f} {_verdict(share <= bar)}"}
+    return None if ": " in task else row
+
+
 # ---------------------------------------------------------------------------------------------
 # Bars.
 
@@ -443,6 +475,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "speed": lambda: speed_tables(read_rows("rehearsal"), rows_of("whole_requests")),
     "scores": lambda: bundled_table(read_rows("quality"), parts=False, name="scores"),
     "bundled": lambda: bundled_table(read_rows("quality"), parts=False),
+    "art": lambda: art_table(read_rows("art")),
+    "art_scores": lambda: art_table(read_rows("art"), parts=False, name="art_scores"),
 }
 
 

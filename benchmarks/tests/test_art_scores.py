@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import art_scores
+from benchmarks import art_scores, table
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.evals.benchmarks.art import ArtTasks
@@ -73,3 +73,29 @@ def test_only_finished_evaluations_of_the_same_prompts_are_compared(evaluation, 
         art_scores.right_of(tmp_path)
     with pytest.raises(config.ConfigError, match="different prompts"):
         art_scores.difference({"a": True}, {"b": True})
+
+
+def test_the_table_has_bars_of_parts_and_of_what_may_be_at_most():
+    parts = {"things coherent": [0.9, 300], "entropy of open styles, bits": [1.5, 40]}
+    sparse = {
+        "task": "draw/held_out", "method": "sparse", "correct": 85, "total": 100, "share": 0.85,
+        "chance": 0.0, "parts": parts, "against_dense": [0.05, -0.01, 0.11],
+    }  # fmt: skip
+    dense = sparse | {"method": "dense", "correct": 80, "share": 0.8, "parts": {}}
+    equal = {"prompts with equal images": [0.04, 25]}
+    alike = sparse | {"task": "draw, open", "parts": equal, "against_dense": None, "chance": None}
+    lines = table.art_table([dense, alike, sparse]).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[0] == ["task", "chance", "sparse", "dense", "sparse - dense", "bar"]
+    told = {row[0]: row[1:] for row in cells[2:]}
+    assert [*told] == [
+        "draw, open", "draw, open: prompts with equal images", "draw/held_out",
+        "draw/held_out: things coherent",
+    ]  # fmt: skip
+    assert told["draw/held_out"] == [
+        "0.00", "0.850 (0.767 to 0.907)", "0.800 (0.711 to 0.867)", "+0.050 (-0.010 to +0.110)",
+        "0.80 met",
+    ]  # fmt: skip
+    assert told["draw/held_out: things coherent"][-1] == "0.95 not met"
+    assert told["draw, open: prompts with equal images"][-1] == "at most 0.05 met"
+    assert "things coherent" not in table.art_table([sparse], parts=False, name="art_scores")
