@@ -92,6 +92,9 @@ WORLDS = {
             "optimizer": FLAT["optimizer"],
             "data": {"things": 40, "lessons": {}, "tasks": {"draw": 1.0, "draw_part": 1.0}},
             "train": {"batch_size": 32},
+            # Measured before `plan_bounds`, which says why `configs/art.py` has another plan.
+            "diffusion": {"plan_steps": (8, 12, 18), "merge_cells": 16},
+            "sampling": {"num_steps": 12, "shift": 2.0, "merge_cells": 16},
         },
         0.0,
         1800.0,

@@ -99,19 +99,19 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         prompt_drop=0.05,
         source_drop=0.0,
     )
-    # Every step of a sampler's plan in one row, merged until each decodes at least 16 cells.
+    # Every step of a sampler's plan in one row. Plans begin with single cells, which settle what the
+    # words leave open: cells of one step cannot agree on it.
     c.diffusion = dict(
         blocks="plan",
         text_masked_blocks=8,
-        plan_steps=(8, 12, 18),
+        plan_steps=(12, 16, 20, 24),
         plan_text_steps=(1, 4, 8),
-        merge_cells=16,
+        merge_cells=0,
     )
     c.sampling = dict(
-        num_steps=12,
+        num_steps=20,
         schedule="shift",
-        shift=2.0,
-        merge_cells=16,
+        shift=12.0,
         temperature=0.3,
         text=dict(steps=8),
         layout_temperature=0.35,

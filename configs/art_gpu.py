@@ -33,8 +33,8 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
     c.model.vision.image_size = 128
     # Four examples share a row, each a segment of its own.
     c.data.update(things=0, packing=4, shapes="run")
-    c.diffusion.update(plan_steps=(12, 16, 24))
-    c.sampling.update(num_steps=16)
+    c.diffusion.update(plan_steps=(12, 16, 24, 32))
+    c.sampling.update(num_steps=24)
     c.optimizer.update(learning_rate=3e-3, warmup_steps=200, final_fraction=0.03)
     c.train.update(
         train_steps=STEPS,

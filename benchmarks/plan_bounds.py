@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of an image of real art can agree under a plan, however good the model is.
+
+    python -m benchmarks.plan_bounds
+    python -m benchmarks.plan_bounds --table
+
+Cells of one step are drawn independently. Where a prompt leaves open what a thing looks like, all
+looks are equally likely until a cell of the thing is decoded: the n cells in which a step first
+shows it agree with probability 1 / looks^(n - 1). A look is a style and, of a thing with a front, a
+facing; styles of things are taken as independent. The same holds for the background, with a look
+for each. A plan can make this share of the things coherent, and of the images right, on average
+over scenes and orders. Layouts are given.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import flags
+from jaxtyping import Bool, Int
+
+from benchmarks import command, measurements, table
+from sparse_lavida_jax import orders
+from sparse_lavida_jax.art.dice import ArtDice
+from sparse_lavida_jax.art.sheet import STYLES, Sheet, shipped
+from sparse_lavida_jax.art.world import BACKGROUNDS, CELL, IMAGE_SIZE, STEP, ArtScene, sprite_of
+
+TABLE = flags.DEFINE_bool("table", False, "Only print the table of the rows.")
+SUITE = "plan_bounds"
+THINGS, SCENES, ORDERS = 40, 200, 3  # of the sheet; that are averaged over
+SIDE = IMAGE_SIZE // CELL
+SHOWS, COVERS = 0.08, 0.9  # opacity from which a cell shows a thing, and hides the background
+# Steps, shift of the schedule, and the least number of cells of a step.
+PLANS = [
+    (12, 2.0, 16), (12, 2.0, 0), (12, 4.0, 0), (12, 8.0, 0), (12, 16.0, 0),
+    (16, 8.0, 0), (16, 12.0, 0), (16, 16.0, 0), (20, 12.0, 0), (20, 24.0, 0),
+    (24, 12.0, 0), (32, 12.0, 0),
+]  # fmt: skip
+
+
+class Shown(NamedTuple):
+    """What the cells of a scene show.
+
+    Attributes:
+        owner: the number of the thing; -1: none.
+        background: whether some of the background is seen.
+        looks: that each thing may have.
+    """
+
+    owner: Int[np.ndarray, " l"]
+    background: Bool[np.ndarray, " l"]
+    looks: list[int]
+
+
+def main(_: list[str]) -> None:
+    """Writes a row for each plan and order, and prints their table."""
+    if not TABLE.value:
+        bench = measurements.Bench(SUITE)
+        for row in rows():
+            bench.write(f"{row['order']}/k{row['steps']}/s{row['shift']:g}/m{row['merge']}", row)
+    print(table.table(SUITE, measurements.read_rows(SUITE)))
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Yields the bounds of each plan in each order."""
+    sheet = shipped(THINGS)
+    scenes = [shown(ArtDice(0, SUITE, i, sheet=sheet).scene(), sheet) for i in range(SCENES)]
+    for order in ("stratified", "random"):
+        for steps, shift, merge in PLANS:
+            sizes = orders.merged(orders.counts("shift", steps, SIDE**2, shift), merge)
+            drawn = [
+                agreement(scene, orders.order(order, SIDE, SIDE, ORDERS * number + seed), sizes)
+                for number, scene in enumerate(scenes)
+                for seed in range(ORDERS)
+            ]
+            things, background, image = np.mean(drawn, axis=0)
+            yield {
+                "method": order, "order": order, "steps": steps, "shift": shift, "merge": merge,
+                "taken": len(sizes), "sizes": sizes.tolist(), "coherent": things,
+                "background": background, "image": image,
+                "note": "bounds by counting, nothing drawn by a model",
+            }  # fmt: skip
+
+
+def shown(scene: ArtScene, sheet: Sheet) -> Shown:
+    """Returns what the cells of a scene show."""
+    owner, background = np.full((SIDE, SIDE), -1), np.ones((SIDE, SIDE), bool)
+    for number, thing in enumerate(scene.things):
+        opacity, sprite = np.zeros((IMAGE_SIZE, IMAGE_SIZE)), sprite_of(thing, sheet)
+        rows, columns = (slice(STEP * at, STEP * at + len(sprite)) for at in (thing.y, thing.x))
+        opacity[rows, columns] = sprite[..., 3] / 255
+        cells = opacity.reshape(SIDE, CELL, SIDE, CELL)
+        owner[cells.mean(axis=(1, 3)) > SHOWS] = number
+        background &= cells.min(axis=(1, 3)) <= COVERS
+    looks = [len(STYLES) * (2 if thing.facing else 1) for thing in scene.things]
+    return Shown(owner.reshape(-1), background.reshape(-1), looks)
+
+
+def agreement(
+    scene: Shown, order: Int[np.ndarray, " l"], sizes: Int[np.ndarray, " k"]
+) -> tuple[float, float, float]:
+    """Returns the expected share of coherent things, and the chances of background and image."""
+    chances, background = [0.0] * len(scene.looks), 0.0
+    for cells in np.split(order, np.cumsum(sizes)[:-1]):
+        if not background and (count := scene.background[cells].sum()):
+            background = float(len(BACKGROUNDS)) ** (1 - count)
+        for number, looks in enumerate(scene.looks):
+            if not chances[number] and (count := (scene.owner[cells] == number).sum()):
+                chances[number] = float(looks) ** (1 - count)
+    return float(np.mean(chances)), background, background * float(np.prod(chances))
+
+
+if __name__ == "__main__":
+    command.run(main)
