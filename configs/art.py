@@ -99,8 +99,8 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         prompt_drop=0.05,
         source_drop=0.0,
     )
-    # Every step of a sampler's plan in one row. Plans begin with single cells, which settle what the
-    # words leave open: cells of one step cannot agree on it.
+    # Every step of a sampler's plan in one row. Plans begin with single cells, which settle what
+    # words leave open: cells of one step cannot agree on it (benchmarks/plan_bounds.py).
     c.diffusion = dict(
         blocks="plan",
         text_masked_blocks=8,
