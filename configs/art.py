@@ -5,7 +5,7 @@ r"""A small Sparse-LaViDa that draws, edits and answers questions about scenes o
     python -m sparse_lavida_jax.main --config=configs/art.py:blind
 
 12x12 cells of four codes each, for 96x96 pixels; 40 of the 120 things, in batches of 16: why is in
-docs/log/2026-11-art-model.md. About five hours of one quiet CPU core, by the times of its steps.
+docs/log/2026-11-art-model.md. About seven hours of one quiet CPU core, by the times of its steps.
 Settings are ours. `blind` sees empty images: what it gets right in a task about an image can be
 known without looking.
 """
@@ -73,23 +73,23 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         lessons=LESSONS,
         tasks=dict(
             draw=2.5,
-            draw_part=3.5,
-            layout=1.0,
+            draw_part=3.0,
+            layout=4.0,
             edit=1.2,
-            edit_layout=0.6,
+            edit_layout=1.8,
             inpaint=0.4,
             outpaint=0.4,
-            fill_layout=0.3,
-            ask=0.8,
-            reason=0.4,
-            reflect=0.5,
-            ground=0.4,
-            locate=0.3,
-            detect=0.4,
-            name=0.4,
-            caption=0.6,
-            infill=0.3,
-            retell=0.1,
+            fill_layout=0.6,
+            ask=2.4,
+            reason=1.2,
+            reflect=1.2,
+            ground=1.4,
+            locate=0.8,
+            detect=1.0,
+            name=0.8,
+            caption=1.6,
+            infill=0.8,
+            retell=0.3,
         ),
         edit_keeps=0.6,
         text_block_len=8,
@@ -127,7 +127,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         final_fraction=0.03,
     )
     c.train = dict(
-        train_steps=27_000,
+        train_steps=38_000,
         batch_size=16,
         loss_chunk=128,  # half of the cells have no loss: 10 to 20 % less time of a step on a core
         checkpoint_seconds=300.0,
