@@ -9,7 +9,7 @@ looks are equally likely until a cell of the thing is decoded: the n cells in wh
 shows it agree with probability 1 / looks^(n - 1). A look is a style and, of a thing with a front, a
 facing; styles of things are taken as independent. The same holds for the background, with a look
 for each. A plan can make this share of the things coherent, and of the images right, on average
-over scenes and orders. Layouts are given.
+over scenes and orders. Layouts are given; the order "layout" reads them.
 """
 
 from collections.abc import Iterator
@@ -21,21 +21,35 @@ from jaxtyping import Bool, Int
 
 from benchmarks import command, measurements, table
 from sparse_lavida_jax import orders
+from sparse_lavida_jax.art.cells import BLOCK
 from sparse_lavida_jax.art.dice import ArtDice
+from sparse_lavida_jax.art.grammar import ArtLayout
 from sparse_lavida_jax.art.sheet import STYLES, Sheet, shipped
-from sparse_lavida_jax.art.world import BACKGROUNDS, CELL, IMAGE_SIZE, STEP, ArtScene, sprite_of
+from sparse_lavida_jax.art.world import (
+    BACKGROUNDS,
+    CELL,
+    CELL_STEPS,
+    IMAGE_SIZE,
+    STEP,
+    ArtScene,
+    sprite_of,
+)
+from sparse_lavida_jax.scenes.prompts import first_cells
 
 TABLE = flags.DEFINE_bool("table", False, "Only print the table of the rows.")
 SUITE = "plan_bounds"
 THINGS, SCENES, ORDERS = 40, 200, 3  # of the sheet; that are averaged over
 SIDE = IMAGE_SIZE // CELL
-SHOWS, COVERS = 0.08, 0.9  # opacity from which a cell shows a thing, and hides the background
+SHOWS = 0.08  # opacity from which a cell shows a thing
+EMPTY = 0.04  # opacity below which a block is coded as background; other codes leave it open
 # Steps, shift of the schedule, and the least number of cells of a step.
-PLANS = [
+FIXED = [
     (12, 2.0, 16), (12, 2.0, 0), (12, 4.0, 0), (12, 8.0, 0), (12, 16.0, 0),
     (16, 8.0, 0), (16, 12.0, 0), (16, 16.0, 0), (20, 12.0, 0), (20, 24.0, 0),
     (24, 12.0, 0), (32, 12.0, 0),
 ]  # fmt: skip
+FEW = [(2, 2.0, 0), (3, 2.0, 0), (5, 2.0, 0), (5, 12.0, 0), (10, 12.0, 0)]
+PLANS = {"stratified": FIXED + FEW, "random": FIXED, "layout": FEW}  # by their order
 
 
 class Shown(NamedTuple):
@@ -43,13 +57,15 @@ class Shown(NamedTuple):
 
     Attributes:
         owner: the number of the thing; -1: none.
-        background: whether some of the background is seen.
+        background: whether some block has the code of a background.
         looks: that each thing may have.
+        first: what the order "layout" begins with.
     """
 
     owner: Int[np.ndarray, " l"]
     background: Bool[np.ndarray, " l"]
     looks: list[int]
+    first: tuple[int, ...] = ()
 
 
 def main(_: list[str]) -> None:
@@ -65,18 +81,20 @@ def rows() -> Iterator[dict[str, Any]]:
     """Yields the bounds of each plan in each order."""
     sheet = shipped(THINGS)
     scenes = [shown(ArtDice(0, SUITE, i, sheet=sheet).scene(), sheet) for i in range(SCENES)]
-    for order in ("stratified", "random"):
-        for steps, shift, merge in PLANS:
-            sizes = orders.merged(orders.counts("shift", steps, SIDE**2, shift), merge)
-            drawn = [
-                agreement(scene, orders.order(order, SIDE, SIDE, ORDERS * number + seed), sizes)
-                for number, scene in enumerate(scenes)
-                for seed in range(ORDERS)
-            ]
+    for order, plans in PLANS.items():
+        for steps, shift, merge in plans:
+            drawn = []
+            for number, scene in enumerate(scenes):
+                first = scene.first if order == "layout" else ()
+                sizes = orders.counts_after(len(first), "shift", steps, SIDE**2, shift)
+                sizes = orders.merged(sizes, merge)
+                for seed in range(ORDERS):
+                    cells = orders.order(order, SIDE, SIDE, ORDERS * number + seed)
+                    drawn.append(agreement(scene, orders.begun(cells, first), sizes))
             things, background, image = np.mean(drawn, axis=0)
             yield {
                 "method": order, "order": order, "steps": steps, "shift": shift, "merge": merge,
-                "taken": len(sizes), "sizes": sizes.tolist(), "coherent": things,
+                "taken": len(sizes), "coherent": things,
                 "background": background, "image": image,
                 "note": "bounds by counting, nothing drawn by a model",
             }  # fmt: skip
@@ -91,9 +109,11 @@ def shown(scene: ArtScene, sheet: Sheet) -> Shown:
         opacity[rows, columns] = sprite[..., 3] / 255
         cells = opacity.reshape(SIDE, CELL, SIDE, CELL)
         owner[cells.mean(axis=(1, 3)) > SHOWS] = number
-        background &= cells.min(axis=(1, 3)) <= COVERS
+        blocks = opacity.reshape(SIDE, CELL // BLOCK, BLOCK, SIDE, CELL // BLOCK, BLOCK)
+        background &= blocks.mean(axis=(2, 5)).min(axis=(1, 3)) < EMPTY
     looks = [len(STYLES) * (2 if thing.facing else 1) for thing in scene.things]
-    return Shown(owner.reshape(-1), background.reshape(-1), looks)
+    first = first_cells(str(ArtLayout.of(scene)), SIDE, CELL_STEPS)
+    return Shown(owner.reshape(-1), background.reshape(-1), looks, first)
 
 
 def agreement(

@@ -335,6 +335,8 @@ class Diffusion(Section):
     text_masked_blocks: Blocks = 1
     # Numbers of steps to draw a sampler's plan from: for an image, for a text block.
     plan_steps: Sizes = (8, 12, 18)
+    # Share of the images with a layout whose plan is that of `Sampling.order="layout"`.
+    layout_first: Share = 0.0
     plan_text_steps: Sizes = (2, 4, 8)
     # In half of the rows with `schedule`, and in all with `plan`, steps of an image are merged into
     # masked blocks of at least this many cells; -1: as many as there are registers.
@@ -533,8 +535,12 @@ class Sampling(Section):
     # from step to step then change over the merged steps.
     merge_cells: Count = 0
     # "confidence" (the released "mmada") chooses among all cells after each pass, and only dense,
-    # none and p pass all cells; every other order is fixed in advance.
-    order: Literal["stratified", "halton", "random", "raster", "confidence"] = "stratified"
+    # none and p pass all cells; every other order is fixed in advance. "layout": the first step
+    # decodes a cell of each thing of the layout and one of the background, so that later steps can
+    # agree on what the words leave open; then, and without a layout, as "stratified".
+    order: Literal["stratified", "halton", "random", "raster", "layout", "confidence"] = (
+        "stratified"
+    )
     order_seed: CountOrAuto = 42  # -1: each image has an order from its own seed
     schedule: Schedule = "shift"
     shift: PositiveFloat = 3.0

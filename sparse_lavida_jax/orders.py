@@ -9,7 +9,7 @@ one function, registered by name in `ORDERS`, `SCHEDULES` or `COOLING`. NumPy on
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,7 @@ ORDERS: dict[str, Callable[[int, int, int], Int[np.ndarray, " l"]]] = {
     "halton": halton,
     "random": random_order,
     "raster": raster,
+    "layout": stratified,  # of the cells that `Example.first` does not name
 }
 
 
@@ -127,6 +128,14 @@ def order(name: str, height: int, width: int, seed: int) -> Int[np.ndarray, " l"
     cells = function(height, width, seed)
     cells.setflags(write=False)  # every caller gets the same cached array
     return cells
+
+
+def begun(order: Int[np.ndarray, " l"], first: Sequence[int]) -> Int[np.ndarray, " l"]:
+    """Returns an order in which some of its cells come first."""
+    if not first:
+        return order
+    own = np.asarray(first, order.dtype)
+    return np.concatenate([own, order[~np.isin(order, own)]])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -171,6 +180,9 @@ COOLING: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "shift": lambda t, shift: _shift(1 - t, shift),
     "exp": lambda t, _: _exp(1 - t, _),
 }
+
+
+ROOM_FOR_FIRST = 8  # tokens in the first step of `counts_after` that later steps leave room for
 
 
 @functools.lru_cache(maxsize=1024)
@@ -221,6 +233,21 @@ def _shares(steps: int) -> Float[np.ndarray, " k1"]:
     i, step = np.arange(steps + 1), np.float32(1) / np.float32(steps)
     upper = (1 - np.float64(step) * (steps - i)).astype(np.float32)
     return np.where(i < (steps + 1) // 2, step * i.astype(np.float32), upper)
+
+
+def counts_after(
+    first: int, schedule: str, num_steps: int, length: int, shift: float
+) -> Int[np.ndarray, " k"]:
+    """Returns `counts` of a plan whose first step decodes `first` tokens; 0: `counts` itself.
+
+    Up to `ROOM_FOR_FIRST` of them change only the last step besides, so that images of few and of
+    many things share their programs.
+    """
+    room = max(first, ROOM_FOR_FIRST)
+    if not first or num_steps < 2 or length - room < num_steps:
+        return counts(schedule, num_steps, length, shift)
+    rest = counts(schedule, num_steps - 1, length - room, shift)
+    return np.concatenate([[first], rest[:-1], [rest[-1] + room - first]]).astype(np.int32)
 
 
 def merged(per_step: Int[np.ndarray, " k"], least: int) -> Int[np.ndarray, " k2"]:

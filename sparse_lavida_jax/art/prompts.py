@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
@@ -48,6 +48,7 @@ class ArtEncoder(ExampleMaker):
 
     codec: Codec | None = None
     sheet: Sheet = dataclasses.field(default_factory=load, repr=False, compare=False)
+    cell_steps: ClassVar[int] = CELL_STEPS
 
     def seen(self, scene: Any) -> UInt8[np.ndarray, "h w 3"]:
         side = self.model.vision.image_size

@@ -356,7 +356,9 @@ ARGUMENTS = {
         _number,
     ),
     "order": Argument(
-        "--order", f"order of the cells: stratified, halton, random, raster or confidence; {_OWN}"
+        "--order",
+        "order of the cells: stratified, halton, random, raster, confidence or layout: first a"
+        f" cell of each thing of the layout; {_OWN}",
     ),
     "layout": Argument("--layout", _LAYOUT, _layout, group="layout", metavar="LAYOUT"),
     "no_layout": Argument("--no-layout", "draw without a layout", None, group="layout"),

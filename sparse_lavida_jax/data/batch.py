@@ -227,7 +227,10 @@ def _blocks_of(
     left = ~given if example.learned is None else ~given & example.learned
     cells = cells[left[cells]]
     steps = _pick(rng, settings.diffusion.plan_steps)
-    sizes = orders.counts(sampling.schedule, steps, len(cells), sampling.shift)
+    share = settings.diffusion.layout_first if example.first else 0.0
+    first = [cell for cell in example.first if left[cell]] if share and rng.random() < share else []
+    cells = orders.begun(cells, first)
+    sizes = orders.counts_after(len(first), sampling.schedule, steps, len(cells), sampling.shift)
     merge = settings.diffusion.merge_cells
     merge = settings.model.num_registers if merge < 0 else merge
     if settings.diffusion.blocks == "plan":

@@ -26,6 +26,8 @@ class Example:
         code_weight: loss weight of each code of an image response; None: all equal.
         learned: cells of an image response that a training row may hold; the others are left out,
             as if a sampler decoded them later; None: all.
+        first: cells of an image response that its layout suggests to decode first: one of each
+            thing, and one of the background.
         ends: whether a text may end before its last token; boxes, for example, do not.
     """
 
@@ -39,6 +41,7 @@ class Example:
     grid: tuple[int, int] | None = None
     code_weight: Float[np.ndarray, "l g"] | None = None
     learned: Bool[np.ndarray, " l"] | None = None
+    first: tuple[int, ...] = ()
     ends: bool = True
 
     @property

@@ -349,13 +349,14 @@ def _plan_of(
     block = block_len(length, text_block_len)
     by_seed = settings.modality == "image" and sampling.order_seed < 0
     seeds = tuple(one.request.seed if by_seed else 0 for one in inputs)
-    return _plan(sampling, settings, model, given.tobytes(), given.shape, block, seeds, grid)
+    rows = seeds, tuple(one.example.first for one in inputs)
+    return _plan(sampling, settings, model, given.tobytes(), given.shape, block, rows, grid)
 
 
 @functools.lru_cache(maxsize=32)
-def _plan(sampling, settings, model, given: bytes, shape, block_len, seeds, grid):
+def _plan(sampling, settings, model, given: bytes, shape, block_len, rows, grid):
     known = np.frombuffer(given, bool).reshape(shape)
-    return presets.plan(sampling, settings, model, known, block_len, seeds=seeds, grid=grid)
+    return presets.plan(sampling, settings, model, known, block_len, rows[0], grid, rows[1])
 
 
 @functools.lru_cache(maxsize=32)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.orders import counts, merged
+from sparse_lavida_jax.orders import begun, counts_after, merged
 from sparse_lavida_jax.sequence import cells_from_codes
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, AnyArray
 
@@ -66,6 +66,7 @@ def image_plan(
     shift: float,
     given: Bool[np.ndarray, "b l"] | None = None,
     merge: int = 0,
+    first: Sequence[Sequence[int]] | None = None,
 ) -> SamplingPlan:
     """Returns the plan that decodes `cells` in order, except the given ones.
 
@@ -76,20 +77,26 @@ def image_plan(
         cells: an order; one for all rows or one per row. Without `given`, one means one row.
         given: cells known beforehand.
         merge: the least number of cells that a step decodes (`merged`).
+        first: for each row, the cells that the first step decodes; none: those of the order.
     """
     if given is None:
         given = np.zeros((len(cells) if cells.ndim == 2 else 1, cells.shape[-1]), bool)
     batch, length = given.shape
     cells = np.broadcast_to(cells, (batch, length))
+    begin = [
+        [cell for cell in (first[row] if first else ()) if not given[row, cell]]
+        for row in range(batch)
+    ]
     per_row = [
-        merged(counts(schedule, num_steps, int(n), shift), merge) for n in (~given).sum(axis=1)
+        merged(counts_after(len(own), schedule, num_steps, int(n), shift), merge)
+        for own, n in zip(begin, (~given).sum(axis=1), strict=True)
     ]
     steps = max((len(row) for row in per_row), default=0)
     width = max((int(row.max(initial=0)) for row in per_row), default=0)
     decode = np.full((steps, batch, width), PAD_POSITION, np.int32)
     decoded_at = np.full((batch, length), GIVEN_BLOCK, np.int32)
     for row, per_step in enumerate(per_row):
-        wanted = cells[row][~given[row, cells[row]]]
+        wanted = begun(cells[row][~given[row, cells[row]]], begin[row])
         step = np.repeat(np.arange(len(per_step)), per_step)
         slot = np.arange(len(wanted)) - (np.cumsum(per_step) - per_step)[step]
         decode[step, row, slot] = wanted

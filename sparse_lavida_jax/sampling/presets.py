@@ -301,6 +301,7 @@ def plan(
     text_block_len: int,
     seeds: Sequence[int] | None = None,
     grid: tuple[int, int] | None = None,
+    first: Sequence[Sequence[int]] | None = None,
 ) -> list[plans.Steps]:
     """Returns the phases that a sampling configuration asks for.
 
@@ -310,6 +311,7 @@ def plan(
         text_block_len: tokens of a text block; for text only.
         seeds: of the rows, for `sampling.order_seed` -1.
         grid: rows and columns of cells of an image; by default the model's largest.
+        first: `Example.first` of the rows, for `sampling.order` "layout".
 
     Raises:
         ConfigError: an order that the preset or the response cannot follow.
@@ -321,7 +323,7 @@ def plan(
     elif seeds is None:
         raise ValueError("Sampling.order_seed=-1 needs the seed of every row.")
     grid = grid or (model.grid_size, model.grid_size)
-    phases = _image_phases(sampling, settings.preset, model, given, seeds, grid)
+    phases = _image_phases(sampling, settings.preset, model, given, seeds, grid, first)
     # Schedules run over the steps that remain after merging. They are counted for an image without
     # given cells; otherwise a row would depend on what is given in other rows.
     steps = sampling.num_steps
@@ -359,6 +361,7 @@ def _image_phases(
     given: Bool[np.ndarray, "b l"],
     seeds: Sequence[int],
     grid: tuple[int, int],
+    first: Sequence[Sequence[int]] | None,
 ) -> list[plans.Steps]:
     by_confidence = sampling.order == "confidence"
     by_code = chosen.full_attention and sampling.grid == "code"
@@ -379,6 +382,12 @@ def _image_phases(
             f"Sampling.merge_cells={sampling.merge_cells} merges steps over whole cells of a fixed"
             " order: it needs an order other than 'confidence' and grid='cell'."
         )
+    by_layout = sampling.order == "layout"
+    if by_layout and (by_code or sampling.merge_cells):
+        raise config.ConfigError(
+            "Sampling.order='layout' decodes a few whole cells first: it needs grid='cell', and"
+            f" merge_cells=0, not {sampling.merge_cells}."
+        )
     (rows, columns), side = grid, model.codes_side if by_code else 1
     known = np.repeat(given[..., None], side**2, axis=-1)
     name = "raster" if by_confidence else sampling.order
@@ -389,6 +398,7 @@ def _image_phases(
         shift=sampling.shift,
         given=codes_from_cells(known, rows, side).reshape(len(given), -1),
         merge=sampling.merge_cells,
+        first=first if by_layout else None,
     )
     if by_code or by_confidence:
         return plans.code_phases(whole, rows, columns, side, by_confidence=by_confidence)

@@ -12,7 +12,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
@@ -27,6 +27,7 @@ from sparse_lavida_jax.prompting.request_errors import RequestError, too_long
 from sparse_lavida_jax.prompting.vocabulary import Reading, Vocabulary
 from sparse_lavida_jax.scenes import rules, sentences, tasks, vocabulary, world
 from sparse_lavida_jax.scenes.grammar import (
+    STRIPS,
     GrammarError,
     Layout,
     Phrase,
@@ -48,6 +49,7 @@ ASKED_ALIKE = {"ask": "point"}  # another task with the same request
 ANSWER_TOKENS = 16  # of a short answer
 ONE_BOX_TOKENS = 8
 
+_BOX = re.compile(r"<LOC_(\d{1,9})>" * 4)
 _NAME = re.compile(r"[a-z]")  # in a layout, whose boxes are in capitals
 _FAULT = re.compile(
     r"^an? (?P<wrong>[a-z0-9 -]+?) should be (?P<right>an? [a-z0-9 -]+)$"
@@ -92,6 +94,7 @@ class ExampleMaker:
     data: config.Data
     model: config.Model
     appearance_codes: Int[np.ndarray, "a g"] | Callable[[], Int[np.ndarray, "a g"]] | None
+    cell_steps: ClassVar[int] = STRIPS  # places of boxes in a cell
 
     def seen(self, scene: world.Scene) -> UInt8[np.ndarray, "h w 3"]:
         """Returns the image of a scene at the input size of the vision tower."""
@@ -169,7 +172,8 @@ class ExampleMaker:
         )
         given = np.zeros(len(codes), bool) if given is None else given.reshape(-1)
         response = np.asarray(codes, np.int32)
-        return Example(parts, response, given, "image", image, len(codes))
+        first = first_cells(layout or "", self.model.grid_size, self.cell_steps)
+        return Example(parts, response, given, "image", image, len(codes), first=first)
 
     def continued(
         self, example: Example, question: str, earlier: Sequence[tuple[str, str]]
@@ -260,6 +264,24 @@ class ExampleMaker:
             source=None if sample.image is None else self.scene_codes(sample.image),
             given=given,
         )
+
+
+def first_cells(layout: str, side: int, steps: int) -> tuple[int, ...]:
+    """Returns the middle cell of each thing of a layout, and the first cell of no thing.
+
+    Args:
+        side: cells per side of the image.
+        steps: places of boxes in a cell.
+    """
+    found, is_free = list[int](), np.ones((side, side), bool)
+    for edges in _BOX.findall(layout):
+        x1, y1, x2, y2 = (min(int(edge), side * steps) for edge in edges)
+        is_free[y1 // steps : -(-y2 // steps), x1 // steps : -(-x2 // steps)] = False
+        row, column = (min((a + b) // (2 * steps), side - 1) for a, b in ((y1, y2), (x1, x2)))
+        found.append(row * side + column)
+    if found and is_free.any():
+        found.append(int(is_free.argmax()))
+    return tuple(dict.fromkeys(found))
 
 
 def _answer(example: Example) -> list[Part]:
