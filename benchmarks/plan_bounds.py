@@ -2,7 +2,6 @@
 """How much of an image of real art can agree under a plan, however good the model is.
 
     python -m benchmarks.plan_bounds
-    python -m benchmarks.plan_bounds --table
 
 Cells of one step are drawn independently. Where a prompt leaves open what a thing looks like, all
 looks are equally likely until a cell of the thing is decoded: the n cells in which a step first
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import flags
 from jaxtyping import Bool, Int
 
 from benchmarks import command, measurements, table
@@ -36,7 +34,6 @@ from sparse_lavida_jax.art.world import (
 )
 from sparse_lavida_jax.scenes.prompts import first_cells
 
-TABLE = flags.DEFINE_bool("table", False, "Only print the table of the rows.")
 SUITE = "plan_bounds"
 THINGS, SCENES, ORDERS = 40, 200, 3  # of the sheet; that are averaged over
 SIDE = IMAGE_SIZE // CELL
@@ -70,10 +67,9 @@ class Shown(NamedTuple):
 
 def main(_: list[str]) -> None:
     """Writes a row for each plan and order, and prints their table."""
-    if not TABLE.value:
-        bench = measurements.Bench(SUITE)
-        for row in rows():
-            bench.write(f"{row['order']}/k{row['steps']}/s{row['shift']:g}/m{row['merge']}", row)
+    bench = measurements.Bench(SUITE)
+    for row in rows():
+        bench.write(f"{row['order']}/k{row['steps']}/s{row['shift']:g}/m{row['merge']}", row)
     print(table.table(SUITE, measurements.read_rows(SUITE)))
 
 

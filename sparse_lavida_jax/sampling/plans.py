@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from sparse_lavida_jax.orders import begun, counts_after, merged
+from sparse_lavida_jax.orders import begun, counts, counts_after, merged
 from sparse_lavida_jax.sequence import cells_from_codes
 from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK, AnyArray
 
