@@ -335,12 +335,12 @@ class Diffusion(Section):
     text_masked_blocks: Blocks = 1
     # Numbers of steps to draw a sampler's plan from: for an image, for a text block.
     plan_steps: Sizes = (8, 12, 18)
-    # Share of the images with a layout whose plan is that of `Sampling.order="layout"`.
-    layout_first: Share = 0.0
     plan_text_steps: Sizes = (2, 4, 8)
     # In half of the rows with `schedule`, and in all with `plan`, steps of an image are merged into
     # masked blocks of at least this many cells; -1: as many as there are registers.
     merge_cells: CountOrAuto = -1
+    # Share of the images with a layout whose plan is that of `Sampling.order="layout"`.
+    layout_first: Share = 0.0
     # Share of an image's masked blocks in whose cells some codes, 1 to g - 1, are known. A model
     # needs this for `Sampling.cell_passes` above 1, and then 0.5.
     partial_cells: Share = 0.0
@@ -365,6 +365,13 @@ class Diffusion(Section):
             only = 'it needs corruption "released"'
             yield "complementary", not self.complementary, only
             yield "text_loss", self.text_loss, only
+        whole_plan = self.attention, self.blocks, self.merge_cells
+        yield (
+            "layout_first",
+            not self.layout_first or whole_plan == ("step_causal", "plan", 0),
+            '0, or attention="step_causal", blocks="plan" and merge_cells=0: rows that take every'
+            " step of a plan",
+        )
         is_one = (self.num_masked_blocks, self.text_masked_blocks, self.blocks)
         yield (
             "attention",

@@ -349,14 +349,15 @@ def _plan_of(
     block = block_len(length, text_block_len)
     by_seed = settings.modality == "image" and sampling.order_seed < 0
     seeds = tuple(one.request.seed if by_seed else 0 for one in inputs)
-    rows = seeds, tuple(one.example.first for one in inputs)
-    return _plan(sampling, settings, model, given.tobytes(), given.shape, block, rows, grid)
+    first = tuple(one.example.first for one in inputs) if sampling.order == "layout" else None
+    rows = seeds, grid, first
+    return _plan(sampling, settings, model, given.tobytes(), given.shape, block, *rows)
 
 
 @functools.lru_cache(maxsize=32)
-def _plan(sampling, settings, model, given: bytes, shape, block_len, rows, grid):
+def _plan(sampling, settings, model, given: bytes, shape, block_len, seeds, grid, first):
     known = np.frombuffer(given, bool).reshape(shape)
-    return presets.plan(sampling, settings, model, known, block_len, rows[0], grid, rows[1])
+    return presets.plan(sampling, settings, model, known, block_len, seeds, grid, first)
 
 
 @functools.lru_cache(maxsize=32)

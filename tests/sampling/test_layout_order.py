@@ -95,6 +95,21 @@ def test_cells_of_a_layout_lie_in_its_things_whatever_it_says():
         assert len({*cells}) == len(cells) > 0 and 0 <= min(cells) <= max(cells) < CELLS
 
 
+@pytest.mark.parametrize(
+    "changes", [{"merge_cells": -1}, {"attention": "full"}, {"blocks": "uniform"}]
+)
+def test_rows_that_do_not_take_every_step_of_a_plan_are_refused(changes):
+    with pytest.raises(config.ConfigError, match="layout_first=1"):
+        config.changed(SETTINGS, {"diffusion": changes})
+
+
+def test_another_order_plans_images_of_different_layouts_once():
+    engine._plan.cache_clear()
+    for layout in (LAYOUT, LAYOUT.partition(",")[0]):
+        planned(example(layout), PLAIN)
+    assert engine._plan.cache_info().misses == 1
+
+
 @pytest.mark.parametrize("changes", [{"merge_cells": 4}, {"grid": "code", "preset": "dense"}])
 def test_what_would_break_the_first_step_is_refused(changes):
     settings = config.changed(SETTINGS, {"sampling": changes, "model": {"codes_per_token": 4}})
