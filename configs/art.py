@@ -52,6 +52,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         generation_mlp_hidden=384,
         codebook_size=1024,
         codes_per_token=4,
+        sequential_codes=True,  # all four have the style of the first
         grid_size=12,
         cell_positions=True,
         num_registers=4,
@@ -104,7 +105,8 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
     c.diffusion = dict(
         blocks="plan",
         text_masked_blocks=8,
-        plan_steps=(12, 16, 20, 24),
+        plan_steps=(8, 12, 16, 20),
+        layout_first=0.3,
         plan_text_steps=(1, 4, 8),
         merge_cells=0,
     )

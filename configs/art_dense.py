@@ -22,6 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = art.get_config()
     c.name = "art_dense"
     c.diffusion.attention = "full"
+    c.diffusion.layout_first = 0.0  # masks are random
     c.model.trained_attention = "full"
     begin = until = 0
     for name, lesson in sorted(c.data.lessons.items(), key=lambda item: item[1].until):

@@ -120,6 +120,9 @@ class Model(Section):
     # table and a matrix; "dit", norms and matrices between; "dit2", one more before the logits.
     image_head: Literal["embed", "dit", "dit2"] = "dit2"
     image_table_rows: Count = 0  # of the table of codes; 0: up to the mask id (the release: 8448)
+    # The codes of a cell are drawn one after another, each given those before it. Ours: the release
+    # draws them independently, so that they cannot agree on what the prompt leaves open.
+    sequential_codes: bool = False
     understanding_only: bool = False  # LLaDA: no generation branch, no vision tower
     # Ours, off in the release; small models take too long to learn it otherwise: learned
     # embeddings of the row and column of a cell, and of what the vision tower sees there.
@@ -163,6 +166,8 @@ class Model(Section):
         yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number"
         carried = self.style_groups == 0 or (self.num_registers > 0 and self.style_values > 1)
         yield "style_groups", carried, "0, or a model with registers and style_values above 1"
+        several = not self.sequential_codes or self.codes_per_token > 1
+        yield "sequential_codes", several, f"False where {self.codes_per_token=}"
         few = len(self.neighbour_heads) <= self.num_heads
         yield "neighbour_heads", few, f"no more numbers than {self.num_heads=}"
         enough = self.image_table_rows == 0 or self.image_table_rows > self.image_mask_id
@@ -662,6 +667,12 @@ class Config(Section):
             f"Optimizer.distil={optimizer.distil} teaches with the average of the parameters, by"
             ' steps of plans: it needs Optimizer.ema above 0, Diffusion.attention="step_causal" and'
             ' blocks="plan".',
+        )
+        yield (
+            self.model.sequential_codes
+            and (self.diffusion.partial_cells or carries[2] != "blocks" or optimizer.distil),
+            "Model.sequential_codes draws the codes of a cell in their order: it needs"
+            " Diffusion.partial_cells=0, corruption='blocks' and Optimizer.distil=0.",
         )
         yield (
             self.model.style_groups

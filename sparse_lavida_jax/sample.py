@@ -75,6 +75,9 @@ def step(
     if settings.head_tile:
         hidden, cache = step_hidden(model, state, now, prompts, settings, tables)
         proposal = draw.draw_by_tiles(model, hidden, state.rows, now, settings)
+    elif settings.modality == "image" and model.settings.sequential_codes:
+        hidden, cache = step_hidden(model, state, now, prompts, settings, tables)
+        proposal = draw.draw_in_turn(model, hidden, state.rows, now, settings, draws)
     else:
         logits, cache = step_logits(model, state, now, prompts, settings, tables)
         proposal = draw.draw_from(logits, state.rows, now, model.settings, settings, draws)

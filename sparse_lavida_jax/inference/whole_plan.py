@@ -16,6 +16,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -333,8 +334,10 @@ def scored(
     hidden, _ = model(understanding, generation, features, wanted=wanted, style=style)
     guides = jnp.arange(settings.guidance_rows) * rows.temperature.shape[0]
     own = hidden[wanted][guides[None] + row[:, None], slot]  # [n r e]
-    is_text = settings.modality == "text"
-    logits = model.text_logits(own)[:, :, None] if is_text else model.image_logits(own)
+    if settings.modality == "text":
+        logits = model.text_logits(own)[:, :, None]
+    else:
+        logits = model.image_logits(own, einops.repeat(target, "n g -> n r g", r=own.shape[1]))
     judge = functools.partial(_judged, model, settings, tolerance)
     judged = dataclasses.replace(rows, style=None)  # which is in the logits already
     own_rows = [jnp.asarray(x)[row] for x in list(vars(judged).values())[1:-1]]

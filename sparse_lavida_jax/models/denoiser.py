@@ -5,6 +5,7 @@ The model takes tokens with a `TokenTags`, never a mask. Paper Sec. 3; base mode
 """
 
 import functools
+from collections.abc import Callable
 
 import einops
 import jax
@@ -72,22 +73,91 @@ class ImageHead(nnx.Module):
             self.code_norm = RmsNorm(width, HEAD_EPS)
         self.logits = Linear(width, settings.codebook_size, rngs=rngs)
         self.codes_per_token = settings.codes_per_token
+        if settings.sequential_codes:
+            self.earlier_codes = EarlierCodes(settings, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
-        logits = self.logits(self.codes(x)).astype(jnp.float32)
+    def __call__(
+        self, x: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+    ) -> Float[Array, "b s g c"]:
+        logits = self.logits(self.codes(x, codes)).astype(jnp.float32)
         return einops.rearrange(logits, "b (s g) c -> b s g c", g=self.codes_per_token)
 
-    def codes(self, x: Float[Array, "b s e"]) -> Float[Array, "b sg e"]:
-        """Returns the inputs of the final linear layer, one for each code."""
-        if self.codes_per_token > 1:
-            x = einops.rearrange(
-                self.spread(self.spread_norm(x)), "b s (g e) -> b (s g) e", g=self.codes_per_token
-            )
+    def codes(
+        self, x: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+    ) -> Float[Array, "b sg e"]:
+        """Returns the inputs of the final linear layer, one for each code.
+
+        Args:
+            codes: of the cells, with `Model.sequential_codes`: each is seen by those after it.
+        """
+        x = self._spread(x)
+        if self.is_sequential:
+            assert codes is not None, "codes that are drawn one after another see those before"
+            each = [self.earlier_codes(one, codes[..., :i]) for i, one in enumerate(self._each(x))]
+            x = einops.rearrange(each, "g b s e -> b (s g) e")
+        return self._before_logits(x)
+
+    def draw(
+        self,
+        x: Float[Array, "b s e"],
+        choose: Callable[[Float[Array, "b s c"], int], Int[Array, "b s"]],
+    ) -> Int[Array, "b s g"]:
+        """Returns the codes of cells, drawn one after another (`Model.sequential_codes`).
+
+        Args:
+            choose: returns the codes of a number, 0 to g - 1, from their logits, float32.
+        """
+        codes = jnp.zeros((*x.shape[:2], 0), jnp.int32)
+        for i, one in enumerate(self._each(self._spread(x))):
+            logits = self.logits(self._before_logits(self.earlier_codes(one, codes)))
+            chosen = choose(logits.astype(jnp.float32), i)
+            codes = jnp.concatenate([codes, chosen[..., None]], axis=-1)
+        return codes
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether each code of a cell depends on those before it."""
+        return hasattr(self, "earlier_codes")
+
+    def _spread(self, x: Float[Array, "b s e"]) -> Float[Array, "b sg e"]:
+        if self.codes_per_token == 1:
+            return x
+        x = self.spread(self.spread_norm(x))
+        return einops.rearrange(x, "b s (g e) -> b (s g) e", g=self.codes_per_token)
+
+    def _each(self, x: Float[Array, "b sg e"]) -> Float[Array, "g b s e"]:
+        return einops.rearrange(x, "b (s g) e -> g b s e", g=self.codes_per_token)
+
+    def _before_logits(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         if self.kind == "dit2":
             x = self.cell(self.cell_norm(x))
         if self.kind != "embed":
             x = self.code_norm(self.code(x))
         return x
+
+
+class EarlierCodes(nnx.Module):
+    """Adds the codes of a cell that were drawn before to the input of the next one.
+
+    At first it adds nothing, so that a model without it can be trained on.
+    """
+
+    def __init__(self, settings: config.Model, *, rngs: nnx.Rngs):
+        width, later = settings.generation_width, range(1, settings.codes_per_token)
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (settings.codebook_size, width)))
+        self.norm = RmsNorm(width, HEAD_EPS)
+        self.see = nnx.List(Linear((i + 1) * width, width, rngs=rngs) for i in later)
+        self.add = Linear(width, width, rngs=rngs)
+        self.add.kernel[...] = jnp.zeros_like(self.add.kernel[...])
+
+    def __call__(
+        self, x: Float[Array, "b s e"], codes: Int[Array, "b s i"]
+    ) -> Float[Array, "b s e"]:
+        if not codes.shape[-1]:
+            return x
+        seen = einops.rearrange(self.table[codes].astype(x.dtype), "b s i e -> b s (i e)")
+        seen = jnp.concatenate([self.norm(x), seen], axis=-1)
+        return x + self.add(jax.nn.silu(self.see[codes.shape[-1] - 1](seen)))
 
 
 @functools.cache
@@ -300,9 +370,15 @@ class Denoiser(nnx.Module):
         """Returns logits over the text vocabulary, float32."""
         return self.text_head(hidden.astype(self.settings.compute_dtype)).astype(jnp.float32)
 
-    def image_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
-        """Returns logits over the codebook for every code of a cell, float32."""
-        return self.image_head(hidden)
+    def image_logits(
+        self, hidden: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+    ) -> Float[Array, "b s g c"]:
+        """Returns logits over the codebook for every code of a cell, float32.
+
+        Args:
+            codes: of the cells, with `Model.sequential_codes`: each is seen by those after it.
+        """
+        return self.image_head(hidden, codes)
 
     def empty_cache(
         self, batch: int, understanding_len: int, generation_len: int, decodes: StreamName

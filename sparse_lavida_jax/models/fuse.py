@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.kernels.common import STEP_LANES
@@ -264,9 +264,11 @@ class FusedDenoiser(Denoiser):
         self._check("text")
         return super().text_logits(hidden)
 
-    def image_logits(self, hidden: Float[Array, "b s e"]) -> Float[Array, "b s g c"]:
+    def image_logits(
+        self, hidden: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+    ) -> Float[Array, "b s g c"]:
         self._check("image")
-        return super().image_logits(hidden)
+        return super().image_logits(hidden, codes)
 
     def _check(self, kind: Task) -> None:
         if self.task not in (kind, "both"):

@@ -34,10 +34,8 @@ class Draws:
         self, rows: Rows, now: Steps, logits: Float[Array, "b w g v"], settings: StepSettings
     ) -> Int[Array, "b w g"]:
         """Draws each code independently; at temperature 0, takes the most probable one."""
-        if settings.greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        drawn = self.noise(rows.key, now, logits.shape[2:])
-        return jnp.argmax(scores(rows, now, logits, drawn), axis=-1).astype(jnp.int32)
+        drawn = None if settings.greedy else self.noise(rows.key, now, logits.shape[2:])
+        return best(rows, now, logits, drawn)
 
     def noise(
         self, row_key: Key[Array, " b"], now: Steps, shape: tuple[int, ...]
@@ -111,6 +109,17 @@ def scores(
     return jnp.where(temperature > 0, drawn, logits)
 
 
+def best(
+    rows: Rows,
+    now: Steps,
+    logits: Float[Array, "b *w v"],
+    noise: Float[Array, "b *w v"] | None,
+) -> Int[Array, "b *w"]:
+    """Returns what is drawn: that with the highest score; without noise, the most probable."""
+    drawn = logits if noise is None else scores(rows, now, logits, noise)
+    return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """What a step drew, of which it commits some.
@@ -136,6 +145,31 @@ def draw_from(
     logits = allowed(logits, rows, now, model, settings)
     codes = draws.codes(rows, now, logits, settings)
     return Proposal(codes, lambda name: confidence(name, logits, codes))
+
+
+def draw_in_turn(
+    model: Denoiser,
+    hidden: Float[Array, "r b w e"],
+    rows: Rows,
+    now: Steps,
+    settings: StepSettings,
+    draws: Draws,
+) -> Proposal:
+    """Draws the codes of each cell one after another (`Model.sequential_codes`)."""
+    guides, shape = hidden.shape[0], (model.settings.codes_per_token, model.settings.codebook_size)
+    drawn = None if settings.greedy else draws.noise(rows.key, now, shape)
+    logits = []
+
+    def choose(own: Float[Array, "_rb w v"], number: int) -> Int[Array, "_rb w"]:
+        own = guided(own.reshape(guides, -1, *own.shape[1:]), rows, now, settings)
+        own = allowed(own[:, :, None], rows, now, model.settings, settings)[:, :, 0]
+        logits.append(own)
+        chosen = best(rows, now, own, None if drawn is None else drawn[:, :, number])
+        return jnp.tile(chosen, (guides, 1))
+
+    codes = model.image_head.draw(hidden.reshape(-1, *hidden.shape[2:]), choose)
+    codes = codes[: hidden.shape[1]]
+    return Proposal(codes, lambda name: confidence(name, jnp.stack(logits, axis=2), codes))
 
 
 def draw_by_tiles(

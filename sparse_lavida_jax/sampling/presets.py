@@ -377,6 +377,11 @@ def _image_phases(
             f" divide {model.codes_per_token}, the codes of a cell, with an order other than"
             " 'confidence' and grid='cell'."
         )
+    if model.sequential_codes and (passes > 1 or by_code):
+        raise config.ConfigError(
+            "This model draws the codes of a cell one after another (Model.sequential_codes): it"
+            " needs Sampling.cell_passes=1 and grid='cell'."
+        )
     if sampling.merge_cells and (by_code or by_confidence):
         raise config.ConfigError(
             f"Sampling.merge_cells={sampling.merge_cells} merges steps over whole cells of a fixed"

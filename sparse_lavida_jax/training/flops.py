@@ -157,6 +157,8 @@ def head_size(stream: str, model: config.Model) -> int:
     width = model.generation_width
     squares = (model.codes_per_token > 1) + (model.image_head == "dit2")
     squares += model.image_head != "embed"
+    if model.sequential_codes:  # the first code sees no other; each later one, one more
+        squares += sum(i + 2 for i in range(1, model.codes_per_token)) / model.codes_per_token
     return model.codes_per_token * width * (width * squares + model.codebook_size)
 
 

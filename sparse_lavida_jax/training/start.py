@@ -21,6 +21,7 @@ from sparse_lavida_jax.training import optimizer, states
 from sparse_lavida_jax.training.step import TrainState
 
 # Settings of a model that its parameters are made for.
+ADDED = ("style_groups", "sequential_codes")  # of modules that a run may add to a model
 OF_BASE = ("vocab_size", "text_mask_id", "width", "mlp_hidden", "num_layers", "num_heads", "vision")
 
 
@@ -97,10 +98,11 @@ def has_own_tokenizers(settings: config.Config) -> bool:
     return model_folder.read_config(model_folder.find_model(base)).prompts != settings.prompts
 
 
-def _gets_style_code(settings: config.Config) -> bool:
-    """Whether a run adds a style code to a model without one."""
+def _without_additions(settings: config.Config) -> config.Config:
+    """Returns the settings without the modules that `init_from` lacks and a run may add."""
     base = model_folder.read_config(model_folder.find_model(settings.train.init_from)).model
-    return settings.model.style_groups > 0 and not base.style_groups
+    lacking = {name: getattr(base, name) for name in ADDED if not getattr(base, name)}
+    return config.changed(settings, {"model": lacking}) if lacking else settings
 
 
 def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoiser:
@@ -115,15 +117,14 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
     if has_own_tokenizers(settings):
         return _taken_over(settings, model_folder.find_model(base))
     if base:
-        adds = _gets_style_code(settings)
-        bare = config.changed(settings, {"model": {"style_groups": 0}}) if adds else settings
+        bare = _without_additions(settings)
         found = model_folder.load_model(
             base,
             make_model=lambda _: model_folder.make_denoiser(bare),
             sharding=None if mesh is None else sharding.over(mesh),
             dtype=optimizer.dtypes(settings),
         ).model
-        if not adds:
+        if bare.model == settings.model:
             return found
         taken = parameters.by_name(found)
         return parameters.mapped(lambda name, leaf: taken.get(name, leaf), make(settings))

@@ -168,11 +168,11 @@ def loss(
         kernel = (params.text_head if is_text else params.image_head.logits).kernel[...]
         rows, tokens = len(target), math.prod(target.shape[1:])
         if tile := chunk or tile_of(rows, tokens, kernel, x.dtype):
-            x = x if is_text else params.image_head.codes(x)
+            x = x if is_text else params.image_head.codes(x, target)
             target, weight = (part.reshape(rows, tokens) for part in (target, weight))
             weighted, plain = linear_cross_entropy(x, kernel, target, weight, tile)
         else:
-            logits = params.text_logits(x) if is_text else params.image_logits(x)
+            logits = params.text_logits(x) if is_text else params.image_logits(x, target)
             weighted, plain = weighted_cross_entropy(logits, target, weight)
         of_weighted, of_plain = over[modality]
         total += weighted / of_weighted
