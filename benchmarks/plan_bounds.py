@@ -7,13 +7,15 @@ Cells of one step are drawn independently. Where a prompt leaves open what a thi
 looks are equally likely until a cell of the thing is decoded: the n cells in which a step first
 shows it agree with probability 1 / looks^(n - 1). A look is a style and, of a thing with a front, a
 facing; styles of things are taken as independent. The same holds for the background, with a look
-for each. A plan can make this share of the things coherent, and of the images right, on average
-over scenes and orders. Layouts are given; the order "layout" reads them.
+for each. Codes of a cell agree if they are drawn one after another (`Model.sequential_codes`), and
+are as independent as cells otherwise. A plan can make this share of the things coherent, and of the
+images right, on average over scenes and orders. Layouts are given; the order "layout" reads them.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import einops
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -47,10 +49,11 @@ FIXED = [
 ]  # fmt: skip
 FEW = [(2, 2.0, 0), (3, 2.0, 0), (5, 2.0, 0), (5, 12.0, 0), (10, 12.0, 0)]
 PLANS = {"stratified": FIXED + FEW, "random": FIXED, "layout": FEW}  # by their order
+APART = {"stratified": [(20, 12.0, 0)], "layout": [(5, 12.0, 0)]}  # with independent codes
 
 
 class Shown(NamedTuple):
-    """What the cells of a scene show.
+    """What the cells of a scene show: of each, all codes together or each of the four.
 
     Attributes:
         owner: the number of the thing; -1: none.
@@ -59,8 +62,8 @@ class Shown(NamedTuple):
         first: what the order "layout" begins with.
     """
 
-    owner: Int[np.ndarray, " l"]
-    background: Bool[np.ndarray, " l"]
+    owner: Int[np.ndarray, "l n"]
+    background: Bool[np.ndarray, "l n"]
     looks: list[int]
     first: tuple[int, ...] = ()
 
@@ -69,16 +72,19 @@ def main(_: list[str]) -> None:
     """Writes a row for each plan and order, and prints their table."""
     bench = measurements.Bench(SUITE)
     for row in rows():
-        bench.write(f"{row['order']}/k{row['steps']}/s{row['shift']:g}/m{row['merge']}", row)
+        name = f"{row['order']}/k{row['steps']}/s{row['shift']:g}/m{row['merge']}"
+        bench.write(name if row["codes"] == "in turn" else f"{name}/independent", row)
     print(table.table(SUITE, measurements.read_rows(SUITE)))
 
 
 def rows() -> Iterator[dict[str, Any]]:
     """Yields the bounds of each plan in each order."""
     sheet = shipped(THINGS)
-    scenes = [shown(ArtDice(0, SUITE, i, sheet=sheet).scene(), sheet) for i in range(SCENES)]
-    for order, plans in PLANS.items():
-        for steps, shift, merge in plans:
+    drawn_scenes = [ArtDice(0, SUITE, i, sheet=sheet).scene() for i in range(SCENES)]
+    for codes, asked in ("in turn", PLANS), ("independent", APART):
+        scenes = [shown(scene, sheet, together=codes == "in turn") for scene in drawn_scenes]
+        plans = ((order, *plan) for order, some in asked.items() for plan in some)
+        for order, steps, shift, merge in plans:
             drawn = []
             for number, scene in enumerate(scenes):
                 first = scene.first if order == "layout" else ()
@@ -90,26 +96,36 @@ def rows() -> Iterator[dict[str, Any]]:
             things, background, image = np.mean(drawn, axis=0)
             yield {
                 "method": order, "order": order, "steps": steps, "shift": shift, "merge": merge,
-                "taken": len(sizes), "coherent": things,
+                "codes": codes, "taken": len(sizes), "coherent": things,
                 "background": background, "image": image,
                 "note": "bounds by counting, nothing drawn by a model",
             }  # fmt: skip
 
 
-def shown(scene: ArtScene, sheet: Sheet) -> Shown:
-    """Returns what the cells of a scene show."""
-    owner, background = np.full((SIDE, SIDE), -1), np.ones((SIDE, SIDE), bool)
+def shown(scene: ArtScene, sheet: Sheet, *, together: bool = True) -> Shown:
+    """Returns what the cells of a scene show.
+
+    Args:
+        together: whether the codes of a cell count as one.
+    """
+    part = CELL if together else BLOCK
+    side = IMAGE_SIZE // part
+    owner, background = np.full((side, side), -1), np.ones((side, side), bool)
     for number, thing in enumerate(scene.things):
         opacity, sprite = np.zeros((IMAGE_SIZE, IMAGE_SIZE)), sprite_of(thing, sheet)
         rows, columns = (slice(STEP * at, STEP * at + len(sprite)) for at in (thing.y, thing.x))
         opacity[rows, columns] = sprite[..., 3] / 255
-        cells = opacity.reshape(SIDE, CELL, SIDE, CELL)
-        owner[cells.mean(axis=(1, 3)) > SHOWS] = number
-        blocks = opacity.reshape(SIDE, CELL // BLOCK, BLOCK, SIDE, CELL // BLOCK, BLOCK)
+        parts = opacity.reshape(side, part, side, part)
+        owner[parts.mean(axis=(1, 3)) > SHOWS] = number
+        blocks = opacity.reshape(side, part // BLOCK, BLOCK, side, part // BLOCK, BLOCK)
         background &= blocks.mean(axis=(2, 5)).min(axis=(1, 3)) < EMPTY
     looks = [len(STYLES) * (2 if thing.facing else 1) for thing in scene.things]
     first = first_cells(str(ArtLayout.of(scene)), SIDE, CELL_STEPS)
-    return Shown(owner.reshape(-1), background.reshape(-1), looks, first)
+    by_cell = {"i": side // SIDE, "j": side // SIDE}
+    owner, background = (
+        einops.rearrange(of, "(y i) (x j) -> (y x) (i j)", **by_cell) for of in (owner, background)
+    )
+    return Shown(owner, background, looks, first)
 
 
 def agreement(

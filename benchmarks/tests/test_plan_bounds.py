@@ -10,7 +10,9 @@ from sparse_lavida_jax.art.sheet import shipped
 
 # Two things of two cells, the first with 6 looks, the second with 3, which hides its background.
 SCENE = plan_bounds.Shown(
-    np.array([0, 0, 1, 1, -1, -1]), np.array([True, True, False, False, True, True]), [6, 3]
+    np.array([[0, 0, 1, 1, -1, -1]]).T,
+    np.array([[True, True, False, False, True, True]]).T,
+    [6, 3],
 )
 
 
@@ -29,7 +31,7 @@ def test_cells_agree_unless_one_step_shows_a_look_for_the_first_time(sizes, expe
 
 
 def test_cells_of_a_scene_show_what_is_drawn_in_them():
-    sheet = shipped(plan_bounds.THINGS)
+    sheet, of_things = shipped(plan_bounds.THINGS), []
     for index in range(5):
         scene = ArtDice(1, "bounds", index, sheet=sheet).scene()
         shown = plan_bounds.shown(scene, sheet)
@@ -42,3 +44,7 @@ def test_cells_of_a_scene_show_what_is_drawn_in_them():
         assert shown.looks == [6 if thing.facing else 3 for thing in scene.things]
         one_by_one = np.ones(144, int)
         assert plan_bounds.agreement(shown, np.arange(144), one_by_one) == (1.0, 1.0, 1.0)
+        apart = plan_bounds.shown(scene, sheet, together=False)
+        assert (apart.owner.max(axis=1) >= shown.owner[:, 0]).all()
+        of_things.append(plan_bounds.agreement(apart, np.arange(144), one_by_one)[0])
+    assert 0 < np.mean(of_things) < 0.8  # four independent codes show most things at once
