@@ -292,7 +292,7 @@ def _costs(
     for name, carried in (("with", code), ("without", jnp.zeros_like(code))):
         streams = batch.understanding, batch.generation
         hidden, _ = model(*streams, wanted="generation", style=carried)
-        logits = jax.nn.log_softmax(model.image_logits(hidden["generation"]), axis=-1)
+        logits = jax.nn.log_softmax(model.image_logits(hidden["generation"], batch.image_target))
         own = jnp.take_along_axis(logits, batch.image_target[..., None], axis=-1)[..., 0]
         weight = batch.image_weight > 0
         weight = weight if weight.ndim == 3 else weight[..., None]

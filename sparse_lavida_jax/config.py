@@ -670,9 +670,9 @@ class Config(Section):
         )
         yield (
             self.model.sequential_codes
-            and (self.diffusion.partial_cells or carries[2] != "blocks" or optimizer.distil),
+            and (self.diffusion.partial_cells or carries[2] != "blocks"),
             "Model.sequential_codes draws the codes of a cell in their order: it needs"
-            " Diffusion.partial_cells=0, corruption='blocks' and Optimizer.distil=0.",
+            " Diffusion.partial_cells=0 and corruption='blocks'.",
         )
         yield (
             self.model.style_groups

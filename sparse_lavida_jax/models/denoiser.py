@@ -102,14 +102,15 @@ class ImageHead(nnx.Module):
         x: Float[Array, "b s e"],
         choose: Callable[[Float[Array, "b s c"], int], Int[Array, "b s"]],
     ) -> Int[Array, "b s g"]:
-        """Returns the codes of cells, drawn one after another (`Model.sequential_codes`).
+        """Returns the codes of cells, drawn one after another.
 
         Args:
             choose: returns the codes of a number, 0 to g - 1, from their logits, float32.
         """
         codes = jnp.zeros((*x.shape[:2], 0), jnp.int32)
         for i, one in enumerate(self._each(self._spread(x))):
-            logits = self.logits(self._before_logits(self.earlier_codes(one, codes)))
+            own = self.earlier_codes(one, codes) if self.is_sequential else one
+            logits = self.logits(self._before_logits(own))
             chosen = choose(logits.astype(jnp.float32), i)
             codes = jnp.concatenate([codes, chosen[..., None]], axis=-1)
         return codes

@@ -14,7 +14,7 @@ All three passes are made of the tokens of the row itself: what a pass does not 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -70,22 +70,37 @@ def loss(
 ) -> Float[Array, " b"]:
     """Returns the cross-entropy of teacher and student, in nats a code, of each row."""
     assert batch.generation is not None
-    stream, (of_pair, of_draws) = batch.generation, _keys(given.seed)
-    pairs = pairs_of(batch, params, of_pair)
+    stream, keys = batch.generation, jax.vmap(_keys, out_axes=1)(given.seed)
+    pairs = pairs_of(batch, params, keys[0])
 
-    def logits(model: Denoiser, own: Stream) -> Float[Array, "b s g v"]:
+    def states(model: Denoiser, own: Stream) -> Float[Array, "b s e"]:
         hidden, _ = model(batch.understanding, own, features, wanted="generation", style=code)
-        return model.image_logits(hidden["generation"]).astype(jnp.float32)
+        return hidden["generation"]
 
-    before = jax.nn.log_softmax(logits(teacher, first_step(stream, pairs)))
-    drawn = jax.vmap(lambda key, own: jax.random.categorical(key, own))(of_draws, before)
-    after = jax.nn.log_softmax(logits(teacher, second_step(stream, pairs, drawn)))
-    in_first = (pairs.step == pairs.first)[..., None, None]
-    wanted = jax.lax.stop_gradient(jnp.exp(jnp.where(in_first, before, after)))
-    found = jax.nn.log_softmax(logits(params, both_steps(stream, pairs)))
+    of_first = states(teacher, first_step(stream, pairs))
+    drawn = drawn_from(teacher, of_first, keys[1])
+    of_second = states(teacher, second_step(stream, pairs, drawn))
+    in_first = (pairs.step == pairs.first)[..., None]
+    of_teacher = jnp.where(in_first, of_first, of_second)
+    drawn = jnp.where(in_first, drawn, drawn_from(teacher, of_second, keys[2]))
+    wanted = jax.lax.stop_gradient(jax.nn.softmax(teacher.image_logits(of_teacher, drawn)))
+    of_both = states(params, both_steps(stream, pairs))
+    found = jax.nn.log_softmax(params.image_logits(of_both, drawn))
     is_own = pairs.is_mask & _in_pair(pairs) & pairs.taught[:, None]
     each = -(wanted * found).sum(axis=-1).mean(axis=-1) * is_own
     return each.sum(axis=1) / jnp.maximum(is_own.sum(axis=1), 1)
+
+
+def drawn_from(
+    model: Denoiser, hidden: Float[Array, "b s e"], keys: Key[Array, " b"]
+) -> Int[Array, "b s g"]:
+    """Returns codes for all cells, drawn as the sampler draws them."""
+
+    def choose(logits: Float[Array, "b s c"], number: int) -> Int[Array, "b s"]:
+        own = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+        return jax.vmap(jax.random.categorical)(own, logits)
+
+    return model.image_head.draw(hidden, choose)
 
 
 def pairs_of(batch: Corrupted, model: Denoiser, key: Array) -> StepPairs:
@@ -137,7 +152,6 @@ def _with_tags(stream: Stream, block: Array, last_clean: Array) -> Stream:
     return Stream(stream.tokens, stream.index, make_tags(stream.tags.position, block, last_clean))
 
 
-def _keys(seed: Int[Array, " b"]) -> tuple[Array, Array]:
-    """Returns two keys for each row."""
-    both = jax.vmap(lambda one: jax.random.split(jax.random.key(one)))(seed)
-    return both[:, 0], both[:, 1]
+def _keys(seed: Int[Array, ""]) -> Key[Array, " n"]:
+    """Returns the keys of a row: of its pair of steps, and of the draws of each."""
+    return jax.random.split(jax.random.key(seed), 3)

@@ -19,9 +19,9 @@ FINE = [2, 1, 3, 1, 2]  # cells of each step; the last is in no pair
 COARSE = [3, 4, 2]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny.denoiser(tiny.model_settings(codes_per_token=4))
+@pytest.fixture(scope="module", params=[False, True], ids=["independent", "sequential"])
+def model(request):
+    return tiny.denoiser(tiny.model_settings(codes_per_token=4, sequential_codes=request.param))
 
 
 def batch_of(model, requests, sizes):
@@ -43,7 +43,8 @@ def asked(model, count: int):
 
 def log_probabilities(model, batch, stream):
     hidden, _ = model(batch.understanding, stream, wanted="generation")
-    return np.asarray(jax.nn.log_softmax(model.image_logits(hidden["generation"])))
+    true = jnp.maximum(batch.image_target, 0)
+    return np.asarray(jax.nn.log_softmax(model.image_logits(hidden["generation"], true)))
 
 
 def by_cell(stream, values, block, is_mask):
