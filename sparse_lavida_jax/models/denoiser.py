@@ -21,7 +21,15 @@ from sparse_lavida_jax.models.style_code import StyleCode
 from sparse_lavida_jax.models.vision import VisionEncoder
 from sparse_lavida_jax.programs import persistent_jit
 from sparse_lavida_jax.sequence import SeenBatch
-from sparse_lavida_jax.tags import NO_CELL, NO_EMBEDDING, Stream, StreamName, StreamNames, TokenTags
+from sparse_lavida_jax.tags import (
+    NO_CELL,
+    NO_EMBEDDING,
+    AnyArray,
+    Stream,
+    StreamName,
+    StreamNames,
+    TokenTags,
+)
 
 HEAD_EPS = 1e-6  # of the norms in the image embedding and head (spec 2.5), not in the layers
 
@@ -77,13 +85,13 @@ class ImageHead(nnx.Module):
             self.earlier_codes = EarlierCodes(settings, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+        self, x: Float[Array, "b s e"], codes: Int[AnyArray, "b s g"] | None = None
     ) -> Float[Array, "b s g c"]:
         logits = self.logits(self.codes(x, codes)).astype(jnp.float32)
         return einops.rearrange(logits, "b (s g) c -> b s g c", g=self.codes_per_token)
 
     def codes(
-        self, x: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+        self, x: Float[Array, "b s e"], codes: Int[AnyArray, "b s g"] | None = None
     ) -> Float[Array, "b sg e"]:
         """Returns the inputs of the final linear layer, one for each code.
 
@@ -152,11 +160,12 @@ class EarlierCodes(nnx.Module):
         self.add.kernel[...] = jnp.zeros_like(self.add.kernel[...])
 
     def __call__(
-        self, x: Float[Array, "b s e"], codes: Int[Array, "b s i"]
+        self, x: Float[Array, "b s e"], codes: Int[AnyArray, "b s i"]
     ) -> Float[Array, "b s e"]:
         if not codes.shape[-1]:
             return x
-        seen = einops.rearrange(self.table[codes].astype(x.dtype), "b s i e -> b s (i e)")
+        seen = self.table[jnp.asarray(codes)].astype(x.dtype)
+        seen = einops.rearrange(seen, "b s i e -> b s (i e)")
         seen = jnp.concatenate([self.norm(x), seen], axis=-1)
         return x + self.add(jax.nn.silu(self.see[codes.shape[-1] - 1](seen)))
 
@@ -372,7 +381,7 @@ class Denoiser(nnx.Module):
         return self.text_head(hidden.astype(self.settings.compute_dtype)).astype(jnp.float32)
 
     def image_logits(
-        self, hidden: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+        self, hidden: Float[Array, "b s e"], codes: Int[AnyArray, "b s g"] | None = None
     ) -> Float[Array, "b s g c"]:
         """Returns logits over the codebook for every code of a cell, float32.
 

@@ -32,7 +32,7 @@ from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.layers import Branch, Layer, Linear, RmsNorm, Rotary, rotate
 from sparse_lavida_jax.models.quantize import QuantizedLinear, side_by_side
 from sparse_lavida_jax.programs.persistent_jit import persistent_jit
-from sparse_lavida_jax.tags import STREAMS
+from sparse_lavida_jax.tags import STREAMS, AnyArray
 
 Task = Literal["image", "text", "both"]
 # Parts whose sum is a product: float32 ones, or the product itself, before its scales.
@@ -265,7 +265,7 @@ class FusedDenoiser(Denoiser):
         return super().text_logits(hidden)
 
     def image_logits(
-        self, hidden: Float[Array, "b s e"], codes: Int[Array, "b s g"] | None = None
+        self, hidden: Float[Array, "b s e"], codes: Int[AnyArray, "b s g"] | None = None
     ) -> Float[Array, "b s g c"]:
         self._check("image")
         return super().image_logits(hidden, codes)

@@ -42,10 +42,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(^|/)(attn_out|down)/lora_a$", ("tensor", None)),
     (r"(^|/)(attn_out|down)/lora_b$", (None, "fsdp")),
     # Small modules of ours.
-    (
-        r"^(style_code|image_head/earlier_codes)/(.*/)?(kernel|table|\w+_(values|prior|posterior))$",
-        (),
-    ),
+    (r"^(style_code|image_head/earlier_codes)/(?!.*(weight|scale|bias)$)", ()),
     # Vectors, and tables of a few rows.
     (r"/(weight|scale|bias)$", ()),
     (r"^(register_\w+|image_newline|(cell|seen)_(row|column))$|position_embedding$", ()),

@@ -363,13 +363,16 @@ def test_image_tokenizers_of_another_kind_are_refused(changes, told):
     ("part", "changes", "told"),
     [
         ("model", {"cell_positions": True}, "learned positions of cells"),
+        ("model", {"sequential_codes": True, "codes_per_token": 4}, "codes drawn in turn"),
+        ("model", {"style_groups": 2}, "style codes"),
         ("vq", {"norm": "pixel"}, "norms over single pixels"),
         ("vq", {"upsampling": "shuffle"}, "shuffled pixels"),
     ],
 )
 def test_parameters_of_ours_alone_have_no_released_form(part, changes, told):
     changed = dataclasses.replace(getattr(torch_folder.SETTINGS, part), **changes)
-    made = dataclasses.replace(torch_folder.SETTINGS, **{part: changed})
+    plans = config.Diffusion(blocks="plan")  # style codes need them
+    made = dataclasses.replace(torch_folder.SETTINGS, diffusion=plans, **{part: changed})
     with pytest.raises(ConvertError, match=told):
         names.table(made)
 

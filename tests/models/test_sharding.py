@@ -39,10 +39,11 @@ def stacked_shapes(settings):
         tiny.model_settings(codes_per_token=4),
         tiny.model_settings(codes_per_token=1, image_head="embed"),
         tiny.model_settings(understanding_only=True),
+        tiny.model_settings(codes_per_token=4, sequential_codes=True, style_groups=2),
         config.Model(),
         RELEASE,
     ],
-    ids=["small", "embed", "text", "default", "release"],
+    ids=["small", "embed", "text", "ours", "default", "release"],
 )
 def test_every_parameter_matches_exactly_one_rule(settings):
     shapes = stacked_shapes(settings)
@@ -56,7 +57,7 @@ def test_every_parameter_matches_exactly_one_rule(settings):
 
 
 def test_adapters_match_one_rule_and_are_split_like_their_matrix():
-    settings = config.Model(codes_per_token=4)
+    settings = config.Model(codes_per_token=4, sequential_codes=True)
     low_rank = config.Lora(rank=8, targets="")
     model = jax.eval_shape(
         lambda: lora.attach(Denoiser(settings, rngs=nnx.Rngs(0)), low_rank, jax.random.key(0))
@@ -67,7 +68,7 @@ def test_adapters_match_one_rule_and_are_split_like_their_matrix():
     for name in ours:
         module, side = name.rsplit("/", 1)
         spec = sharding.spec_of(name, shapes[name], mesh)
-        rows, columns = sharding.rule_of(f"{module}/kernel")
+        rows, columns = sharding.rule_of(f"{module}/kernel") or (None, None)
         wanted = (rows, None) if side == "lora_a" else (None, columns)
         assert tuple(spec)[-2:] == wanted, name
 
