@@ -8,7 +8,6 @@ coherence that is bought by drawing always the same style is none.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +29,11 @@ Changes = dict[str, Any]  # of `config.Sampling`
 # In the order in which they are searched.
 SETTINGS: dict[str, list[Changes]] = {
     "counts": [
-        {"schedule": schedule, "shift": shift, "order": order}
-        for (schedule, shift), order in itertools.product(
-            [("linear", 1.0), ("cosine", 1.0), ("shift", 2.0), ("shift", 4.0)],
-            ["stratified", "halton", "random"],
-        )
+        {"schedule": "linear"},
+        {"schedule": "cosine"},
+        *({"schedule": "shift", "shift": shift} for shift in (2.0, 4.0, 12.0)),
     ],
+    "order": [{"order": one} for one in ("stratified", "halton", "random", "layout")],
     "temperature": [{"temperature": one} for one in (0.0, 0.3, 0.6, 1.0)],
     "guidance": [{"guidance": one} for one in (0.0, 1.0, 2.0)],
     "registers": [{"registers_end": one} for one in (-1, 1, 0)],
