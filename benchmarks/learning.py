@@ -92,8 +92,9 @@ WORLDS = {
             "optimizer": FLAT["optimizer"],
             "data": {"things": 40, "lessons": {}, "tasks": {"draw": 1.0, "draw_part": 1.0}},
             "train": {"batch_size": 32},
-            # Measured before `plan_bounds`, which says why `configs/art.py` has another plan.
-            "diffusion": {"plan_steps": (8, 12, 18), "merge_cells": 16},
+            # Measured before `plan_bounds` said why `configs/art.py` has other plans and codes.
+            "model": {"sequential_codes": False},
+            "diffusion": {"plan_steps": (8, 12, 18), "merge_cells": 16, "layout_first": 0.0},
             "sampling": {"num_steps": 12, "shift": 2.0, "merge_cells": 16},
         },
         0.0,
