@@ -96,6 +96,7 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         text_block_len=8,
         max_answer_len=40,
         sampled_answer_len=40,
+        layout_drop=0.25,
         given=0.1,
         prompt_drop=0.05,
         source_drop=0.0,
@@ -111,9 +112,10 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         merge_cells=0,
     )
     c.sampling = dict(
-        num_steps=20,
+        num_steps=12,
+        order="layout",
         schedule="shift",
-        shift=12.0,
+        shift=16.0,
         temperature=0.3,
         text=dict(steps=8),
         layout_temperature=0.35,
