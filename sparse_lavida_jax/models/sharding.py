@@ -41,7 +41,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(^|/)(q|k|v|gate|up|merge|spread|cell|code)/lora_b$", (None, "tensor")),
     (r"(^|/)(attn_out|down)/lora_a$", ("tensor", None)),
     (r"(^|/)(attn_out|down)/lora_b$", (None, "fsdp")),
-    # Small modules of ours.
+    # The style code, and the part of the image head that sees earlier codes of a cell: not split.
     (r"^(style_code|image_head/earlier_codes)/(?!.*(weight|scale|bias)$)", ()),
     # Vectors, and tables of a few rows.
     (r"/(weight|scale|bias)$", ()),

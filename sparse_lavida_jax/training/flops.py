@@ -157,9 +157,10 @@ def head_size(stream: str, model: config.Model) -> int:
     width = model.generation_width
     squares = (model.codes_per_token > 1) + (model.image_head == "dit2")
     squares += model.image_head != "embed"
+    squares *= model.codes_per_token
     if model.sequential_codes:  # the first code sees no other; each later one, one more
-        squares += sum(i + 2 for i in range(1, model.codes_per_token)) / model.codes_per_token
-    return model.codes_per_token * width * (width * squares + model.codebook_size)
+        squares += sum(earlier + 2 for earlier in range(1, model.codes_per_token))
+    return width * (width * squares + model.codes_per_token * model.codebook_size)
 
 
 def _embedding_size(model: config.Model) -> int:

@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_ins
 import tiny
 from flax import nnx
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.inference.engine import Engine
-from sparse_lavida_jax.models import fuse
+from sparse_lavida_jax.models import fuse, parameters
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.sampling.presets import RowRequest
-from sparse_lavida_jax.training import step
+from sparse_lavida_jax.scenes.tokenizer import SHIPPED
+from sparse_lavida_jax.training import flops, start, step
 
 TOLERANCE = 2e-5
 CODES = 3  # in the codebook of the model whose cells are enumerated
@@ -114,6 +117,35 @@ def test_the_loss_in_chunks_has_the_same_value_and_gradient(model):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
     earlier = jax.tree.leaves(gradient.image_head.earlier_codes)
     assert all(np.abs(leaf).max() > 1e-6 for leaf in earlier)
+
+
+def test_the_matrices_of_the_head_are_counted(model):
+    head = model.image_head
+    each = sum(part.kernel.size for part in (head.cell, head.code, head.logits))
+    later = sum(
+        see.kernel.size + head.earlier_codes.add.kernel.size for see in head.earlier_codes.see
+    )
+    counted = flops.head_size("generation", model.settings)
+    assert counted == head.spread.kernel.size + 4 * each + later
+
+
+def test_a_run_adds_it_to_a_model_without_it(tmp_path):
+    changes = {"codes_per_token": 4, "grid_size": 3, "codebook_size": 64}
+    base = stand_ins.settings(model=config.to_dict(stand_ins.settings().model) | changes)
+    trained = tiny.denoiser(base.model)
+    model_folder.save_model(
+        tmp_path, trained, base, tokenizer_path=SHIPPED, vq_folder=None, readme=""
+    )
+    given = config.changed(
+        base, {"model": {"sequential_codes": True}, "train": {"init_from": str(tmp_path)}}
+    )
+    begun = start.init_state(given, trained).params
+    taken = parameters.by_name(begun)
+    for name, leaf in parameters.by_name(trained).items():
+        np.testing.assert_array_equal(taken.pop(name), leaf)
+    assert taken and all(name.startswith("image_head/earlier_codes/") for name in taken)
+    hidden, codes = hidden_of(trained, 1, 2), jnp.ones((1, 2, 4), jnp.int32)
+    np.testing.assert_array_equal(begun.image_logits(hidden, codes), trained.image_logits(hidden))
 
 
 @pytest.mark.parametrize(
