@@ -536,6 +536,7 @@ class Sampling(Section):
 
     preset: Literal["", Preset] = ""  # "": sparse for a step-causal model, dense for a "full" one
     num_steps: Positive = 12  # image steps
+    low_steps: Count = 0  # of images of quality "low"; 0: half of `num_steps`
     # The units that "dense" decodes: "cell", as all other presets do, for models that were trained
     # on whole cells; "code", as LaViDa-O does (a cell may be partly known). Conversion of a
     # released checkpoint sets "code".

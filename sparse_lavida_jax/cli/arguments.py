@@ -325,6 +325,7 @@ ARGUMENTS = {
         "--steps --num-inference-steps",
         f"steps of an image or of each text block, 1 to the number of its tokens; {_OWN}",
         _whole,
+        group="steps",
     ),
     "sampler": Argument(
         "--sampler", _sampler(*config.PRESETS, *config.TEXT_PRESETS), metavar="NAME"
@@ -362,6 +363,12 @@ ARGUMENTS = {
     ),
     "layout": Argument("--layout", _LAYOUT, _layout, group="layout", metavar="LAYOUT"),
     "no_layout": Argument("--no-layout", "draw without a layout", None, group="layout"),
+    "quality": Argument(
+        "--quality",
+        f"instead of --steps: {', '.join(options.QUALITIES)}; medium is the model's own number",
+        choices=options.QUALITIES,
+        group="steps",
+    ),
     "num_images": Argument("--num-images", f"images per prompt, 1 to {MOST_IMAGES}", _whole, 1),
     "best_of": Argument(
         "--best-of",

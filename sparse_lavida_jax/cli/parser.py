@@ -51,7 +51,8 @@ _LOADED = "checkpoint adapters convert mesh compilation_cache"
 _MODEL = f"{_LOADED} batch_size json json_full quiet debug"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
 _DRAWING = (
-    "out scale grid save_steps num_images best_of layout no_layout guidance order vq_dtype margins"
+    "out scale grid save_steps quality num_images best_of layout no_layout guidance order vq_dtype"
+    " margins"
 )
 _COMPLETING = (
     "out scale grid num_images best_of guidance order vq_dtype layout_temperature steps registers"

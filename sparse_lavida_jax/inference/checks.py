@@ -125,7 +125,7 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("steps", "num_images", "rounds", "best_of", "style_seed", "max_new_tokens"), _whole
     ),
-    **dict.fromkeys(("sampler", "order", "quantize", "vq_dtype", "template"), _text),
+    **dict.fromkeys(("sampler", "order", "quality", "quantize", "vq_dtype", "template"), _text),
     **dict.fromkeys(("as_written", "together"), _of(bool, "True or False")),
     **dict.fromkeys(
         ("temperature", "guidance", "guidance_image"),

@@ -24,7 +24,7 @@ from sparse_lavida_jax.prompting.gaps import Template, parse_template, words_tem
 from sparse_lavida_jax.prompting.protocol import Grid, PromptFormat
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_characters, check_words
 from sparse_lavida_jax.sampling import presets
-from sparse_lavida_jax.sampling.options import OPTIONS, changed
+from sparse_lavida_jax.sampling.options import OPTIONS, changed, quality_steps
 from sparse_lavida_jax.sampling.presets import RowRequest
 
 log = logging.getLogger(__name__)
@@ -156,6 +156,7 @@ class ImageOptions(Options, total=False):
 
     Attributes:
         num_images: images per prompt.
+        quality: "low", "medium" or "high", instead of `steps` (`options.quality_steps`).
         best_of: draws each image anew until the model, asked whether it shows the prompt, accepts
             it, at most so many times; the last one is the result if it accepts none.
         layout: whether to lay the image out in text first, or the layout to follow, or one per
@@ -170,6 +171,7 @@ class ImageOptions(Options, total=False):
     """
 
     num_images: Number
+    quality: str | None
     best_of: Number
     layout: bool | Words | None
     layout_temperature: Number
@@ -217,7 +219,7 @@ class TaskSpec:
 _ALL = frozenset(
     {"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize", "as_written"}
 )
-_DRAWS = _ALL | {"num_images", "best_of", "layout", "guidance", "order", "vq_dtype"}
+_DRAWS = _ALL | {"quality", "num_images", "best_of", "layout", "guidance", "order", "vq_dtype"}
 _CHANGES = _DRAWS | {"guidance_image"}
 _LAYS_OUT = frozenset({"layout_temperature"})  # edits use the temperature of other texts
 _ANSWERS = _ALL | {"max_new_tokens", "earlier", "together"}
@@ -295,6 +297,8 @@ class RequestMaker:
                 allowed=tuple(sorted(spec.takes)),
             )
         self._check(task, spec, words, shown, given)
+        if "quality" in given:
+            given["steps"] = self._steps(given)
         sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
         if "style_seed" in given:
             self._check_style(sampling)
@@ -332,6 +336,14 @@ class RequestMaker:
             for i, (one, images) in enumerate(pairs)
         ]
         return self._warned(made, spec)
+
+    def _steps(self, given: dict[str, Any]) -> int:
+        """Returns the number of steps that a quality stands for."""
+        if "steps" in given:
+            remedy = "{setting} is a number of steps, and steps says another: give one of them."
+            raise RequestError(remedy, setting="quality")
+        sampling = given.get("sampling") or self.settings.sampling
+        return quality_steps(given["quality"], sampling, self.settings.model.num_cells)
 
     def _check_style(self, sampling: config.Sampling) -> None:
         """Refuses to choose the style code of images that have none."""

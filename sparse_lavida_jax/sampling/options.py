@@ -118,6 +118,30 @@ OPTIONS: dict[str, Option] = {
 ALIASES = {alias: name for name, option in OPTIONS.items() for alias in option.aliases}
 
 
+QUALITIES = ("low", "medium", "high")
+
+
+def quality_steps(quality: str, sampling: config.Sampling, cells: int) -> int:
+    """Returns the steps of an image for a quality (docs/serving.md lists what they cost).
+
+    "medium" is the model's own number, "low" is `Sampling.low_steps`, or half as many, and "high"
+    twice as many. All use as many registers as in training.
+
+    Args:
+        cells: of an image.
+
+    Raises:
+        RequestError: there is no such quality.
+    """
+    steps = sampling.num_steps
+    low = sampling.low_steps or max(1, steps // 2)
+    chosen = dict(zip(QUALITIES, (low, steps, max(steps, min(2 * steps, cells))), strict=True))
+    if quality not in chosen:
+        allowed = f"choose one of {', '.join(QUALITIES)}"
+        raise RequestError(setting="quality", value=repr(quality), allowed=allowed)
+    return chosen[quality]
+
+
 def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.Sampling:
     """Returns settings with the given options applied; None keeps the checkpoint's own.
 

@@ -318,6 +318,13 @@ def test_options_are_handed_on(asked, capsys):
     }
 
 
+def test_a_quality_stands_for_steps_in_the_command_line(asked, capsys):
+    assert run("generate", "a", "--quality=low") == 0
+    assert asked[-1][-1] == {"quality": "low", "num_images": 1}
+    assert run("generate", "a", "--quality=low", "--steps=3") == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
 def test_options_have_the_names_of_other_libraries_too(asked, capsys):
     assert run("generate", "a", "--num-inference-steps=3", "--guidance-scale=2") == 0
     assert asked[-1][-1] == {"steps": 3, "guidance": 2.0, "num_images": 1}

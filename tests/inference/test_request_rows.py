@@ -10,6 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import stand_ins
 from PIL import Image
 
 from sparse_lavida_jax import config
@@ -19,7 +20,7 @@ from sparse_lavida_jax.inference.requests import Request
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.prompting.gaps import parse_template, words_template
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sampling import presets
+from sparse_lavida_jax.sampling import options, presets
 
 IMAGE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
@@ -196,3 +197,23 @@ def test_an_image_that_is_recorded_must_be_the_same(tmp_path):
         requests.recorded_image(record, IMAGE + 1)
     with pytest.raises(RequestError, match="an image of no file"):
         requests.recorded_image({"picture": requests.ShownImage(IMAGE).as_json()}, None)
+
+
+def test_a_quality_is_a_number_of_steps():
+    own = config.Sampling(num_steps=12)
+    wanted = {"low": 6, "medium": 12, "high": 24}
+    assert {one: options.quality_steps(one, own, 144) for one in options.QUALITIES} == wanted
+    own = dataclasses.replace(own, low_steps=3)
+    assert [options.quality_steps(one, own, 16) for one in options.QUALITIES] == [3, 12, 16]
+    with pytest.raises(RequestError, match="'best'.*choose one of low, medium, high"):
+        options.quality_steps("best", own, 144)
+
+
+def test_a_request_has_a_quality_or_a_number_of_steps():
+    pipe = stand_ins.pipe_of_tasks(("draw",), 1)
+    (made,) = pipe.requests("generate", "a red circle", quality="low")
+    assert made.sampling.num_steps == max(1, pipe.settings.sampling.num_steps // 2)
+    with pytest.raises(RequestError, match="quality is a number of steps.*give one of them"):
+        pipe.requests("generate", "a red circle", quality="low", num_inference_steps=3)
+    with pytest.raises(RequestError, match="ask takes no quality"):
+        pipe.requests("ask", "how many?", quality="low")

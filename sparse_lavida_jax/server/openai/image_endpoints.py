@@ -12,9 +12,9 @@ from typing import Any
 
 import fastapi
 
-from sparse_lavida_jax import config
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
+from sparse_lavida_jax.sampling.options import quality_steps
 from sparse_lavida_jax.schema import about
 from sparse_lavida_jax.server.openai import asking, bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import BranchBody, ImageBody
@@ -82,7 +82,9 @@ async def _images(
     decode: Callable[[], tuple[Any, dict[str, Any]]] = lambda: (None, {}),
     **more: Any,
 ):
-    settings = client.service.pipe.settings
+    settings, steps = client.service.pipe.settings, {}
+    if task != BRANCH and asked.quality in ("low", "high"):
+        steps["steps"] = quality_steps(asked.quality, settings.sampling, settings.model.num_cells)
     waiting = await asking.queued(
         client,
         task,
@@ -93,7 +95,7 @@ async def _images(
         previews=asked.partial_images,
         num_images=asked.n,
         **more,
-        **({} if task == BRANCH else quality(asked.quality, settings)),
+        **steps,
     )
     if asked.stream:
         return await asking.streamed(waiting, _events(waiting, asked))
@@ -143,18 +145,6 @@ async def _events(
     kind, said = event("completed", result.pixels[0], content)
     notes = asking.notes(ticket, result)
     yield kind, said | {"usage": _usage(waiting, result), "sparse_lavida": notes}
-
-
-def quality(name: str, settings: config.Config) -> dict[str, int]:
-    """Returns the number of steps for a quality (docs/serving.md lists what they cost).
-
-    "auto" and "medium" are the model's own, "low" is half of that, and "high" twice as many. All
-    use as many registers as in training: with fewer, a quarter of the bundled model's images fail.
-    """
-    steps = settings.sampling.num_steps
-    most = settings.model.num_cells
-    chosen = {"low": max(1, steps // 2), "high": max(steps, min(2 * steps, most))}
-    return {"steps": chosen[name]} if name in chosen else {}
 
 
 # ---------------------------------------------------------------------------------------------
