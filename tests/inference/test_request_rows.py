@@ -205,7 +205,7 @@ def test_a_quality_is_a_number_of_steps():
     assert {one: options.quality_steps(one, own, 144) for one in options.QUALITIES} == wanted
     own = dataclasses.replace(own, low_steps=3)
     assert [options.quality_steps(one, own, 16) for one in options.QUALITIES] == [3, 12, 16]
-    with pytest.raises(RequestError, match="'best'.*choose one of low, medium, high"):
+    with pytest.raises(RequestError, match=r"'best'.*choose one of low, medium, high"):
         options.quality_steps("best", own, 144)
 
 
@@ -213,7 +213,7 @@ def test_a_request_has_a_quality_or_a_number_of_steps():
     pipe = stand_ins.pipe_of_tasks(("draw",), 1)
     (made,) = pipe.requests("generate", "a red circle", quality="low")
     assert made.sampling.num_steps == max(1, pipe.settings.sampling.num_steps // 2)
-    with pytest.raises(RequestError, match="quality is a number of steps.*give one of them"):
+    with pytest.raises(RequestError, match=r"quality is a number of steps.*give one of them"):
         pipe.requests("generate", "a red circle", quality="low", num_inference_steps=3)
     with pytest.raises(RequestError, match="ask takes no quality"):
         pipe.requests("ask", "how many?", quality="low")
