@@ -118,7 +118,7 @@ PARTS = tuple(field.name for field in dataclasses.fields(MemoryPlan))[2:]
 def ways(settings: config.Config) -> dict[str, config.Config]:
     """Returns the ways to train a model of this size that the table compares, by name."""
     plain = dataclasses.replace(
-        settings.optimizer, kind="adamw", groups=(), ema=0.0, moments_dtype="float32"
+        settings.optimizer, kind="adamw", groups=(), ema=0.0, distil=0.0, moments_dtype="float32"
     )
     model, whole = dataclasses.replace(settings.model, remat="layer"), config.Lora()
 

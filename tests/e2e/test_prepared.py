@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 import shutil
 import types
@@ -21,6 +22,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.training import metrics
 
 README = "# base\n\nThe licence of the base.\n"
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 STEPS = 3
 
 
@@ -73,6 +75,34 @@ def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
     before = model_folder.load_model(given.train.init_from).model
     changed = loaded.model.image_head.logits.kernel[...] != before.image_head.logits.kernel[...]
     assert np.asarray(changed).mean() > 0.5
+
+
+@pytest.mark.slow
+def test_a_converted_model_learns_to_draw_in_few_steps(given, tmp_path, capsys):
+    """`configs/lavida_o_few.py`, at the size of the base: adapters and a style code, then halving."""
+    base, folders = given.train.init_from, {}
+    for way in ("style", "distil"):
+        few = config.read(CONFIGS / f"lavida_o_few.py:{way}")
+        wanted = {
+            "name": few.name, "lora": {"rank": 2, "also": few.lora.also},
+            "diffusion": {"blocks": few.diffusion.blocks, "plan_steps": (1, 2, 4)},
+            "optimizer": {
+                name: getattr(few.optimizer, name)
+                for name in ("style_warmup_steps", "distil", "frozen_dtype")
+            } | {"learning_rate": 0.1, "warmup_steps": 0, "ema": min(few.optimizer.ema, 0.5)},
+            "model": {"style_groups": 2, "style_values": 4},
+            "train": {"init_from": str(folders.get("style", base)), "train_steps": 2},
+        }  # fmt: skip
+        folders[way] = tmp_path / way
+        folders[way].mkdir()
+        asked = words(config.changed(given, wanted), folders[way])
+        assert main.main(asked) == 0, capsys.readouterr().err
+        folders[way] /= "run"
+        lines = metrics.read_metrics(folders[way] / "metrics.jsonl")
+        assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line)
+    before, after = (model_folder.load_model(folders[way]).model for way in folders)
+    tables = [model.style_code.register_values[...] for model in (before, after)]
+    assert (np.asarray(tables[0]) != np.asarray(tables[1])).any()
 
 
 def complaint(given, folder, capsys):
