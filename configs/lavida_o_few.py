@@ -6,9 +6,9 @@ r"""LaViDa-O drawn in few steps: LoRA, with a style code that the cells of an im
     python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:plain     # without a code
     python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:distil    # after the first
 
-Half of the image rows are drawn in one to four steps (docs/method.md); `distil` learns in one step what
-the average of its parameters decodes in two. It has not been tried at full size: settings are those
-of `configs/art_few.py`, with the rank and the learning rate of `configs/lavida_o_lora.py`.
+Half of the image rows are drawn in one to four steps (docs/method.md); `distil` learns in one step
+what the average of its parameters decodes in two. It has not been tried at full size: rank and
+learning rate are those of `configs/lavida_o_lora.py`.
 """
 
 import lavida_o_lora

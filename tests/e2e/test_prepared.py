@@ -79,7 +79,7 @@ def test_a_prepared_folder_is_trained_on(given, tokenizer, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_converted_model_learns_to_draw_in_few_steps(given, tmp_path, capsys):
-    """`configs/lavida_o_few.py`, at the size of the base: adapters and a style code, then halving."""
+    """`configs/lavida_o_few.py`, at the size of the base: adapters and a code, then halving."""
     base, folders = given.train.init_from, {}
     for way in ("style", "distil"):
         few = config.read(CONFIGS / f"lavida_o_few.py:{way}")
