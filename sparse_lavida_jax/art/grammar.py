@@ -261,8 +261,15 @@ class ArtLayout:
     entries: tuple[tuple[str, Box], ...]
 
     @staticmethod
-    def of(scene: ArtScene) -> "ArtLayout":
-        return ArtLayout(tuple((thing.name, thing.box) for thing in scene.things))
+    def of(scene: ArtScene, request: ArtRequest | None = None) -> "ArtLayout":
+        """Lays out a scene, with its things in the order in which a request for it names them.
+
+        A model then copies names one after another. In any other order it has to know which ones
+        it has not written yet.
+        """
+        names = [phrase.name for phrase in request.phrases] if request else []
+        things = sorted(scene.things, key=lambda thing: names.index(thing.name) if names else 0)
+        return ArtLayout(tuple((thing.name, thing.box) for thing in things))
 
     def __str__(self) -> str:
         return ",".join(f" {name}{box_text(box)}" for name, box in self.entries)

@@ -106,6 +106,15 @@ def test_instructions_are_said_and_read(text):
         ArtEdit.parse(f"please {text}")
 
 
+def test_a_layout_for_a_request_has_its_order():
+    request = ArtRequest.parse("a cat below a bear")
+    assert [name for name, _ in ArtLayout.of(SCENE, request).entries] == ["cat", "bear"]
+    for number in range(40):
+        sample = tasks.sample("layout", 3, number)
+        names = [phrase.name for phrase in ArtRequest.parse(sample.prompt).phrases]
+        assert [name for name, _ in ArtLayout.parse(sample.answer).entries] == names
+
+
 def test_a_layout_names_things_places_and_sizes_only():
     layout = ArtLayout.of(SCENE)
     assert str(layout) == (

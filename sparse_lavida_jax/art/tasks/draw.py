@@ -20,7 +20,7 @@ def make(dice: ArtDice) -> Sample | None:
     if request is None:
         return None
     language = dice.pick(LANGUAGES[1:]) if column == "language" else "en"
-    layout = str(ArtLayout.of(scene))
+    layout = str(ArtLayout.of(scene, request))
     words = request.said(language, dice.sheet)
     return Sample(words, target=scene, layout=layout, column=column)
 

@@ -32,7 +32,9 @@ def make_hole(dice: ArtDice, *, word: str) -> Sample | None:
         return None
     whole = drawn.target
     assert whole is not None
-    missing = tuple((one.name, one.box) for one in whole.things if hidden[one.cells].any())
+    laid = ArtLayout.parse(drawn.layout or "")
+    pairs = zip(laid.entries, laid.things, strict=True)
+    missing = tuple(entry for entry, thing in pairs if hidden[thing.cells].any())
     if not missing:
         return None
     steps = CELL_STEPS
