@@ -91,7 +91,7 @@ WORLDS = {
         {
             "optimizer": FLAT["optimizer"],
             "data": {"things": 40, "lessons": {}, "tasks": {"draw": 1.0, "draw_part": 1.0}},
-            "train": {"batch_size": 32},
+            "train": {"batch_size": 32, "vision_from": ""},
             # Measured before `plan_bounds` said why `configs/art.py` has other plans and codes.
             "model": {"sequential_codes": False},
             "diffusion": {"plan_steps": (8, 12, 18), "merge_cells": 16, "layout_first": 0.0},

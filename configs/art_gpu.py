@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A larger model of real art for one GPU: 128x128 pixels, 16x16 cells, 33 M parameters, bfloat16.
 
+    python -m sparse_lavida_jax.art.vision_tower --config=configs/art_gpu.py \
+        --out=runs/art_gpu.safetensors
     python -m sparse_lavida_jax.main --config=configs/art_gpu.py
     timeout -s TERM 570 python -m sparse_lavida_jax.main --config=configs/art_gpu.py  # a piece
     python -m sparse_lavida_jax.main --config=configs/art_gpu.py:tiny     # the same on a CPU
@@ -38,6 +40,7 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
     c.optimizer.update(learning_rate=3e-3, warmup_steps=200, final_fraction=0.03)
     c.train.update(
         train_steps=STEPS,
+        vision_from="runs/art_gpu.safetensors",
         batch_size=256,
         checkpoint_seconds=120.0,
         keep_states=1,
@@ -53,7 +56,7 @@ def get_config(size: str = "large") -> ml_collections.ConfigDict:
         c.data.tasks = dict(name=1.0, draw=1.0)
         c.model.update(scenes_gpu.TINY)
         c.model.vision.update(scenes_gpu.TINY_VISION)
-        c.train.update(scenes_gpu.TINY_RUN)
+        c.train.update(scenes_gpu.TINY_RUN, vision_from="")
     for name, lesson in c.data.lessons.items():
         lesson.until = max(1, round(UNTIL[name] * c.train.train_steps))
     return c

@@ -142,7 +142,7 @@ def _loss(seeing: Seeing, images: Array, labels: Array, *, values: tuple[int, ..
 
 
 def _step(rule: optax.GradientTransformation, values: tuple[int, ...]) -> Callable:
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=1)
     def step(seeing: PyTree, state: PyTree, images: Array, labels: Array):
         call = functools.partial(_loss, values=values)
         gradient, _ = jax.grad(call, has_aux=True)(seeing, images, labels)

@@ -8,6 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from jax.sharding import Mesh
 
 from sparse_lavida_jax import config
@@ -35,12 +36,14 @@ def init_state(settings: config.Config, params: Denoiser, mesh: Mesh | None = No
         mesh: to spread the state over; every device reads or makes only its own part.
 
     Raises:
-        CheckpointError: `init_from` is not a checkpoint, or its model has other shapes.
+        CheckpointError: `init_from` is not a checkpoint, or its model has other shapes; likewise
+            `vision_from`.
         ConfigError: adapters without a base, or settings that train nothing.
     """
     in_host_memory = mesh is None and settings.optimizer.frozen_dtype == "int8"
     with jax.default_device(jax.devices("cpu")[0] if in_host_memory else None):
-        params = lora.begin(settings, _base(settings, params, mesh), jax.random.key(settings.seed))
+        params = _with_vision(settings.train.vision_from, _base(settings, params, mesh))
+        params = lora.begin(settings, params, jax.random.key(settings.seed))
         params, frozen = optimizer.parted(settings, params)
     base = settings.train.init_from
     if frozen is not None and base and states.is_unfinished(base):
@@ -134,6 +137,19 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
             " train.init_from."
         )
     return jax.tree.map(jnp.copy, params)  # the first step donates its state
+
+
+def _with_vision(file: str, params: Denoiser) -> Denoiser:
+    """Returns parameters with the vision tower of a file, if one is named."""
+    if not file:
+        return params
+    try:
+        return parameters.replaced(params, safetensors.numpy.load_file(file))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise model_folder.CheckpointError(
+            f"Train.vision_from={file!r} holds no vision tower for this model ({error}). `python -m"
+            " sparse_lavida_jax.art.vision_tower --config=... --out=...` makes one."
+        ) from error
 
 
 def _taken_over(settings: config.Config, base: pathlib.Path) -> Denoiser:
