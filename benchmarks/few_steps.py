@@ -3,7 +3,7 @@ r"""What few steps cost, in bits: the likelihood of images under plans of K step
 
     python -m benchmarks.few_steps --part=gap                # the bundled model
     python -m benchmarks.few_steps --part=gap --model=runs/art/model
-    python -m benchmarks.few_steps --part=figure             # docs/log/few_steps.png, from the rows
+    python -m benchmarks.few_steps --part=page               # docs/few_steps.md, from the rows
     python -m benchmarks.few_steps --part=code --model=runs/art_style/model  # with a style code
     python -m benchmarks.few_steps --part=holes --model=runs/art_style/model
     python -m benchmarks.few_steps --part=plans --given=words --images=300
@@ -35,7 +35,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float, Int
 
-from benchmarks import ablation_report, command, measurements, plan_search
+from benchmarks import command, few_steps_page, measurements, plan_search
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
@@ -51,9 +51,10 @@ from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.training import style
 
-PARTS = ["gap", "code", "holes", "plans", "figure"]
+PARTS = ["gap", "code", "holes", "plans", "page"]
 PART = flags.DEFINE_enum("part", "gap", PARTS, "What is done.")
 MODEL = flags.DEFINE_string("model", "scenes", "A bundled model, or a model folder.")
+CALLED = flags.DEFINE_string("called", "", 'What rows call it, such as "style/s0"; "": --model.')
 STEPS = flags.DEFINE_list("steps", ["1", "2", "4", "8", "16", "32"], "Steps of the plans.")
 SCHEDULES = flags.DEFINE_list("schedules", ["linear", "cosine", "shift"], "Cells of each step.")
 ORDERS = flags.DEFINE_list("orders", ["stratified", "halton", "random"], "Orders of the cells.")
@@ -65,14 +66,12 @@ IMAGE_SEED = flags.DEFINE_integer("seed", 0, "Of the images that plans draw.", l
 DONE = flags.DEFINE_string("resume", "runs/few_steps.jsonl", "File for finished plans.")
 
 BATCH, SEED = 16, 56
-FIGURE = pathlib.Path(__file__).parents[1] / "docs" / "log" / "few_steps.png"
 
 
 def main(_: list[str]) -> None:
     """Does a part."""
-    if PART.value == "figure":
-        rows = measurements.read_rows("few_steps")
-        draw_figure([row for row in rows if row["id"].startswith("gap/")])
+    if PART.value == "page":
+        few_steps_page.write()
         return
     pipe = SparseLaViDa.from_pretrained(MODEL.value, batch_size=BATCH)
     if PART.value == "plans":
@@ -82,10 +81,11 @@ def main(_: list[str]) -> None:
         raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
     rows = {"gap": gap_rows, "code": code_rows, "holes": hole_rows}[PART.value]
     bench = measurements.Bench("few_steps")
+    called = CALLED.value or MODEL.value
     for row in rows(pipe):
         name = f"{PART.value}/{row['given']}/{row['order']}/{row['schedule']}/k{row['steps']}"
         name += f"/{row['codes']}" if "codes" in row else ""
-        path = bench.write(name, {"model": MODEL.value, **row}, name=f"{MODEL.value}/{name}")
+        path = bench.write(name, {"model": called, **row}, name=f"{called}/{name}")
         told = (
             f"{one} {row[one]:.3f}" for one in ("bits", "gap", "share", "coherent") if one in row
         )
@@ -105,7 +105,8 @@ def search_plans(pipe: SparseLaViDa) -> None:
         )
     asked = [name for name in plan_search.SETTINGS if name in SETTINGS.value]
     for given in GIVEN.value:
-        scorer = plan_search.Scorer(pipe, MODEL.value, given, COUNT.value, IMAGE_SEED.value)
+        called = CALLED.value or MODEL.value
+        scorer = plan_search.Scorer(pipe, called, given, COUNT.value, IMAGE_SEED.value)
         for steps in map(int, STEPS.value):
             best = plan_search.search(scorer, steps, asked)
             print(f"best of {steps} steps, given {given}: {best}", flush=True)
@@ -298,35 +299,6 @@ def _costs(
         weight = weight if weight.ndim == 3 else weight[..., None]
         found[name] = -(own * weight).sum(axis=(1, 2)) / jnp.log(2)
     return found
-
-
-def draw_figure(rows: list[dict[str, Any]]) -> None:
-    """Draws the gap against the steps, a panel for each model and what is given.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    kinds = sorted({(row["model"], row["given"]) for row in rows}, reverse=True)
-    size = {"figsize": (4.6 * len(kinds), 3.6), "layout": "constrained"}
-    size |= {"squeeze": False, "sharey": True}
-    with ablation_report.figure(FIGURE, ncols=len(kinds), **size) as panels:
-        for panel, (model, given) in zip(panels[0], kinds, strict=True):
-            own = [row for row in rows if (row["model"], row["given"]) == (model, given)]
-            for order, schedule in sorted({(row["order"], row["schedule"]) for row in own}):
-                points = sorted(
-                    (row["steps"], row["gap"], row["gap_error"])
-                    for row in own
-                    if row["order"] == order and (row["schedule"] == schedule or row["steps"] == 1)
-                )
-                steps, gaps, errors = zip(*points, strict=True)
-                panel.errorbar(steps, gaps, errors, lw=1, capsize=2, label=f"{order}, {schedule}")
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter("{x:.0f}")
-            panel.axhline(0, color="0.8", lw=0.8)
-            panel.set(xlabel="steps", ylabel="bits an image above one cell a step")
-            panel.set_title(f"{model}, given: words{' and layout' * (given == 'layout')}")
-            panel.legend(fontsize=7, frameon=False)
-    print(FIGURE)
 
 
 if __name__ == "__main__":

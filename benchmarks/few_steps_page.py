@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page on few steps: its tables and figures, from the committed rows.
+
+Rows of several seeds are called by what the seeds share, such as "style" for "style/s0" and
+"style/s1": a mean over them, with its standard deviation.
+"""
+
+import collections
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks import ablation_report, measurements
+from sparse_lavida_jax import config
+from sparse_lavida_jax.data import markdown
+from sparse_lavida_jax.evals.scorers import mean_and_spread
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "few_steps.md"
+BEGIN, END = "<!-- {} written by benchmarks.few_steps -->", "<!-- up to here -->"
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def way_of(row: Mapping[str, Any]) -> str:
+    """Returns what a model is called, without its seed."""
+    return re.sub(r"/s\d+$", "", row["model"])
+
+
+def gap_table(rows: Rows) -> str:
+    """Returns the gap of plans, in bits an image, by their number of steps."""
+    found = collections.defaultdict[tuple, dict[int, Mapping[str, Any]]](dict)
+    for row in rows:
+        if row["id"].startswith("gap/"):
+            found[row["model"], row["given"], row["order"], row["schedule"]][row["steps"]] = row
+    numbers = sorted({steps for own in found.values() for steps, row in own.items() if row["gap"]})
+    lines = []
+    for (model, given, order, schedule), own in sorted(found.items()):
+        if most := [own[steps]["bits"] - own[steps]["gap"] for steps in own]:
+            gaps = [f"{own[n]['gap']:.2f}" if n in own else None for n in numbers]
+            lines.append((model, given, order, schedule, f"{most[0]:.1f}", *gaps))
+    heads = ("model", "given", "order", "counts", "bits at one cell a step")
+    return markdown.table([*heads, *(f"{n} step{'s' * (n > 1)}" for n in numbers)], lines)
+
+
+def plans_table(rows: Rows) -> str:
+    """Returns the best plan that was found for each model and number of steps."""
+    best: dict[tuple, Mapping[str, Any]] = {}
+    for row in rows:
+        key = way_of(row), row["given"], -row["steps"]
+        kept = best.get(key)
+        if row["method"] != "own" and (kept is None or _merit(row) > _merit(kept)):
+            best[key] = row
+    lines = [
+        (way, given, -steps, _told(row["method"]), row["prompts"], f"{row['share']:.3f}",
+         *_coherence([row]))
+        for (way, given, steps), row in sorted(best.items())
+    ]  # fmt: skip
+    heads = ("model", "given", "steps", "best plan", "prompts", "correct")
+    return markdown.table([*heads, "coherent", "entropy of styles, bits"], lines)
+
+
+def _merit(row: Mapping[str, Any]) -> tuple[float, float]:
+    return row["share"], row.get("coherent", 0.0)
+
+
+def _told(method: str) -> str:
+    return method.removeprefix("merge_cells=0,").replace(",", ", ").replace("=", " ")
+
+
+def _coherence(rows: Rows) -> list[str | None]:
+    return [
+        mean_and_spread([row[name] for row in rows if name in row], 3) or None
+        for name in ("coherent", "entropy_bits")
+    ]
+
+
+def models_table(rows: Rows) -> str:
+    """Returns what models draw with plans of their own, over their seeds."""
+    found = collections.defaultdict[tuple, list[Mapping[str, Any]]](list)
+    for row in rows:
+        if row["method"] == "own":
+            found[way_of(row), row["given"], -row["steps"]].append(row)
+    lines = [
+        (way, given, -steps, len(own), mean_and_spread([row["share"] for row in own], 3),
+         *_coherence(own))
+        for (way, given, steps), own in sorted(found.items())
+    ]  # fmt: skip
+    heads = ("model", "given", "steps", "seeds", "correct", "coherent", "entropy of styles, bits")
+    return markdown.table(heads, lines)
+
+
+def codes_table(rows: Rows) -> str:
+    """Returns what a code costs, what it wins, and what images are with codes of each kind."""
+    found = collections.defaultdict[tuple, dict[str, list[Mapping[str, Any]]]](dict)
+    for row in rows:
+        kind = row["id"].partition("/")[0]
+        if kind in ("code", "holes"):
+            key = way_of(row), row["given"], row["order"], row["schedule"], -row["steps"]
+            found[key].setdefault(row.get("codes", kind), []).append(row)
+    lines = []
+    for (*about, steps), own in sorted(found.items()):
+        coded = own.get("code", [])
+        closed = [1 - row["gap"] / row["gap_without"] for row in coded if row["gap_without"]]
+        drawn = [
+            mean_and_spread([row["coherent"] for row in own.get(kind, []) if "coherent" in row], 3)
+            for kind in ("prior", "posterior")
+        ]
+        bits = mean_and_spread([row["bits_of_code"] for row in coded], 2)
+        lines.append((*about, -steps, bits, mean_and_spread(closed, 2), *drawn))
+    heads = ("model", "given", "order", "counts", "steps", "bits of the code")
+    return markdown.table(
+        [*heads, "share of the gap closed", "coherent, prior's codes", "posterior's"], lines
+    )
+
+
+def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
+    """Draws the gap against the steps, a panel for each model and what is given.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    rows = [row for row in rows if row["id"].startswith("gap/")]
+    kinds = sorted({(row["model"], row["given"]) for row in rows}, reverse=True)
+    size = {"figsize": (4.6 * len(kinds), 3.6), "layout": "constrained"}
+    size |= {"squeeze": False, "sharey": True}
+    with ablation_report.figure(path, ncols=len(kinds), **size) as panels:
+        for panel, (model, given) in zip(panels[0], kinds, strict=True):
+            own = [row for row in rows if (row["model"], row["given"]) == (model, given)]
+            for order, schedule in sorted({(row["order"], row["schedule"]) for row in own}):
+                points = sorted(
+                    (row["steps"], row["gap"], row["gap_error"])
+                    for row in own
+                    if row["order"] == order and (row["schedule"] == schedule or row["steps"] == 1)
+                )
+                steps, gaps, errors = zip(*points, strict=True)
+                panel.errorbar(steps, gaps, errors, lw=1, capsize=2, label=f"{order}, {schedule}")
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
+            panel.axhline(0, color="0.8", lw=0.8)
+            panel.set(xlabel="steps", ylabel="bits an image above one cell a step")
+            panel.set_title(f"{model}, given: words{' and layout' * (given == 'layout')}")
+            panel.legend(fontsize=7, frameon=False)
+
+
+def draw_plans(rows: Rows, path: pathlib.Path) -> None:
+    """Draws correct prompts and coherent things against the steps, a line for each model.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    found = collections.defaultdict[tuple, dict[int, list[Mapping[str, Any]]]](dict)
+    for row in rows:
+        if row["method"] == "own":
+            found[way_of(row), row["given"]].setdefault(row["steps"], []).append(row)
+    kinds = {"share": "correct prompts", "coherent": "coherent things"}
+    size = {"figsize": (9.2, 3.6), "layout": "constrained", "squeeze": False}
+    with ablation_report.figure(path, ncols=len(kinds), **size) as panels:
+        for panel, (name, title) in zip(panels[0], kinds.items(), strict=True):
+            for (way, given), own in sorted(found.items()):
+                points = [
+                    (steps, np.mean(values), np.std(values))
+                    for steps in sorted(own)
+                    if (values := [row[name] for row in own[steps] if name in row])
+                ]
+                if points:
+                    steps, means, spreads = zip(*points, strict=True)
+                    label = f"{way}, given {given}"
+                    panel.errorbar(steps, means, spreads, lw=1, capsize=2, marker=".", label=label)
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
+            panel.set(xlabel="steps", ylim=(0, 1), title=title)
+            panel.legend(fontsize=7, frameon=False)
+
+
+TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
+    "gap": ("few_steps", gap_table),
+    "plans": ("plan_search", plans_table),
+    "models": ("plan_search", models_table),
+    "codes": ("few_steps", codes_table),
+}
+
+
+def renewed(page: str) -> str:
+    """Returns a page with its tables written again; those that it does not name are left out.
+
+    Raises:
+        ConfigError: it has a table without an end.
+    """
+    for name, (suite, made) in TABLES.items():
+        begin = BEGIN.format(name)
+        if begin in page:
+            try:
+                part = made(measurements.read_rows(suite))
+                page = markdown.with_part(page, begin, END, part)
+            except ValueError as error:
+                raise config.ConfigError(f"{PAGE}: {error}") from error
+    return page
+
+
+def write() -> None:
+    """Writes the tables of the page, and its figures.
+
+    Raises:
+        ConfigError: the page lacks a marker, or matplotlib is not installed.
+    """
+    PAGE.write_text(renewed(PAGE.read_text()))
+    draw_gaps(measurements.read_rows("few_steps"), DOCS / "few_steps_gap.png")
+    if any(row["method"] == "own" for row in measurements.read_rows("plan_search")):
+        draw_plans(measurements.read_rows("plan_search"), DOCS / "few_steps_models.png")
+    print(PAGE)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page on few steps says what its rows say."""
+
+import pytest
+
+from benchmarks import few_steps_page, measurements
+from sparse_lavida_jax import config
+
+
+def plan(model, steps, share, method="own", **more):
+    row = {"model": model, "given": "words", "steps": steps, "method": method, "prompts": 300}
+    return row | {"share": share} | more
+
+
+def cells(text):
+    return [[one.strip() for one in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def test_seeds_are_averaged_and_the_best_plan_is_kept():
+    rows = [
+        plan("style/s0", 3, 0.5, coherent=0.8, entropy_bits=1.5),
+        plan("style/s1", 3, 0.7, coherent=0.9, entropy_bits=1.5),
+        plan("plain/s0", 3, 0.4, coherent=0.7, entropy_bits=1.4),
+        plan("art", 6, 0.6, "merge_cells=0,schedule=cosine", coherent=0.5, entropy_bits=1.0),
+        plan("art", 6, 0.6, "merge_cells=0,schedule=linear", coherent=0.6, entropy_bits=1.0),
+    ]
+    assert cells(few_steps_page.models_table(rows)) == [
+        ["plain", "words", "3", "1", "0.400", "0.700", "1.400"],
+        ["style", "words", "3", "2", "0.600 ± 0.141", "0.850 ± 0.071", "1.500 ± 0.000"],
+    ]
+    (best,) = cells(few_steps_page.plans_table(rows))
+    assert best[3:] == ["schedule linear", "300", "0.600", "0.600", "1.000"]
+
+
+def test_a_code_is_compared_with_the_gap_that_it_could_close():
+    about = {"given": "words", "order": "layout", "schedule": "linear", "steps": 2}
+    rows = [
+        {"model": f"style/s{seed}", "id": "code/x", "gap": 1.0, "gap_without": 4.0} | about
+        | {"bits_of_code": 2.0}
+        for seed in range(2)
+    ]  # fmt: skip
+    rows += [
+        {"model": "style/s0", "id": "holes/x", "codes": kind, "coherent": share} | about
+        for kind, share in (("prior", 0.5), ("posterior", 0.6))
+    ]
+    (line,) = cells(few_steps_page.codes_table(rows))
+    assert line[4:] == ["2", "2.00 ± 0.00", "0.75 ± 0.00", "0.500", "0.600"]
+
+
+def test_the_page_is_that_of_the_committed_rows(tmp_path):
+    page = few_steps_page.PAGE.read_text()
+    assert few_steps_page.renewed(page) == page
+    with pytest.raises(config.ConfigError, match="no lines"):
+        few_steps_page.renewed(page.replace(few_steps_page.END, ""))
+    few_steps_page.draw_gaps(measurements.read_rows("few_steps"), tmp_path / "gap.png")
+    rows = [plan(f"a/s{seed}", steps, 0.5, coherent=0.6) for seed in (0, 1) for steps in (2, 4)]
+    few_steps_page.draw_plans(rows, tmp_path / "plans.png")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("gap.png", "plans.png"))
