@@ -20,6 +20,7 @@ together, with codes of the posterior, against the same model without its code. 
 images with codes of the prior and, of the same prompts, of the posterior of the true image: where
 the prior draws codes that no image has, the second are better. `--part=plans` searches the best
 plan for each number of steps (`plan_search.py`); with `--settings=` it scores the model's own.
+`--part=styles` draws a figure: a row for each prompt, a column for each code, all of one seed.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ from sparse_lavida_jax.data.batch import RowShape, stack
 from sparse_lavida_jax.data.corrupted_rows import Corrupted, CorruptedRow
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.data.image_files import Pixels
-from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.evals import exact, training_report
 from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.inference.tasks import TaskRun
 from sparse_lavida_jax.models.denoiser import Denoiser
@@ -51,7 +52,7 @@ from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.training import style
 
-PARTS = ["gap", "code", "holes", "plans", "page"]
+PARTS = ["gap", "code", "holes", "plans", "styles", "page"]
 PART = flags.DEFINE_enum("part", "gap", PARTS, "What is done.")
 MODEL = flags.DEFINE_string("model", "scenes", "A bundled model, or a model folder.")
 CALLED = flags.DEFINE_string("called", "", 'What rows call it, such as "style/s0"; "": --model.')
@@ -66,6 +67,7 @@ IMAGE_SEED = flags.DEFINE_integer("seed", 0, "Of the images that plans draw.", l
 DONE = flags.DEFINE_string("resume", "runs/few_steps.jsonl", "File for finished plans.")
 
 BATCH, SEED = 16, 56
+STYLED = 4  # prompts and codes of the figure of styles
 
 
 def main(_: list[str]) -> None:
@@ -79,6 +81,9 @@ def main(_: list[str]) -> None:
         return
     if PART.value != "gap" and not pipe.settings.model.style_groups:
         raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
+    if PART.value == "styles":
+        draw_styles(pipe, few_steps_page.DOCS / "few_steps_styles.png")
+        return
     rows = {"gap": gap_rows, "code": code_rows, "holes": hole_rows}[PART.value]
     bench = measurements.Bench("few_steps")
     called = CALLED.value or MODEL.value
@@ -280,6 +285,21 @@ def hole_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
                 **plan_search.judged(pipe.settings, samples, drawn, "test"),
                 "note": "prompts of the test split; seeds are those of the prompts",
             }  # fmt: skip
+
+
+def draw_styles(pipe: SparseLaViDa, path: pathlib.Path) -> None:
+    """Draws prompts with the same codes: what a code says, it should say of every prompt."""
+    here, count = exact.world_of(pipe.settings), STYLED
+    samples = [here.sample("draw", SEED, number, "test") for number in range(count)]
+    tiles = []
+    for sample, code in itertools.product(samples, range(count)):
+        drawn = pipe.generate(
+            sample.prompt, style_seed=code, steps=int(STEPS.value[-1]), as_written=True,
+            temperature=TEMPERATURE.value,
+        )  # fmt: skip
+        tiles.append(training_report.Tile(drawn.pixels[0], sample.prompt))
+    training_report.sheet(tiles, columns=count).save(path)
+    print(path)
 
 
 @jax.jit

@@ -9,6 +9,7 @@ import stand_ins
 import tiny
 from absl import flags
 from absl.testing import flagsaver
+from PIL import Image
 
 from benchmarks import few_steps
 from sparse_lavida_jax.pipeline import SparseLaViDa
@@ -33,6 +34,12 @@ def test_bits_without_a_code_are_those_of_one_pass_over_the_plan(pipe):
     np.testing.assert_allclose(coded["without"], counted, rtol=1e-5)
     assert np.abs(coded["with"] - counted).min() > 1e-3
     assert (coded["code"] > 0).all()
+
+
+def test_a_figure_shows_prompts_with_the_same_codes(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(few_steps, "STYLED", 2)
+    few_steps.draw_styles(pipe, tmp_path / "styles.png")
+    assert Image.open(tmp_path / "styles.png").size[0] > 2 * pipe.codec.image_size
 
 
 def test_rows_say_what_a_code_costs_and_what_is_drawn_with_it(pipe):
