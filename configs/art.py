@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A small Sparse-LaViDa that draws, edits and answers questions about scenes of real art.
 
-    python -m sparse_lavida_jax.art.vision_tower --config=configs/art.py --out=runs/art.safetensors
+    python -m sparse_lavida_jax.training.vision_tower --config=configs/art.py \
+        --out=runs/art.safetensors
     python -m sparse_lavida_jax.main --config=configs/art.py
     python -m sparse_lavida_jax.main --config=configs/art.py:blind
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A larger model of real art for one GPU: 128x128 pixels, 16x16 cells, 33 M parameters, bfloat16.
 
-    python -m sparse_lavida_jax.art.vision_tower --config=configs/art_gpu.py \
+    python -m sparse_lavida_jax.training.vision_tower --config=configs/art_gpu.py \
         --out=runs/art_gpu.safetensors
     python -m sparse_lavida_jax.main --config=configs/art_gpu.py
     timeout -s TERM 570 python -m sparse_lavida_jax.main --config=configs/art_gpu.py  # a piece

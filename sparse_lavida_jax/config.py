@@ -459,7 +459,7 @@ class Train(Section):
     # In steps. Several processes also agree at these steps whether to save or to draw.
     log_every: Positive = 20
     init_from: Place = ""  # a checkpoint folder or bundled name: the parameters to start from
-    vision_from: Place = ""  # a file of a vision tower to start from (art/vision_tower.py)
+    vision_from: Place = ""  # a file of a vision tower to start from (training/vision_tower.py)
     eval_tasks: tuple[str, ...] = ()  # scored with each sheet of scenes, in addition to "draw"
     eval_prompts: Count = 64  # prompts per task in the report; 0: no report
     # Of the model that is written at the end; "": that of the frozen part, else float32.

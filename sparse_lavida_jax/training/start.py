@@ -148,7 +148,7 @@ def _with_vision(file: str, params: Denoiser) -> Denoiser:
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise model_folder.CheckpointError(
             f"Train.vision_from={file!r} holds no vision tower for this model ({error}). `python -m"
-            " sparse_lavida_jax.art.vision_tower --config=... --out=...` makes one."
+            " sparse_lavida_jax.training.vision_tower --config=... --out=...` makes one."
         ) from error
 
 

@@ -10,11 +10,10 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art import vision_tower
 from sparse_lavida_jax.art.sheet import STYLES, shipped
 from sparse_lavida_jax.art.world import ArtScene, Placed
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.training import start
+from sparse_lavida_jax.training import start, vision_tower
 
 SHEET = shipped(8)
 CELLS = 12
@@ -83,5 +82,5 @@ def test_a_tower_learns_and_a_run_begins_with_it(tmp_path, monkeypatch):
     with pytest.raises(model_folder.CheckpointError, match="holds no vision tower for this model"):
         start.init_state(dataclasses.replace(BASE, train=given.train), tiny.denoiser(BASE.model))
     missing = config.changed(given, {"train": {"vision_from": str(tmp_path / "no")}})
-    with pytest.raises(model_folder.CheckpointError, match=r"art\.vision_tower"):
+    with pytest.raises(model_folder.CheckpointError, match=r"training\.vision_tower"):
         start.init_state(missing, model_folder.make_denoiser(missing))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Teaches a vision tower to see things of the sheet, before the model that it is for is trained.
 
-    python -m sparse_lavida_jax.art.vision_tower --config=configs/art.py --out=runs/art.safetensors
+    python -m sparse_lavida_jax.training.vision_tower --config=configs/art.py \
+        --out=runs/art.safetensors
 
 LaViDa-O begins with a tower that can see (SigLIP); this is that of a small model. Answers to
 questions say little about an image. Here every cell of it has labels: the thing and its style, its
