@@ -290,14 +290,17 @@ def hole_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
 def draw_styles(pipe: SparseLaViDa, path: pathlib.Path) -> None:
     """Draws prompts with the same codes: what a code says, it should say of every prompt."""
     here, count = exact.world_of(pipe.settings), STYLED
-    samples = [here.sample("draw", SEED, number, "test") for number in range(count)]
-    tiles = []
-    for sample, code in itertools.product(samples, range(count)):
-        drawn = pipe.generate(
-            sample.prompt, style_seed=code, steps=int(STEPS.value[-1]), as_written=True,
-            temperature=TEMPERATURE.value,
-        )  # fmt: skip
-        tiles.append(training_report.Tile(drawn.pixels[0], sample.prompt))
+    prompts = [here.sample("draw", SEED, number, "test").prompt for number in range(count)]
+    how = {"steps": int(STEPS.value[-1]), "temperature": TEMPERATURE.value, "as_written": True}
+    drawn = [
+        pipe.generate(prompts, style_seed=code, seed=[0] * count, **how).pixels
+        for code in range(count)
+    ]
+    tiles = [
+        training_report.Tile(images[number], prompt)
+        for number, prompt in enumerate(prompts)
+        for images in drawn
+    ]
     training_report.sheet(tiles, columns=count).save(path)
     print(path)
 

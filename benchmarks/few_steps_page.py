@@ -36,12 +36,13 @@ def gap_table(rows: Rows) -> str:
     for row in rows:
         if row["id"].startswith("gap/"):
             found[row["model"], row["given"], row["order"], row["schedule"]][row["steps"]] = row
+    # That of one cell a step is zero, and stands in a column of its own.
     numbers = sorted({steps for own in found.values() for steps, row in own.items() if row["gap"]})
     lines = []
-    for (model, given, order, schedule), own in sorted(found.items()):
-        if most := [own[steps]["bits"] - own[steps]["gap"] for steps in own]:
-            gaps = [f"{own[n]['gap']:.2f}" if n in own else None for n in numbers]
-            lines.append((model, given, order, schedule, f"{most[0]:.1f}", *gaps))
+    for about, own in sorted(found.items()):
+        least = next(row["bits"] - row["gap"] for row in own.values())
+        gaps = [f"{own[n]['gap']:.2f}" if n in own else None for n in numbers]
+        lines.append((*about, f"{least:.1f}", *gaps))
     heads = ("model", "given", "order", "counts", "bits at one cell a step")
     return markdown.table([*heads, *(f"{n} step{'s' * (n > 1)}" for n in numbers)], lines)
 
@@ -185,7 +186,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
 
 
 def renewed(page: str) -> str:
-    """Returns a page with its tables written again; those that it does not name are left out.
+    """Returns a page with its tables rewritten from the rows; a page may lack some of them.
 
     Raises:
         ConfigError: it has a table without an end.

@@ -131,7 +131,7 @@ def quality_steps(quality: str, sampling: config.Sampling, cells: int) -> int:
         cells: of an image.
 
     Raises:
-        RequestError: there is no such quality.
+        RequestError: `quality` is not one of `QUALITIES`.
     """
     steps = sampling.num_steps
     low = sampling.low_steps or max(1, steps // 2)

@@ -26,52 +26,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art.dice import ArtDice
-from sparse_lavida_jax.art.sheet import SIZES, STYLES, Sheet, shipped
-from sparse_lavida_jax.art.world import CELL, CELL_STEPS, STEP, ArtScene, render
+from sparse_lavida_jax.art.cell_labels import examples, kinds
+from sparse_lavida_jax.art.sheet import shipped
+from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.vision import VisionEncoder
 
 STEPS, BATCH, TESTED, EVERY = 6000, 32, 256, 500
 LEARNING_RATE, WARM_UP, WEIGHT_DECAY, LAST = 2e-3, 100, 0.01, 0.03
 BACKGROUND_WEIGHT = 0.1  # of a cell without a thing; ours
-FACINGS = ("", "left", "right")
-OFFSETS = CELL_STEPS + max(SIZES.values()) // STEP  # of a cell to the edge of its thing, in steps
-
-Labels = Int[np.ndarray, "kinds y x"]
-
-
-def kinds(sheet: Sheet) -> dict[str, int]:
-    """Returns how many values each kind of label has; the last look is that of the background."""
-    looks = len(sheet.things) * len(STYLES) + 1
-    return {"look": looks, "facing": len(FACINGS), "size": len(SIZES)} | dict.fromkeys(
-        ("row", "column"), OFFSETS
-    )
-
-
-def labels_of(scene: ArtScene, sheet: Sheet, cells: int) -> Labels:
-    """Returns the labels of the cells of a scene, by kind."""
-    found = np.zeros((len(kinds(sheet)), cells, cells), np.int32)
-    found[0] = kinds(sheet)["look"] - 1
-    styles, sizes = list(STYLES), list(SIZES)
-    for thing in scene.things:
-        rows, columns = np.mgrid[thing.cells]
-        look = sheet.numbers[thing.name] * len(styles) + styles.index(thing.style)
-        facing, size = FACINGS.index(thing.facing), sizes.index(thing.size)
-        at = CELL_STEPS * rows - thing.y, CELL_STEPS * columns - thing.x
-        plain = (np.full_like(rows, one) for one in (look, facing, size))
-        found[:, *thing.cells] = np.stack([*plain, *(one + CELL_STEPS - 1 for one in at)])
-    return found
-
-
-def examples(
-    sheet: Sheet, cells: int, stream: str, begin: int, count: int, *, held_out: bool = False
-) -> tuple[UInt8[np.ndarray, "b h w 3"], Int[np.ndarray, "b kinds y x"]]:
-    """Returns scenes number `begin` and on of a stream, as images, and their labels."""
-    how = {"held_out": held_out, "side": CELL * cells, "sheet": sheet}
-    scenes = [ArtDice(0, stream, begin + i, **how).scene() for i in range(count)]
-    images = np.stack([render(scene, CELL * cells, sheet) for scene in scenes])
-    return images, np.stack([labels_of(scene, sheet, cells) for scene in scenes])
 
 
 class Seeing(nnx.Module):
@@ -79,12 +42,12 @@ class Seeing(nnx.Module):
 
     def __init__(self, model: config.Model, values: int, *, rngs: nnx.Rngs):
         self.vision = VisionEncoder(model.vision, model.width, rngs=rngs)
-        side = model.vision.image_size // model.vision.patch_size // model.vision.pool
-        self.side, self.cells = side, model.grid_size // side  # cells of a token, along each side
+        self.side = model.vision.grid_side
+        self.cells = model.grid_size // self.side  # of a token, along each side
         self.head = nnx.Linear(model.width, self.cells**2 * values, rngs=rngs)
 
     def __call__(self, images: UInt8[Array, "b h w 3"]) -> Float[Array, "b y x n"]:
-        """Returns the logits of all labels of each cell, one kind after another."""
+        """Returns the logits of all labels of each cell, kind by kind."""
         tokens = self.vision(images)
         size = jnp.mean(jnp.square(tokens), axis=-1, keepdims=True)
         return einops.rearrange(
@@ -112,7 +75,18 @@ def losses(
 
 
 def train(settings: config.Config, steps: int) -> Iterator[tuple[int, Seeing, str]]:
-    """Yields the number of steps done, the parameters, and what they see, from time to time."""
+    """Yields the number of steps done, the parameters, and what they see, from time to time.
+
+    Raises:
+        ConfigError: it is not a model of the art world whose vision tokens cover whole cells.
+    """
+    vision = settings.model.vision
+    fits = vision and settings.model.grid_size % (vision.grid_side or 1) == 0
+    if settings.data.source != "art" or not fits:
+        raise config.ConfigError(
+            f"{settings.name} is no model of scenes of art whose vision tokens cover whole cells:"
+            " name a config such as configs/art.py."
+        )
     sheet, cells = shipped(settings.data.things), settings.model.grid_size
     values = tuple(kinds(sheet).values())
     seeing = Seeing(settings.model, sum(values), rngs=nnx.Rngs(settings.seed))
@@ -155,11 +129,11 @@ def _step(rule: optax.GradientTransformation, values: tuple[int, ...]) -> Callab
 
 def save(seeing: Seeing, path: pathlib.Path) -> None:
     """Writes the tower under the names that its parameters have in a model."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     leaves = parameters.by_name(seeing).items()
     own = {name: np.asarray(leaf) for name, leaf in leaves if name.startswith("vision/")}
-    safetensors.numpy.save_file(own, path)
-    path.chmod(0o644)  # the library makes the file private
+    with files.replacing(path) as new:
+        safetensors.numpy.save_file(own, new)
+        new.chmod(0o644)  # the library makes the file private
 
 
 def main() -> None:
@@ -168,9 +142,15 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="file to write")
     parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args()
-    for _, seeing, said in train(config.read(given.config), given.steps):
-        save(seeing, given.out)
-        print(said, flush=True)
+    if given.steps < 1:
+        parser.error(f"--steps={given.steps} must be 1 or more")
+    try:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        for _, seeing, said in train(config.read(given.config), given.steps):
+            save(seeing, given.out)
+            print(said, flush=True)
+    except (config.ConfigError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 """A vision tower learns the labels of cells, and a run begins with it."""
 
 import dataclasses
+import pathlib
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import stand_ins
 import tiny
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.art import cell_labels
 from sparse_lavida_jax.art.sheet import STYLES, shipped
 from sparse_lavida_jax.art.world import ArtScene, Placed
 from sparse_lavida_jax.checkpoints import model_folder
@@ -33,8 +36,8 @@ SETTINGS = config.changed(
 def test_labels_say_what_is_in_each_cell_and_which_part_of_it():
     thing = SHEET.things[3]
     placed = Placed(5, 2, thing.name, "twemoji", "small", "left" if thing.drawn else "")
-    labels = vision_tower.labels_of(ArtScene("white", (placed,)), SHEET, CELLS)
-    kinds = vision_tower.kinds(SHEET)
+    labels = cell_labels.labels_of(ArtScene("white", (placed,)), SHEET, CELLS)
+    kinds = cell_labels.kinds(SHEET)
     look, facing, size, row, column = labels
     inside = np.zeros((CELLS, CELLS), bool)
     inside[2:6, 1:4] = True  # steps 5 to 10, and 2 to 7: a row begins in the middle of a cell
@@ -46,8 +49,8 @@ def test_labels_say_what_is_in_each_cell_and_which_part_of_it():
 
 
 def test_the_loss_counts_things_and_their_parts_only_where_they_are():
-    labels = jnp.asarray(vision_tower.examples(SHEET, CELLS, "test", 0, 4)[1])
-    values = tuple(vision_tower.kinds(SHEET).values())
+    labels = jnp.asarray(cell_labels.examples(SHEET, CELLS, "test", 0, 4)[1])
+    values = tuple(cell_labels.kinds(SHEET).values())
     right = np.concatenate(
         [30.0 * np.eye(n)[labels[:, number]] for number, n in enumerate(values)], axis=-1
     )
@@ -67,8 +70,8 @@ def test_a_tower_learns_and_a_run_begins_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(vision_tower, "TESTED", 32)
     (_, early, _), *_, (steps, last, said) = vision_tower.train(SETTINGS, 80)
     assert steps == 80 and "held_out look" in said
-    images, labels = map(jnp.asarray, vision_tower.examples(SHEET, CELLS, "see/test", 0, 32))
-    values = tuple(vision_tower.kinds(SHEET).values())
+    images, labels = map(jnp.asarray, cell_labels.examples(SHEET, CELLS, "see/test", 0, 32))
+    values = tuple(cell_labels.kinds(SHEET).values())
     before, after = (
         float(vision_tower.losses(m(images), labels, values)[0]) for m in (early, last)
     )
@@ -84,3 +87,20 @@ def test_a_tower_learns_and_a_run_begins_with_it(tmp_path, monkeypatch):
     missing = config.changed(given, {"train": {"vision_from": str(tmp_path / "no")}})
     with pytest.raises(model_folder.CheckpointError, match=r"training\.vision_tower"):
         start.init_state(missing, model_folder.make_denoiser(missing))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--config=configs/scenes.py"], "is no model of scenes of art"),
+        (["--config=configs/no.py"], "no.py"),
+        (["--config=configs/art.py", "--steps=0"], "--steps=0 must be 1 or more"),
+    ],
+)
+def test_bad_input_is_named(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(pathlib.Path(__file__).parents[2])
+    out = tmp_path / "tower.safetensors"
+    monkeypatch.setattr(sys, "argv", ["vision_tower", *words, f"--out={out}"])
+    with pytest.raises(SystemExit, match="2"):
+        vision_tower.main()
+    assert told in capsys.readouterr().err and not out.exists()

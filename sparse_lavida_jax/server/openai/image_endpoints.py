@@ -82,9 +82,9 @@ async def _images(
     decode: Callable[[], tuple[Any, dict[str, Any]]] = lambda: (None, {}),
     **more: Any,
 ):
-    settings, steps = client.service.pipe.settings, {}
+    settings = client.service.pipe.settings
     if task != BRANCH and asked.quality in ("low", "high"):
-        steps["steps"] = quality_steps(asked.quality, settings.sampling, settings.model.num_cells)
+        more["steps"] = quality_steps(asked.quality, settings.sampling, settings.model.num_cells)
     waiting = await asking.queued(
         client,
         task,
@@ -95,7 +95,6 @@ async def _images(
         previews=asked.partial_images,
         num_images=asked.n,
         **more,
-        **steps,
     )
     if asked.stream:
         return await asking.streamed(waiting, _events(waiting, asked))
