@@ -3,8 +3,8 @@ r"""LaViDa-O drawn in few steps: LoRA, with a style code that the cells of an im
 
     sparse-lavida fits configs/lavida_o_few.py
     python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py
-    python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:plain     # without a code
-    python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:distil    # continues the first
+    python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:plain   # without a code
+    python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:distil  # continues the first
 
 Half of the image rows are drawn in one to four steps (docs/method.md); `distil` learns in one step
 what the average of its parameters decodes in two. It has not been tried at full size: rank and
