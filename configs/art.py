@@ -5,12 +5,14 @@ r"""A small Sparse-LaViDa that draws, edits and answers questions about scenes o
         --out=runs/art.safetensors
     python -m sparse_lavida_jax.main --config=configs/art.py
     python -m sparse_lavida_jax.main --config=configs/art.py:blind
+    python -m sparse_lavida_jax.main --config=configs/art.py:late --config.train.init_from=MODEL
 
 12x12 cells of four codes each, for 96x96 pixels; 40 of the 120 things, in batches of 16: why is in
 docs/log/2026-11-art-model.md. The first command teaches the vision tower to see, 20 minutes of one
 quiet CPU core; the second takes about ten hours, by the times of its steps.
 Settings are ours. `blind` sees empty images: what it gets right in a task about an image can be
-known without looking.
+known without looking. `late` goes on from a model's parameters, without lessons, with learning
+rates that fall to the end, as the sparse model and its dense twin ended.
 """
 
 import ml_collections
@@ -33,9 +35,12 @@ ABOUT_IMAGES = (
 )  # fmt: skip
 
 
-def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
-    if eyes not in ("open", "blind"):
-        raise ValueError(f"art has no variant {eyes!r}: choose open or blind.")
+VARIANTS = ("whole", "blind", "late")
+
+
+def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
+    if variant not in VARIANTS:
+        raise ValueError(f"art has no variant {variant!r}: choose {', '.join(VARIANTS)}.")
     c = ml_collections.ConfigDict()
     c.name = "art"
     c.seed = 0
@@ -144,7 +149,14 @@ def get_config(eyes: str = "open") -> ml_collections.ConfigDict:
         eval_prompts=64,
         eval_tasks=("layout", "ask", "ground"),
     )
-    if eyes == "blind":
+    if variant == "late":
+        c.seed = 1  # other examples
+        c.data.lessons = {}
+        c.optimizer.learning_rate = 8e-4
+        c.train.train_steps = 7000
+        c.train.vision_from = ""
+        c.train.eval_every = 3500
+    if variant == "blind":
         c.name = "art_blind"
         c.data.blind = True
         c.data.lessons = {}  # which teach to look

@@ -18,9 +18,9 @@ STEPS = dict(name=1.3, look=1.3, parts=0.49)
 MIXTURE_STEPS = 1.34
 
 
-def get_config() -> ml_collections.ConfigDict:
-    c = art.get_config()
-    c.name = "art_dense"
+def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
+    c = art.get_config(variant)
+    c.name = f"{c.name}_dense"
     c.diffusion.attention = "full"
     c.diffusion.layout_first = 0.0  # masks are random
     c.model.trained_attention = "full"
