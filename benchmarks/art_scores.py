@@ -11,12 +11,10 @@ the dense one, over pairs of answers to the same prompt, with a 95 % interval.
 """
 
 import collections
-import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from absl import flags
 
 from benchmarks import command, measurements
@@ -25,7 +23,7 @@ from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals import run
 from sparse_lavida_jax.evals.benchmarks import art, scenes
-from sparse_lavida_jax.evals.scorers import wilson_interval
+from sparse_lavida_jax.evals.scorers import paired_difference, wilson_interval
 
 FOLDERS = {
     "sparse": flags.DEFINE_string("sparse", "", "Evaluation of the sparse model."),
@@ -113,9 +111,8 @@ def difference(ours: Right, theirs: Right) -> tuple[float, float, float]:
         raise config.ConfigError(
             "the evaluations asked different prompts: evaluate both models with the same limit."
         )
-    each: Sequence[int] = [int(ours[key]) - int(theirs[key]) for key in ours]
-    mean, error = float(np.mean(each)), float(np.std(each)) / math.sqrt(len(each))
-    return mean, mean - 1.96 * error, mean + 1.96 * error
+    pairs = [(float(ours[key]), float(theirs[key])) for key in ours]
+    return paired_difference(*zip(*pairs, strict=True))
 
 
 if __name__ == "__main__":

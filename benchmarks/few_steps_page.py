@@ -16,10 +16,11 @@ import numpy as np
 from benchmarks import ablation_report, measurements
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data import markdown
-from sparse_lavida_jax.evals.scorers import mean_and_spread
+from sparse_lavida_jax.evals.scorers import mean_and_spread, paired_difference
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "few_steps.md"
+PLAIN = "plain"  # what the twin without a code is called
 BEGIN, END = "<!-- {} written by benchmarks.few_steps -->", "<!-- up to here -->"
 
 Rows = Sequence[Mapping[str, Any]]
@@ -92,6 +93,46 @@ def models_table(rows: Rows) -> str:
     ]  # fmt: skip
     heads = ("model", "given", "steps", "seeds", "correct", "coherent", "entropy of styles, bits")
     return markdown.table(heads, lines)
+
+
+def claims_table(rows: Rows) -> str:
+    """Returns differences to the most steps and to the plain model, on the same prompts."""
+    own = {
+        (row["model"], row["given"], row["seed"], row["steps"]): row
+        for row in rows
+        if row["method"] == "own" and "of_each" in row
+    }
+    found = collections.defaultdict[tuple, list[tuple[Mapping, Mapping]]](list)
+    for (model, given, seed, steps), row in own.items():
+        most = max(key[3] for key in own if key[:3] == (model, given, seed))
+        twin = re.sub(r"^[^/]+", PLAIN, model)
+        others = {f"{most} steps": (model, given, seed, most), PLAIN: (twin, given, seed, steps)}
+        for name, key in others.items():
+            if key in own and own[key] is not row:
+                found[way_of(row), given, -steps, name].append(
+                    (row["of_each"], own[key]["of_each"])
+                )
+    lines = []
+    for (way, given, steps, name), pairs in sorted(found.items()):
+        differences = [_difference(kind, pairs) for kind in ("correct", "coherent")]
+        lines.append(
+            (way, given, -steps, name, len(pairs), len(pairs[0][0]["correct"]), *differences)
+        )
+    heads = ("model", "given", "steps", "against", "seeds", "prompts", "correct", "coherent")
+    return markdown.table(heads, lines)
+
+
+def _difference(
+    kind: str, pairs: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]
+) -> str | None:
+    """Returns the difference of a share, with its 95 % interval over prompts of all seeds."""
+    if any(kind not in one for pair in pairs for one in pair):
+        return None
+    ours, theirs = ([float(n) for pair in pairs for n in pair[side][kind]] for side in (0, 1))
+    asked = [int(n) for one, _ in pairs for n in one.get("things", "1" * len(one[kind]))]
+    scale = len(asked) / sum(asked) if kind == "coherent" else 1.0
+    mean, low, high = (scale * one for one in paired_difference(ours, theirs))
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def codes_table(rows: Rows) -> str:
@@ -181,6 +222,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "gap": ("few_steps", gap_table),
     "plans": ("plan_search", plans_table),
     "models": ("plan_search", models_table),
+    "claims": ("plan_search", claims_table),
     "codes": ("few_steps", codes_table),
 }
 

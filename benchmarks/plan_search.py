@@ -8,14 +8,14 @@ coherence that is bought by drawing always the same style is none.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks import measurements
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art import judge
+from sparse_lavida_jax.art import judge, rules
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.evals.benchmarks import art
@@ -117,20 +117,31 @@ def judged(
     drawn: Sequence[Pixels],
     split: str = "held_out",
 ) -> dict[str, Any]:
-    """Returns how many prompts are drawn rightly, and how many of their things are coherent."""
+    """Returns how many prompts are drawn rightly, and how many of their things are coherent.
+
+    `of_each` says it of each prompt, in a digit, so that plans can be compared on the same prompts.
+    """
     here = exact.world_of(settings)
-    result = exact.tally("draw" if split == "test" else f"draw/{split}", samples, drawn, here)
+    right = [here.score(*pair).ok for pair in zip(samples, drawn, strict=True)]
     found: dict[str, Any] = {
-        "prompts": result.total, "correct": result.correct, "share": result.share,
-        "interval_95": list(wilson_interval(result.correct, result.total)),
-        "chance": result.chance,
+        "prompts": len(right), "correct": sum(right), "share": sum(right) / len(right),
+        "interval_95": list(wilson_interval(sum(right), len(right))),
+        "chance": here.chance.get("draw" if split == "test" else f"draw/{split}"),
+        "of_each": {"correct": _digits(right)},
     }  # fmt: skip
     if here is exact.SCENES:
         return found
-    metrics = art.coherence(samples, [judge.read(image) for image in drawn])
-    values = {one.name: one.value for one in metrics}
+    readings = [judge.read(image) for image in drawn]
+    counts = zip(*map(rules.coherence, samples, readings), strict=True)
+    coherent, _, asked = map(_digits, counts)
+    found["of_each"] |= {"coherent": coherent, "things": asked}
+    values = {one.name: one.value for one in art.coherence(samples, readings)}
     return found | {
         "found": values["- things found"],
         "coherent": values["- things coherent"],
         "entropy_bits": values["- entropy of open styles, bits"],
     }
+
+
+def _digits(numbers: Iterable[int]) -> str:
+    return "".join(str(int(one)) for one in numbers)

@@ -32,6 +32,27 @@ def test_seeds_are_averaged_and_the_best_plan_is_kept():
     assert best[3:] == ["schedule linear", "300", "0.600", "0.600", "1.000"]
 
 
+def test_plans_are_compared_on_the_same_prompts():
+    def row(model, steps, correct, coherent):
+        each = {"correct": correct, "coherent": coherent, "things": "22"}
+        return plan(model, steps, 0.5, seed=0, of_each=each)
+
+    rows = [
+        row("style/s0", 12, "11", "22"), row("style/s0", 3, "10", "21"),
+        row("plain/s0", 12, "11", "22"), row("plain/s0", 3, "00", "10"),
+    ]  # fmt: skip
+    lines = cells(few_steps_page.claims_table(rows))
+    assert [line[:6] for line in lines] == [
+        ["plain", "words", "3", "12 steps", "1", "2"],
+        ["style", "words", "12", "plain", "1", "2"],
+        ["style", "words", "3", "12 steps", "1", "2"],
+        ["style", "words", "3", "plain", "1", "2"],
+    ]
+    # Of four things one fewer is coherent; of two prompts one fewer is right.
+    assert lines[2][6:] == ["-0.500 (-1.193 to +0.193)", "-0.250 (-0.596 to +0.096)"]
+    assert lines[3][6:] == ["+0.500 (-0.193 to +1.193)", "+0.500 (+0.500 to +0.500)"]
+
+
 def test_a_code_is_compared_with_the_gap_that_it_could_close():
     about = {"given": "words", "order": "layout", "schedule": "linear", "steps": 2}
     rows = [

@@ -59,6 +59,7 @@ def test_a_plan_is_scored_by_its_images(monkeypatch, given):
     scorer = plan_search.Scorer(pipe, "tiny", given, prompts=5, seed=2)
     found = scorer.score(pipe.settings.sampling)
     assert (found["correct"], found["prompts"], found["share"]) == (3, 5, 0.6)
+    assert found["of_each"] == {"correct": "10101"}
     assert "coherent" not in found and found["image_s"] > 0
     assert len({one.seed for one in asked}) == 5
     laid_out = [sample.layout if given == "layout" else False for sample in samples]

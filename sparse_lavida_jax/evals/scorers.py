@@ -93,6 +93,14 @@ def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{statistics.mean(values):.{digits}f}{told}"
 
 
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the mean difference of paired scores, and the ends of its 95 % interval."""
+    pairs = [own - other for own, other in zip(ours, theirs, strict=True)]
+    mean = statistics.mean(pairs)
+    error = 1.96 * statistics.pstdev(pairs) / math.sqrt(len(pairs))
+    return mean, mean - error, mean + error
+
+
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Groups the second members of pairs by the first ones, in order of appearance."""
     groups: dict[K, list[V]] = {}
