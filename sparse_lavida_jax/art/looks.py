@@ -5,7 +5,7 @@ import dataclasses
 
 import einops
 import numpy as np
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Shaped, UInt8
 
 from sparse_lavida_jax.art.cells import BLOCK
 from sparse_lavida_jax.art.judge import LEAST_CONTRAST
@@ -30,11 +30,13 @@ class Looks:
             backgrounds: colours relative to the mean background, opacities scaled.
         apart: squared distance of a block, per pixel and channel, to the nearest other look of its
             thing, or to nothing; those that are not judged do not count.
+        names: of their things.
     """
 
     drawings: UInt8[np.ndarray, "n side side 4"]
     points: Float[np.ndarray, "n y x d"]
     apart: Float[np.ndarray, "n y x"]
+    names: Shaped[np.ndarray, " n"]
 
     @staticmethod
     def of(sheet: Sheet, size: str) -> "Looks":
@@ -51,7 +53,8 @@ class Looks:
         has_front = np.array([bool(thing.drawn) for thing in sheet.things])
         used = np.stack([np.ones_like(has_front), has_front], axis=1)
         used = np.tile(used, (1, len(STYLES)))
-        return Looks(looks[used], points[used], nearest[used])
+        names = np.repeat([thing.name for thing in sheet.things], used.sum(axis=1))
+        return Looks(looks[used], points[used], nearest[used], names)
 
     @property
     def is_drawn(self) -> Bool[np.ndarray, "n y x"]:

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int, UInt8
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.art import codebook, training_images
 from sparse_lavida_jax.art.cells import BLOCK, CellModel, Painter, is_near_things
-from sparse_lavida_jax.art.sheet import Sheet
-from sparse_lavida_jax.models import vq
+from sparse_lavida_jax.art.sheet import Sheet, shipped
+from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.training.short_stages import check_length, descend
 
@@ -35,24 +35,39 @@ def fit(
 ) -> CellModel:
     """Returns an image tokenizer with the settings `settings.vq`.
 
+    With `train.init_from`, the folder or name of one, its codes stay, so that models can go on with
+    them, and its painter learns on. `data.things`: most drawings are of so many things; 0: of all.
+
     Args:
         sheet: the things that it is to draw.
         console: where progress is shown.
         is_asked_to_stop: called after each step, with its number.
 
     Raises:
-        ConfigError: a length in seconds, or nothing but warm-up.
+        ConfigError: a length in seconds, nothing but warm-up, or other settings in `init_from`.
+        VQError: there is no image tokenizer at `init_from`.
         KeyboardInterrupt: it was asked to stop, or Ctrl-C was pressed.
     """
     check_length(settings)
-    model = CellModel(settings.vq, rngs=nnx.Rngs(settings.seed))
-    contents = codebook.fit(sheet, settings.vq.codebook_size, console.print)
-    model.codebook = nnx.Param(jnp.asarray(contents, jnp.float16))
-    scenes = training_images.TrainingImages.of(sheet, np.asarray(model.codebook, np.float32))
+    if settings.train.init_from:
+        model, made = vq_files.load(settings.train.init_from)
+        if made != settings.vq or not isinstance(model, CellModel):
+            raise config.ConfigError(
+                f"Train.init_from={settings.train.init_from!r} is an image tokenizer with other"
+                " settings than `vq`. Give both the same."
+            )
+    else:
+        model = CellModel(settings.vq, rngs=nnx.Rngs(settings.seed))
+        contents = codebook.fit(sheet, settings.vq.codebook_size, console.print)
+        model.codebook = nnx.Param(jnp.asarray(contents, jnp.float16))
+    often = [one.name for one in shipped(settings.data.things).things if settings.data.things]
+    scenes = training_images.TrainingImages.of(sheet, often)
 
     def batch_of(step: int):
         rng = np.random.default_rng((settings.seed, step))
-        return scenes.batch(rng, settings.train.batch_size)
+        images, weights = scenes.batch(rng, settings.train.batch_size)
+        # As of any image: a cell may have the codes of another background than that of the image.
+        return images, vq.encode_images(model, images, batch=len(images)), weights
 
     def loss(painter: Painter, *batch: Array):
         return _loss(painter, model, *batch)

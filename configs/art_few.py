@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The art model drawn in few steps: 40 minutes of one core, with a code that its cells share.
+
+    python -m sparse_lavida_jax.main --config=configs/art_few.py --config.train.init_from=MODEL
+    python -m sparse_lavida_jax.main --config=configs/art_few.py:plain ...   # without a code
+    python -m sparse_lavida_jax.main --config=configs/art_few.py:distil ...  # continues the first
+
+Two of three images are drawn in one to four steps. `plain` has the same lessons, batches and time:
+what a code is worth is the difference of the two. `distil` learns in one step what the average of
+its parameters decodes in two. Results: docs/few_steps.md.
+"""
+
+import art
+import ml_collections
+
+WAYS = ("plain", "style", "distil")
+TASKS = dict(draw=6.0, draw_part=0.5, layout=2.0, edit=1.0, edit_layout=0.5, outpaint=0.3, ask=0.5)
+
+
+def get_config(way: str = "style") -> ml_collections.ConfigDict:
+    if way not in WAYS:
+        raise ValueError(f"art_few has no variant {way!r}: choose {', '.join(WAYS)}.")
+    c = art.get_config("late")
+    c.name = "art_few" if way == "style" else f"art_few_{way}"
+    c.data.tasks = TASKS
+    c.data.layout_drop = 0.5  # a layout says neither style nor facing, nor the background
+    c.diffusion.plan_steps = (1, 2, 3, 4, 6, 12)
+    c.optimizer.update(learning_rate=5e-4, ema=0.995)
+    c.train.update(train_steps=1800, eval_every=0, eval_prompts=0)
+    c.train.eval_tasks = ()
+    if way != "plain":
+        c.model.update(style_groups=6, style_values=8)
+    if way == "style":
+        c.optimizer.style_warmup_steps = 600
+    if way == "distil":
+        c.optimizer.distil = 1.0
+    return c
