@@ -150,6 +150,11 @@ def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
         eval_tasks=("layout", "ask", "ground"),
     )
     if variant == "late":
+        # Layouts are known by then; what drawings lack is single cells (docs/log).
+        c.data.tasks.update(
+            draw=10.0, draw_part=4.0, edit=3.0, inpaint=0.6, outpaint=0.6, layout=3.0,
+            edit_layout=2.0, ground=3.0, name=1.2,
+        )  # fmt: skip
         c.seed = 1  # other examples
         c.data.lessons = {}
         c.optimizer.learning_rate = 8e-4

@@ -3,9 +3,9 @@
 
 A code stands for the colours and opacities of a block; the first codes are the backgrounds. No code
 depends on another cell. In the other direction, a network that sees the neighbours of a block adds
-what its code leaves out:
+what its code leaves out, to colours and opacities, so that one lesson serves every background:
 
-    pixels = colours + (1 - opacities) * background + what the network adds
+    pixels = colours + (1 - opacities) * background
 
 The background is the most common one among the codes.
 """
@@ -85,20 +85,16 @@ class CellModel(nnx.Module):
             painter: takes the place of its own one.
         """
         background = background_of(codes)
-        colours = _colours()[background][:, None, None, None, None]
-        drawn = _over(self.codebook[codes].astype(jnp.float32), colours) / LEVELS
-        added = einops.rearrange(
-            (painter or self.painter)(codes, background),
-            "b y x (i j c) -> b y x i j c",
-            i=BLOCK,
-            j=BLOCK,
-        )
-        added = jnp.where(is_near_things(codes)[..., None, None, None], added, 0)
-        return einops.rearrange(drawn + added, "b y x i j c -> b (y i) (x j) c")
+        added = (painter or self.painter)(codes, background)
+        added = einops.rearrange(added, "b y x (i j c) -> b y x i j c", i=BLOCK, j=BLOCK)
+        added = jnp.where(is_near_things(codes)[..., None, None, None], LEVELS * added, 0)
+        contents = self.codebook[codes].astype(jnp.float32) + added
+        drawn = _over(contents, _colours()[background][:, None, None, None, None]) / LEVELS
+        return einops.rearrange(drawn, "b y x i j c -> b (y i) (x j) c")
 
 
 class Painter(nnx.Module):
-    """Returns what is added to the pixels of each block, from the codes around it.
+    """Returns what is added to the contents of each block, from the codes around it.
 
     Residual layers of `latent_channels`, `layers_per_block` of them; each sees one block farther.
     """
@@ -110,7 +106,7 @@ class Painter(nnx.Module):
         layers = range(settings.layers_per_block)
         self.layers = nnx.List(PainterLayer(width, rngs=rngs) for _ in layers)
         small = jax.nn.initializers.variance_scaling(OUT_START**2, "fan_in", "truncated_normal")
-        self.out = nnx.Conv(width, 3 * BLOCK**2, (1, 1), kernel_init=small, rngs=rngs)
+        self.out = nnx.Conv(width, 4 * BLOCK**2, (1, 1), kernel_init=small, rngs=rngs)
 
     def __call__(
         self, codes: Int[Array, "b y x"], background: Int[Array, " b"]

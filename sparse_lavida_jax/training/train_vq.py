@@ -52,7 +52,8 @@ def train(
         is_asked_to_stop: called after each step, with its number.
 
     Raises:
-        ConfigError: images of neither scenes nor art, a length in seconds, or nothing but warm-up.
+        ConfigError: images of neither scenes nor art, a length in seconds, nothing but warm-up, or
+            an `init_from` that cannot be gone on from.
         KeyboardInterrupt: it was asked to stop; nothing is saved.
     """
     if settings.data.source not in SOURCES:
@@ -60,6 +61,11 @@ def train(
             f"Data.source={settings.data.source!r}: the image tokenizer is trained on images of"
             " scenes or art; `prepare` of a plain folder trains one on other images. Set"
             " Data.source='scenes' or 'art'."
+        )
+    if settings.train.init_from and settings.vq.kind != "cells":
+        raise config.ConfigError(
+            f"Train.init_from={settings.train.init_from!r}: only an image tokenizer of"
+            " Vq.kind='cells' goes on from another one. Leave it empty."
         )
     console, seed = rich.console.Console(), settings.seed
     images_of, surveyed, reported, report = SOURCES[settings.data.source]

@@ -38,9 +38,9 @@ def codes(model, images):
 def test_things_in_reconstructions_are_named_rightly_and_are_of_one_style(model, images, codes):
     decoded = vq.to_pixels(model, codes, batch=4)
     shares = judge.naming(images, decoded)
-    # On 200 scenes .998 are named and .935 coherent; here are 70 things.
+    # On 200 scenes .996 are named and .954 coherent; here are 70 things.
     assert shares["named"] >= 0.98
-    assert shares["coherent"] >= 0.9
+    assert shares["coherent"] >= 0.92
     assert shares["ghosts"] <= 1 / SCENES
     squares = np.square((images.astype(int) - decoded) / 255).mean()
     assert -10 * np.log10(squares) >= 27  # dB

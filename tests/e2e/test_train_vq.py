@@ -58,6 +58,7 @@ def test_the_codebook_has_one_code_a_cluster_the_most_common_first():
     [
         ("data", {"source": "prepared"}, "Data.source"),
         ("train", {"seconds": 60.0}, "Train.seconds"),
+        ("train", {"init_from": "art"}, "Train.init_from"),
         ("optimizer", {"warmup_steps": 6}, "Optimizer.warmup_steps"),
     ],
 )
