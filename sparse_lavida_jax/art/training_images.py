@@ -15,7 +15,7 @@ from sparse_lavida_jax.art.world import IMAGE_SIZE
 CARE = 0.8  # power of the distance to the nearest drawing by which a block weighs less; ours
 # An image has four quarters of 12x12 blocks.
 QUARTER = IMAGE_SIZE // BLOCK // 2
-OFTEN = 0.75  # share of the drawings that are of the things to be seen often; ours
+OFTEN = 0.75  # share of the drawings that show one of the things to draw often; ours
 LARGE, ONE_SMALL, FILLED = 0.55, 0.15, 0.85  # shares: of quarters, of quarters, of the rest
 
 

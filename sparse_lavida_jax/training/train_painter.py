@@ -36,7 +36,8 @@ def fit(
     """Returns an image tokenizer with the settings `settings.vq`.
 
     With `train.init_from`, the folder or name of one, its codes stay, so that models can go on with
-    them, and its painter learns on. `data.things`: most drawings are of so many things; 0: of all.
+    them, and only its painter is trained. Most drawings show the `data.things` things
+    that a model is taught; with 0, all are drawn equally often.
 
     Args:
         sheet: the things that it is to draw.
@@ -45,7 +46,7 @@ def fit(
 
     Raises:
         ConfigError: a length in seconds, nothing but warm-up, or other settings in `init_from`.
-        VQError: there is no image tokenizer at `init_from`.
+        VQError: `init_from` names no image tokenizer.
         KeyboardInterrupt: it was asked to stop, or Ctrl-C was pressed.
     """
     check_length(settings)

@@ -84,8 +84,8 @@ def train(settings: config.Config, steps: int) -> Iterator[tuple[int, Seeing, st
     fits = vision and settings.model.grid_size % (vision.grid_side or 1) == 0
     if settings.data.source != "art" or not fits:
         raise config.ConfigError(
-            f"{settings.name} is no model of scenes of art whose vision tokens cover whole cells:"
-            " name a config such as configs/art.py."
+            f"{settings.name!r} is not a model of the art world whose vision tokens cover whole"
+            " cells. Give a config such as configs/art.py."
         )
     sheet, cells = shipped(settings.data.things), settings.model.grid_size
     values = tuple(kinds(sheet).values())

@@ -92,7 +92,7 @@ def test_a_tower_learns_and_a_run_begins_with_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--config=configs/scenes.py"], "is no model of scenes of art"),
+        (["--config=configs/scenes.py"], "is not a model of the art world"),
         (["--config=configs/no.py"], "no.py"),
         (["--config=configs/art.py", "--steps=0"], "--steps=0 must be 1 or more"),
     ],
