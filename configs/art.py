@@ -5,14 +5,14 @@ r"""A small Sparse-LaViDa that draws, edits and answers questions about scenes o
         --out=runs/art.safetensors
     python -m sparse_lavida_jax.main --config=configs/art.py
     python -m sparse_lavida_jax.main --config=configs/art.py:blind
-    python -m sparse_lavida_jax.main --config=configs/art.py:late --config.train.init_from=MODEL
+    python -m sparse_lavida_jax.main --config=configs/art.py:late
 
 12x12 cells of four codes each, for 96x96 pixels; 40 of the 120 things, in batches of 16: why is in
 docs/log/2026-11-art-model.md. The first command teaches the vision tower to see, 20 minutes of one
 quiet CPU core; the second takes about ten hours, by the times of its steps.
 Settings are ours. `blind` sees empty images: what it gets right in a task about an image can be
-known without looking. `late` goes on from a model's parameters, without lessons, with learning
-rates that fall to the end, as the sparse model and its dense twin ended.
+known without looking. `late` goes on from the bundled model, or another `train.init_from`, without
+lessons and with learning rates that fall to the end, as the bundled model and its twin ended.
 """
 
 import ml_collections
@@ -158,6 +158,7 @@ def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
         c.seed = 1  # other examples
         c.data.lessons = {}
         c.optimizer.learning_rate = 8e-4
+        c.train.init_from = "art"
         c.train.train_steps = 7000
         c.train.vision_from = ""
         c.train.eval_every = 3500

@@ -6,7 +6,7 @@ r"""The dense twin of the art model: trained and sampled with full attention.
 Size, data, lessons and seed are those of `configs/art.py`, without blocks, registers or cache:
 LaViDa-O's own method at this scale. Each lesson takes as long as that of the sparse model. A dense
 step on texts or whole images is faster, since its rows hold no masked blocks; one on a part of an
-image is slower, since the model sees all cells of the image.
+image is slower, since the model sees all cells of the image. `late` goes on from the dense twin.
 """
 
 import art
@@ -24,6 +24,8 @@ def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
     c.diffusion.attention = "full"
     c.diffusion.layout_first = 0.0  # masks are random
     c.model.trained_attention = "full"
+    if variant == "late":
+        c.train.init_from = "benchmarks/art_dense"
     begin = until = 0
     for name, lesson in sorted(c.data.lessons.items(), key=lambda item: item[1].until):
         begin, until = lesson.until, until + round(STEPS[name] * (lesson.until - begin))

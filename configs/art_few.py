@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The art model drawn in few steps: 40 minutes of one core, with a code that its cells share.
+r"""The bundled model of real art in few steps, with a style code: 40 minutes of one core.
 
-    python -m sparse_lavida_jax.main --config=configs/art_few.py --config.train.init_from=MODEL
-    python -m sparse_lavida_jax.main --config=configs/art_few.py:plain ...   # without a code
-    python -m sparse_lavida_jax.main --config=configs/art_few.py:distil ...  # continues the first
+    python -m sparse_lavida_jax.main --config=configs/art_few.py
+    python -m sparse_lavida_jax.main --config=configs/art_few.py:plain   # without a code
+    python -m sparse_lavida_jax.main --config=configs/art_few.py:distil  # continues the first
 
 Two of three images are drawn in one to four steps. `plain` has the same lessons, batches and time:
 what a code is worth is the difference of the two. `distil` learns in one step what the average of
@@ -33,5 +33,6 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
     if way == "style":
         c.optimizer.style_warmup_steps = 600
     if way == "distil":
+        c.train.init_from = "runs/art_few"
         c.optimizer.distil = 1.0
     return c

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes `docs/page.png`: the page of `sparse-lavida demo` after it drew and pointed.
+"""Takes `docs/page.png`: the page of the model of real art after it drew and pointed.
 
     python docs/page.py    # needs pip install 'sparse-lavida-jax[demo]' playwright, and a Chromium
 
@@ -26,7 +26,7 @@ PORT = 7861
 WIDTH = 1100  # pixels
 ADDRESS = f"http://127.0.0.1:{PORT}"
 SECONDS = 180  # limit until the page answers
-FOUND = "red circle"  # an example of the page
+FOUND = "lion"  # an example of the page
 PASSED = "tokens through the network"
 ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 
@@ -73,7 +73,7 @@ def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
 
 def main() -> None:
     """Starts the page, takes the images, stops it."""
-    words = [sys.executable, "-m", "sparse_lavida_jax", "demo", f"--port={PORT}"]
+    words = [sys.executable, "-m", "sparse_lavida_jax", "demo", "--checkpoint=art", f"--port={PORT}"]
     server = subprocess.Popen(words)
     named = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     try:

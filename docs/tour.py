@@ -4,8 +4,8 @@
     python docs/tour.py            # docs/tour.md, docs/tour.png and docs/steps.gif
     python docs/tour.py --steps    # only docs/steps.gif
 
-Uses the bundled model and the first seed. Afterwards, look at the results: describe the model in
-`MODEL`, and mark wrong results in the page with a line `# wrong: ...` below them.
+Uses the bundled model of real art and the first seed. Afterwards, look at the results, and mark
+wrong ones in the page with a line `# wrong: ...` below them.
 """
 
 import argparse
@@ -26,43 +26,41 @@ from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.sampling import costs
 
 HERE = pathlib.Path(__file__).resolve().parent
-MODEL = """It is the model that `configs/scenes_long.py` trained for 44,000 steps
-([more](training.md#the-bundled-model))."""
+MODEL = "art"
 PAGE = f"""# Every task, by its command
 
-Results of the bundled model with the first seed, for prompts of kinds that it was trained on, made
-by `python docs/tour.py`.
-{MODEL}
-Wrong results are marked with `# wrong`; [evaluation.md](evaluation.md#the-bundled-model) has the
-scores of all tasks.
+Results of the bundled model `{MODEL}` with the first seed, for prompts of kinds that it was trained
+on, made by `python docs/tour.py`. Wrong results are marked with `# wrong`;
+[evaluation.md](evaluation.md#real-art) has the scores of all tasks. The model of coloured shapes,
+`scenes`, has the same commands, without `--checkpoint`.
 
 ![what the commands drew](tour.png)
 """
 SCALE = 2  # pixels of the page to a pixel of an image
 EDGE, FONT_SIZE = 12, 12  # of a captioned image, in pixels
-CAPTION = "a red circle above a blue square"
-LAYOUT = " large red circle<LOC_4><LOC_8><LOC_8><LOC_12>"
-TOUR = (
-    'generate "a red circle above a blue square" --out out.png',
-    'edit out.png "make the red circle green" --out edited.png',
-    'inpaint out.png "a cyan cross above a blue square" --box=0,0,96,48 --out inpainted.png',
-    'generate "two blue squares" --seed=3 --out two.png',
-    'generate "two blue squares" --seed=3 --crop=16,16,80,80 --out cut.png',
-    'outpaint cut.png "two blue squares" --out outpainted.png',
-    'reflect "two blue squares" --rounds=3 --out reflected.png',
-    'ground out.png "red circle" "blue square" --out boxes.png',
-    'ask out.png "how many squares are there?"',
-    'reason out.png "how many circles plus how many squares?"',
+CAPTION = "a lion and a camera in twemoji style"
+LAYOUT = " robot<LOC_7><LOC_7><LOC_17><LOC_17>"
+ASKED = (
+    f'generate "{CAPTION}" --out out.png',
+    'edit out.png "draw the lion in noto style" --out edited.png',
+    'edit out.png "replace the camera with a key" --out replaced.png',
+    'inpaint out.png "a lion and a carrot" --box=48,48,96,96 --out inpainted.png',
+    'generate "two red apples" --seed=3 --out two.png',
+    'generate "two red apples" --seed=3 --crop=16,16,80,80 --out cut.png',
+    'outpaint cut.png "two red apples" --out outpainted.png',
+    'reflect "a butterfly and a sun" --rounds=3 --out reflected.png',
+    'ground out.png "lion" "camera" --out boxes.png',
+    'ask out.png "how many lions are there?"',
+    'ask out.png "what style is the lion?"',
+    'reason out.png "are there more lions than cameras?"',
     "caption out.png",
-    "caption out.png --words red square",
-    'caption out.png --template "a ___ red circle and a ___ blue square"',
-    'infill "a ___ red circle and a ___ blue square" --image out.png',
-    'generate "three green triangles" --order=halton --steps=12 --out halton.png',
-    f'generate "a red circle" --layout "{LAYOUT}" --out laid_out.png',
+    'generate "Löwe und Fotoapparat im Stil noto" --out german.png',
+    'generate "a penguin and a carrot" --order=halton --steps=20 --out halton.png',
+    f'generate "a robot" --layout "{LAYOUT}" --out laid_out.png',
     "chat --out turns",
-    "replay out.png --out again.png",
 )
-TURNS = ("generate a green cross", "edit make the cross blue", "ask what colour is the cross?")
+TOUR = (*(f"{command} --checkpoint={MODEL}" for command in ASKED), "replay out.png --out again.png")
+TURNS = ("generate a lion", "edit add a key below the lion", "ask how many keys are there?")
 
 
 def run(folder: pathlib.Path, command: str, typed: str = "") -> str:
@@ -125,8 +123,8 @@ def _captioned(image: image_files.Pixels, *lines: str) -> image_files.Pixels:
 
 
 def animate() -> None:
-    """Writes `docs/steps.gif`: the bundled model, sampled densely and sparsely, step for step."""
-    pipe = SparseLaViDa.from_pretrained("scenes")
+    """Writes `docs/steps.gif`: the art model, sampled densely and sparsely, step for step."""
+    pipe = SparseLaViDa.from_pretrained(MODEL)
     sides = [unmasking(pipe, preset) for preset in ("dense", "sparse")]
     frames = [np.concatenate(pair, axis=1) for pair in zip(*sides, strict=True)]
     image_files.write_animation(HERE / "steps.gif", frames)
