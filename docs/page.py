@@ -73,7 +73,14 @@ def shown(page: Page, folder: pathlib.Path) -> list[np.ndarray]:
 
 def main() -> None:
     """Starts the page, takes the images, stops it."""
-    words = [sys.executable, "-m", "sparse_lavida_jax", "demo", "--checkpoint=art", f"--port={PORT}"]
+    words = [
+        sys.executable,
+        "-m",
+        "sparse_lavida_jax",
+        "demo",
+        "--checkpoint=art",
+        f"--port={PORT}",
+    ]
     server = subprocess.Popen(words)
     named = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     try:

@@ -24,6 +24,7 @@ from sparse_lavida_jax import SparseLaViDa
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.sampling import costs
+from sparse_lavida_jax.tags import FIRST_BLOCK
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODEL = "art"
@@ -91,18 +92,23 @@ def enlarged(image: image_files.Pixels) -> image_files.Pixels:
 
 def unmasking(pipe: SparseLaViDa, preset: str) -> list[image_files.Pixels]:
     """Draws `CAPTION`; returns its steps, with the tokens of the layout and of the image so far."""
-    shown, seen = [], []
+    done = []  # the image, then each revision
 
     def watch(progress):
-        if progress.stage == "image":
-            shown.extend(pipe.preview(progress.after(block)[0]) for block in progress.blocks)
-            seen.append(progress)
+        if progress.stage in ("image", "revision") and progress.steps == progress.total:
+            done.append(progress)
 
     sampling = dataclasses.replace(pipe.settings.sampling, preset=preset)
     drawn = pipe.generate(CAPTION, sampling=sampling, callback=watch)
-    steps = costs.costs(seen[-1].plan, seen[-1].settings, seen[-1].prompted[0])
-    # A cached prompt is passed before the first step.
-    passed = np.cumsum([step.total for step in steps])[len(steps) - len(shown) :]
+    shown, passed = [], np.zeros(1, int)
+    for progress in done:
+        steps = costs.costs(progress.plan, progress.settings, progress.prompted[0])
+        total = passed[-1] + np.cumsum([step.total for step in steps])
+        # A cached prompt is passed before the first step.
+        passed = np.append(passed, total[-progress.total :])
+        blocks = range(FIRST_BLOCK, FIRST_BLOCK + progress.total)
+        shown += [pipe.preview(progress.after(block)[0]) for block in blocks]
+    passed = passed[1:]
     assert passed[-1] == drawn.passed[0]
     layout = f"layout, written first: {drawn.layout_passed[0]} tokens"
     told = [layout, *(f"layout {drawn.layout_passed[0]} tokens, image {n}" for n in passed)]

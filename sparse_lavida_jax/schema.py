@@ -139,6 +139,7 @@ Positive = Annotated[int, _ABOVE_0, _COUNTABLE]
 PositiveFloat = Annotated[float, _ABOVE_0]
 Count = Annotated[int, at_least(0), _COUNTABLE]
 Size = Annotated[int, between(1, 2**20)]  # of an axis of an array
+UpTo16 = Annotated[int, between(0, 16)]  # revisions
 UpTo1024 = Annotated[int, between(0, 1024)]  # layers, registers
 UpTo1024OrAuto = Annotated[int, between(-1, 1024)]
 NonNegative = Annotated[

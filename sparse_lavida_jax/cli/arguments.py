@@ -380,6 +380,11 @@ ARGUMENTS = {
         "record how far each draw was above the next best; one more pass per stage",
         None,
     ),
+    "revisions": Argument(
+        "--revisions",
+        f"how many times cells of a finished image are drawn again, with the others known; {_OWN}",
+        _whole,
+    ),
     "vq_dtype": Argument(
         "--vq-dtype",
         f"number type of the image decoder: {' or '.join(config.VQ_DTYPES)}; {_OWN}",

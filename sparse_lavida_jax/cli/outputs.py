@@ -48,10 +48,11 @@ class Film:
 
     def add(self, state: Progress) -> None:
         """Adds a frame for each step of a phase, or the empty image before the first step."""
-        if state.stage != "image" or 0 not in state.rows:
+        begun = {"image": [state.responses], "revision": []}  # the latter with the last frame
+        if state.stage not in begun or 0 not in state.rows:
             return
         first = state.rows.index(0)
-        for responses in map(state.after, state.blocks) if state.steps else [state.responses]:
+        for responses in map(state.after, state.blocks) if state.steps else begun[state.stage]:
             rows = cell_rows(len(responses[first]), self.size)
             self.frames.append(self.pipe.preview(responses[first], rows))
 

@@ -52,11 +52,11 @@ _MODEL = f"{_LOADED} batch_size json json_full quiet debug"
 _CHATTING = "image_steps image_sampler registers image_temperature layout_temperature quantize seed"
 _DRAWING = (
     "out scale grid save_steps quality num_images best_of layout no_layout guidance order vq_dtype"
-    " margins"
+    " margins revisions"
 )
 _COMPLETING = (
     "out scale grid num_images best_of guidance order vq_dtype layout_temperature steps registers"
-    " temperature quantize sampler seed"
+    " revisions temperature quantize sampler seed"
 )
 _HOSTING = (
     f"{_LOADED} host port batch_size longest_wait max_waiting programs"

@@ -123,7 +123,8 @@ _text = _of(str, "a text")
 _turn = _fixed(2, "pairs of a question and its answer", _text)
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
-        ("steps", "num_images", "rounds", "best_of", "style_seed", "max_new_tokens"), _whole
+        ("steps", "num_images", "rounds", "best_of", "style_seed", "max_new_tokens", "revisions"),
+        _whole,
     ),
     **dict.fromkeys(("sampler", "order", "quality", "quantize", "vq_dtype", "template"), _text),
     **dict.fromkeys(("as_written", "together"), _of(bool, "True or False")),

@@ -165,6 +165,8 @@ class ImageOptions(Options, total=False):
             sampling settings.
         guidance: scale for all rows, or one per row; also as `guidance_scale`.
         order: of the cells (`config.Sampling.order`).
+        revisions: how many times cells of a finished image are drawn again, with the others known
+            (`config.Sampling.revisions`).
         style_seed: for "generate": of the style code alone, the same for all rows; 0 to 2**64 - 1.
             By default the seed of each row. Refused by a model without such a code.
         vq_dtype: dtype of the decoder of images.
@@ -178,6 +180,7 @@ class ImageOptions(Options, total=False):
     guidance: Numbers
     guidance_scale: Numbers
     order: str | None
+    revisions: Number
     style_seed: Number
     vq_dtype: str | None
 
@@ -219,7 +222,9 @@ class TaskSpec:
 _ALL = frozenset(
     {"seed", "sampling", "steps", "temperature", "sampler", "registers", "quantize", "as_written"}
 )
-_DRAWS = _ALL | {"quality", "num_images", "best_of", "layout", "guidance", "order", "vq_dtype"}
+_DRAWS = _ALL | {
+    "quality", "num_images", "best_of", "layout", "guidance", "order", "revisions", "vq_dtype",
+}  # fmt: skip
 _CHANGES = _DRAWS | {"guidance_image"}
 _LAYS_OUT = frozenset({"layout_temperature"})  # edits use the temperature of other texts
 _ANSWERS = _ALL | {"max_new_tokens", "earlier", "together"}

@@ -18,7 +18,7 @@ from sparse_lavida_jax import __version__, config, sequence
 from sparse_lavida_jax.data.example import Example
 from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
-from sparse_lavida_jax.inference.engine import Engine, planned_counts
+from sparse_lavida_jax.inference.engine import Engine, SampleOutput, planned_counts
 from sparse_lavida_jax.inference.requests import (
     TASK_SPECS,
     DrawnLayout,
@@ -30,6 +30,7 @@ from sparse_lavida_jax.inference.requests import (
     grid_of,
 )
 from sparse_lavida_jax.inference.results import FORMAT, SAMPLER_VERSION, SHOWN_KEY, Origin, Result
+from sparse_lavida_jax.inference.revision import revised
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.programs.persistent_jit import Programs
 from sparse_lavida_jax.prompting.gaps import template_text
@@ -148,17 +149,19 @@ class TaskRun:
                 own = sum(sequence.prompt_tokens(one.parts)) + one.given.size
                 batch_shapes.check(self.bucket, own + self.prompts.longest)
         rows = self.rows or range(len(examples))
+        sampling = sampling or self.sampling
+
+        def sample(numbers: Sequence[int], *given: Any, **options: Any) -> SampleOutput:
+            told = _of_rows(self.callback, [rows[i] for i in numbers])
+            options |= {"padding": self.padding, "callback": told, "programs": self.programs}
+            return self.engine.sample(*given, **options)
+
         with self.timed(stage):
-            sampled = self.engine.sample(
-                examples,
-                requests,
-                sampling or self.sampling,
-                stage=stage,
-                bucket=self.bucket if stage == "image" else None,
-                padding=self.padding,
-                callback=_of_rows(self.callback, rows),
-                programs=self.programs,
-            )
+            bucket, everyone = self.bucket if stage == "image" else None, range(len(examples))
+            how = {"stage": stage, "bucket": bucket}
+            sampled = sample(everyone, examples, requests, sampling, **how)
+            if stage == "image" and sampling.revisions:
+                sampled = revised(sample, examples, requests, sampling, sampled)
         if stage == "image":
             self.buckets = sampled.buckets
         if stage == "layout":

@@ -12,6 +12,7 @@ from sparse_lavida_jax.server.batching import Ticket
 STAGE_LABELS = {
     "layout": "Laying out",
     "image": "Drawing",
+    "revision": "Drawing again",
     "text": "Writing",
     "surprise": "Measuring",
 }

@@ -110,6 +110,9 @@ OPTIONS: dict[str, Option] = {
     "guidance_image": Option(
         lambda value, draws: {"guidance_image": value}, (), "text is not guided", by_row=True
     ),
+    "revisions": Option(
+        lambda value, draws: {"revisions": value}, (), "only cells of images are drawn again"
+    ),
     "order": Option(lambda value, draws: {"order": value}, (), "text has no grid of cells"),
     # Matrices in 8 bits.
     "quantize": Option(lambda value, draws: {"quantize": value}),

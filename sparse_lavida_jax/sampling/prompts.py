@@ -150,7 +150,7 @@ def lengths_of(inputs: Sequence[SampleInput], least: tuple[int, int] = (0, 0)) -
     """
     text = max(len(row.index) for one in inputs for row in one.text)
     image = max(len(row.index) for one in inputs for row in one.image)
-    return _padded(max(text, least[0])), _padded(max(image, least[1])) if image else 0
+    return rounded_up(max(text, least[0])), rounded_up(max(image, least[1])) if image else 0
 
 
 def padded_lengths(prompt: Prompt) -> tuple[int, int]:
@@ -243,7 +243,9 @@ def _guidance_shapes(
     )  # [b 2 r]
     shorter = (tokens.max(axis=2, keepdims=True) - tokens).min(axis=0)
     text, image = lengths_of(inputs, prompt_len)
-    return [(_padded(text - one), _padded(image - other)) for one, other in shorter.T.tolist()]
+    return [
+        (rounded_up(text - one), rounded_up(image - other)) for one, other in shorter.T.tolist()
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +301,8 @@ class _Rows:
         )
 
 
-def _padded(length: int) -> int:
+def rounded_up(length: int) -> int:
+    """Returns the slots that a prompt of so many tokens is padded to."""
     return -(-length // PROMPT_BUCKET) * PROMPT_BUCKET
 
 

@@ -29,7 +29,7 @@ from sparse_lavida_jax.tags import STREAMS
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 # So that stages with one seed differ in noise.
-NOISE = {"text": 0, "layout": 1, "image": 2, "style": 3}
+NOISE = {"text": 0, "layout": 1, "image": 2, "style": 3, "revision": 4}
 NOT_DECODED = PAD_BLOCK  # in `decoded_at`: no step has decoded the position yet
 UNTOLD = 0  # in `decoded_at`: nobody knows which step decoded the token, or none did
 
