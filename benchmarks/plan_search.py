@@ -24,6 +24,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.task import Sample
 
 SUITE, PROMPT_SEED = "plan_search", 56
+FEWEST = 2  # steps before a revision: a single one leaves none to be drawn again
 Changes = dict[str, Any]  # of `config.Sampling`
 
 # In the order in which they are searched.
@@ -37,6 +38,7 @@ SETTINGS: dict[str, list[Changes]] = {
     "temperature": [{"temperature": one} for one in (0.0, 0.3, 0.6, 1.0)],
     "guidance": [{"guidance": one} for one in (0.0, 1.0, 2.0)],
     "registers": [{"registers_end": one} for one in (-1, 1, 0)],
+    "revisions": [{"revisions": one} for one in (0, 1, 2)],  # each takes the place of a step
 }
 
 
@@ -47,9 +49,14 @@ def search(scorer: Any, steps: int, settings: Sequence[str]) -> Changes:
         scorer: a `Scorer`.
         settings: keys of `SETTINGS`; none: the model's own plan is scored, and nothing searched.
     """
-    best: Changes = {"merge_cells": 0} if settings else {}
-    for name in settings or [""]:
-        tried = [best | one for one in SETTINGS.get(name, [{}])]
+    if not settings:
+        scorer.scored(steps, {})
+        return {}
+    best: Changes = {"merge_cells": 0}
+    for name in settings:
+        tried = [best | one for one in SETTINGS[name]]
+        if name == "revisions":
+            tried = [one for one in tried if steps - one[name] >= FEWEST or not one[name]]
         rows = [scorer.scored(steps, one) for one in tried]
         shares = [(row["share"], row.get("coherent", 0.0)) for row in rows]
         best = tried[shares.index(max(shares))]
@@ -78,12 +85,19 @@ class Scorer:
         self._rows = {row["id"]: row for row in measurements.read_rows(SUITE)}
 
     def scored(self, steps: int, changes: Changes) -> dict[str, Any]:
-        """Returns the row of a plan, which is made only if there is none with as many prompts."""
+        """Returns the row of a plan, which is made only if there is none with as many prompts.
+
+        Args:
+            steps: those of revisions too.
+        """
         told = ",".join(f"{name}={value}" for name, value in changes.items()) or "own"
         name = f"{self.model}/{self.given}/k{steps}/{told}/s{self.seed}"
         row = self._rows.get(name)
         if row is None or row["prompts"] < self.prompts:
-            sampling = config.changed(self.pipe.settings.sampling, {"num_steps": steps, **changes})
+            how = {"revisions": 0, **changes} if changes else {}
+            own = self.pipe.settings.sampling
+            how["num_steps"] = steps - how.get("revisions", own.revisions)
+            sampling = config.changed(own, how)
             row = {"model": self.model, "method": told, "steps": steps, "given": self.given}
             row |= {"seed": self.seed, **changes, **self.score(sampling)}
             self._bench.write(name, row)
