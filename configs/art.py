@@ -124,7 +124,8 @@ def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
         order="layout",
         schedule="shift",
         shift=16.0,
-        temperature=0.3,
+        temperature=0.1,
+        revisions=2,
         text=dict(steps=8),
         layout_temperature=0.35,
     )

@@ -33,7 +33,7 @@ class ArtTasks(SceneTasks):
     """
 
     title = "Real art"
-    configs: ClassVar = {"art": {"checkpoint": "runs/art", "limit": 100, "batch_size": 32}}
+    configs: ClassVar = {"art": {"checkpoint": "art", "limit": 100, "batch_size": 32}}
     learned: ClassVar[str] = "art"
     held_out: ClassVar[Sequence[str]] = ("draw", "edit", "ask", "ground", "outpaint")
 
