@@ -17,6 +17,7 @@ from sparse_lavida_jax.inference import batch_shapes
 from sparse_lavida_jax.inference.batch_shapes import Bucket, Padding
 from sparse_lavida_jax.models import quantize
 from sparse_lavida_jax.models.denoiser import Denoiser
+from sparse_lavida_jax.programs import memory_maps
 from sparse_lavida_jax.programs.persistent_jit import Programs
 from sparse_lavida_jax.programs.program_arguments import taken_apart
 from sparse_lavida_jax.prompting.request_errors import RequestError
@@ -129,6 +130,7 @@ class Engine:
         ]
         stage, sampled = stage or modality, {}
         shared = _shared_steps(examples, requests, stage)
+        memory_maps.make_room()
         for chunk in batch_shapes.chunks(inputs, self.batch_size, padding, bucket):
             filled = [inputs[i] for i in chunk.filled]
             phases = _plan_of(filled, sampling, settings, model, block)
