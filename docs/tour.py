@@ -56,13 +56,13 @@ ASKED = (
     'ask out.png "is there a key?"',
     'reason out.png "are there more lions than cameras?"',
     "caption out.png",
-    'generate "Löwe und Fotoapparat im Stil noto" --out german.png',
+    'generate "Pinguin und Karotte im Stil noto" --out german.png',
     'generate "a penguin and a carrot" --order=halton --steps=20 --out halton.png',
     f'generate "a robot" --layout "{LAYOUT}" --out laid_out.png',
     "chat --out turns",
 )
 TOUR = (*(f"{command} --checkpoint={MODEL}" for command in ASKED), "replay out.png --out again.png")
-TURNS = ("generate a lion", "edit add a key below the lion", "ask how many lions are there?")
+TURNS = ("generate a lion", "edit add a key below the lion", "ask is there a key?")
 
 
 def run(folder: pathlib.Path, command: str, typed: str = "") -> str:
