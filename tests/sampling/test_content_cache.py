@@ -79,8 +79,8 @@ def test_rows_of_an_edit_are_not_padded_to_each_other():
     inputs = laid_out([edit(30), edit(41)], 3)
     prompt, (first, others) = prompts.batched(inputs, SETTINGS), prompts.parted(inputs, SETTINGS)
     longest = 3 + tiny.VISION.num_tokens + 2 * tiny.IMAGE_LEN + 41
-    assert prompt.understanding.index.shape == (6, prompts._padded(longest))
-    assert first.prompt.understanding.index.shape == (2, prompts._padded(longest))
+    assert prompt.understanding.index.shape == (6, prompts.rounded_up(longest))
+    assert first.prompt.understanding.index.shape == (2, prompts.rounded_up(longest))
     assert others.prompt.understanding.index.shape[1] < first.prompt.understanding.index.shape[1]
     assert others.prompt.generation.index.shape == (4, 32)
     assert first.prompt.generation.index.shape == (2, 16)  # 18 cells fill 32 slots
