@@ -74,9 +74,11 @@ def of_sheet(sheet: Sheet) -> Vocabulary:
         f"check: fill extend {CORRECT} should be missing too many not",
     )  # fmt: skip
     groups = listed(list(dict.fromkeys(thing.group for thing in sheet.things)), "and")
+    # What has no front is drawn best.
+    plain = next((thing for thing in sheet.things if not thing.drawn), sheet.things[0])
     knows = (
         f"{len(sheet.things)} things ({groups}), such as {_some(sheet)}, in the styles"
-        f" {listed(tuple(STYLES), 'and')}: '{Art(sheet.things[0].name).times(1)} and a small"
+        f" {listed(tuple(STYLES), 'and')}: '{Art(plain.name).times(1)} and a small"
         f" {sheet.things[-1].name} in noto style'"
     )
     words = frozenset(words_of(" ".join(said)))
