@@ -196,7 +196,7 @@ def check_plan(
         "reflect records only the last of its images": request.task == "reflect",
         "its order of cells follows from confidences, which the record does not hold":
             how.order == "confidence",
-        f"its cells were drawn again afterwards ({how.revisions=})".replace("how.", ""):
+        f"its cells were drawn again afterwards, {how.revisions} times: draw it with revisions=0":
             how.revisions > 0,
         "the steps of its sampler see all masks, so no pass holds them all":
             not image.truncate or image.full_attention

@@ -4,7 +4,7 @@
 A step sees only what earlier steps decoded, so the first cells are drawn with little to agree with.
 A revision is a plan of one step: it masks some cells of a finished image, the others are given, as
 in inpainting, and it takes the most probable codes. Remasking samplers (arXiv:2503.00307) do so
-between the steps of a plan; here the plan, and the proof that an image follows from it, stay whole.
+between the steps of a plan; here the plan ends first. A revised image is not proved by one pass.
 """
 
 import dataclasses
