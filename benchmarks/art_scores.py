@@ -6,8 +6,9 @@ r"""Rows of the scores of models of real art: the sparse model, its dense twin a
     python -m benchmarks.art_scores --sparse=runs/art_sparse --dense=runs/art_dense_scores
 
 Reads finished evaluations of the same prompts, judges their answers, and writes a row for each
-score and model to `results/<device>/art`. The row of the sparse model holds its mean difference to
-the dense one, over pairs of answers to the same prompt, with a 95 % interval.
+score and model to `results/<device>/art`. Several evaluations of a model, of different tasks
+(`evaluate.tasks`), are separated by commas. The row of the sparse model holds its mean difference
+to the dense one, over pairs of answers to the same prompt, with a 95 % interval.
 """
 
 import collections
@@ -26,9 +27,9 @@ from sparse_lavida_jax.evals.benchmarks import art, scenes
 from sparse_lavida_jax.evals.scorers import paired_difference, wilson_interval
 
 FOLDERS = {
-    "sparse": flags.DEFINE_string("sparse", "", "Evaluation of the sparse model."),
-    "dense": flags.DEFINE_string("dense", "", "Evaluation of its dense twin."),
-    "blind": flags.DEFINE_string("blind", "", "Evaluation of the model of empty images."),
+    "sparse": flags.DEFINE_list("sparse", [], "Evaluations of the sparse model."),
+    "dense": flags.DEFINE_list("dense", [], "Evaluations of its dense twin."),
+    "blind": flags.DEFINE_list("blind", [], "Evaluations of the model of empty images."),
 }
 SUITE = "art"
 Right = dict[str, bool]  # by the key of an item
@@ -36,15 +37,18 @@ Right = dict[str, bool]  # by the key of an item
 
 def main(_: list[str]) -> None:
     """Writes the rows of the evaluations that are named."""
-    asked = {name: pathlib.Path(flag.value) for name, flag in FOLDERS.items() if flag.value}
+    asked = {name: [*map(pathlib.Path, flag.value)] for name, flag in FOLDERS.items() if flag.value}
     if not asked:
         raise config.ConfigError("no evaluation is named: give --sparse, --dense or --blind.")
-    judged = {name: right_of(folder) for name, folder in asked.items()}
+    judged = {
+        name: dict(collections.ChainMap(*map(right_of, folders))) for name, folders in asked.items()
+    }
     bench = measurements.Bench(SUITE)
-    for name, folder in asked.items():
-        for row in rows_of(files.read_json(folder / "results.json"), name, judged):
-            bench.write(f"{row['task']}/{name}".replace(" ", "_"), row)
-            print(f"{name} {row['task']}: {row['share']:.3f} of {row['total']}", flush=True)
+    for name, folders in asked.items():
+        for folder in folders:
+            for row in rows_of(files.read_json(folder / "results.json"), name, judged):
+                bench.write(f"{row['task']}/{name}".replace(" ", "_"), row)
+                print(f"{name} {row['task']}: {row['share']:.3f} of {row['total']}", flush=True)
 
 
 def right_of(folder: pathlib.Path) -> dict[str, Right]:
@@ -79,14 +83,17 @@ def rows_of(
         results: what the evaluation wrote; the parts of a score follow it and begin with "- ".
         name: of the model, a key of `judged`.
     """
-    parts, found, task = collections.defaultdict(dict), [], ""
+    parts, found, task = dict[str, dict[str, Any]](), [], ""
     for score in results["scores"]:
         if not score["name"].startswith("- "):
             task = score["name"]
+            parts[task] = {}
             continue
         parts[task][score["name"].removeprefix("- ")] = [score["value"], score["count"]]
     chance = {score["name"]: score.get("chance") for score in results["scores"]}
     for task, right in judged[name].items():
+        if task not in parts:
+            continue  # of another evaluation of the same model
         correct, total = sum(right.values()), len(right)
         row = {
             "task": task, "method": name, "correct": correct, "total": total,

@@ -601,7 +601,8 @@ class Evaluate(Section):
     checkpoint: Place = ""  # the model to evaluate, unless --checkpoint names another
     data: Place = ""  # folder of the official files; docs/api/benchmarks.md: its structure
     split: str = ""  # of the benchmark, if it has several
-    limit: Count = 0  # the number of items, from the first (scenes: per task); 0: all
+    limit: Count = 0  # the number of items, from the first (small worlds: per task); 0: all
+    tasks: tuple[str, ...] = ()  # of a small world that are scored; (): all that the model learned
     batch_size: Positive = 8  # rows sampled together
     num_images: Positive = 1  # images drawn per prompt
     prefix: str = ""  # put before every prompt for an image

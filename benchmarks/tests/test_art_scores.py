@@ -66,6 +66,8 @@ def test_rows_count_what_is_right_and_compare_the_same_prompts(evaluation):
         1.96 * (mean - mean**2) ** 0.5 / LIMIT**0.5
     )
     assert "against_dense" not in art_scores.rows_of(results, "dense", judged)[0]
+    elsewhere = {"sparse": judged["sparse"] | {"ground": {"ground/test/00000": True}}}
+    assert [row["task"] for row in art_scores.rows_of(results, "sparse", elsewhere)] == [*rows]
 
 
 def test_only_finished_evaluations_of_the_same_prompts_are_compared(evaluation, tmp_path):

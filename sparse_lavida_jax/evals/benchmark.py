@@ -118,10 +118,11 @@ class Benchmark(abc.ABC):
         verdicts: a pattern for names of files with the output of judges; "": there are none.
         configs: its settings (`config.Evaluate`), by the names in `configs/evaluate.py`.
         sampled_with: sampling settings (`config.Sampling`) shared by all of these.
+        has_tasks: whether some of its tasks can be named (`evaluate.tasks`).
         items: all items.
 
     Raises:
-        EvaluationError: files are missing or wrong.
+        EvaluationError: files are missing or wrong, or tasks are named that it does not have.
     """
 
     title: ClassVar[str]
@@ -130,9 +131,15 @@ class Benchmark(abc.ABC):
     verdicts: ClassVar[str] = ""
     configs: ClassVar[Mapping[str, Mapping[str, Any]]]
     sampled_with: ClassVar[Mapping[str, Any]] = {}
+    has_tasks: ClassVar[bool] = False
 
     def __init__(self, settings: config.Config):
         self.config, self.settings = settings, settings.evaluate
+        if self.settings.tasks and not self.has_tasks:
+            raise EvaluationError(
+                f"evaluate.tasks names {', '.join(self.settings.tasks)}, but {self.title} has no"
+                " tasks to choose from: leave it out."
+            )
         self.sampling = changed(
             settings.sampling, draws=False, sampler=settings.evaluate.sampler or None
         )

@@ -74,6 +74,18 @@ def scores(tmp_path, **faults):
     return found, pipe
 
 
+def test_tasks_are_chosen_by_name_and_unknown_ones_refused():
+    def named(*tasks: str) -> config.Config:
+        return dataclasses.replace(SETTINGS, evaluate=config.Evaluate(limit=3, tasks=tasks))
+
+    keys = {item.key for item in ArtTasks(named("ask")).items}
+    assert keys == {item.key for item in ArtTasks(SETTINGS).items if item.record["task"] == "ask"}
+    with pytest.raises(EvaluationError, match="names count: the model learned draw, edit, ask"):
+        ArtTasks(named("ask", "count"))
+    with pytest.raises(EvaluationError, match="MME has no tasks to choose from"):
+        benchmarks.find("mme")(named("ask"))
+
+
 def test_a_model_that_knows_everything_is_right_and_coherent(tmp_path):
     found, pipe = scores(tmp_path)
     asked = ["draw", "edit", "ask", "draw/held_out", "edit/held_out", "ask/held_out"]

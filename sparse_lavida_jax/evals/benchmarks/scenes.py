@@ -24,6 +24,7 @@ class SceneTasks(Benchmark):
 
     title = "Scenes"
     source = "The package makes its prompts itself."
+    has_tasks = True
     configs: ClassVar = {"scenes": {"checkpoint": "scenes", "limit": 100, "batch_size": 32}}
     learned: ClassVar[str] = "scenes"  # the data of its models
     held_out: ClassVar[Sequence[str]] = ("draw",)  # tasks with prompts of held-out combinations
@@ -39,8 +40,18 @@ class SceneTasks(Benchmark):
 
     @property
     def trained(self) -> list[str]:
-        """The tasks that the model learned and a program judges."""
-        return [task for task in self.config.data.tasks if task in self.here.tasks.TASKS]
+        """The tasks that the model learned and a program judges, or those of them that are named.
+
+        Raises:
+            EvaluationError: one that is named is not among them.
+        """
+        learned = [task for task in self.config.data.tasks if task in self.here.tasks.TASKS]
+        named = self.settings.tasks or learned
+        if wrong := sorted({*named} - {*learned}):
+            raise EvaluationError(
+                f"evaluate.tasks names {', '.join(wrong)}: the model learned {', '.join(learned)}."
+            )
+        return [task for task in learned if task in named]
 
     def read(self):
         """Yields the prompts of each task."""
