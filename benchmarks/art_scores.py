@@ -20,6 +20,7 @@ from absl import flags
 
 from benchmarks import command, measurements
 from sparse_lavida_jax import config
+from sparse_lavida_jax.art import judge, rules
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.evals import run
@@ -32,7 +33,8 @@ FOLDERS = {
     "blind": flags.DEFINE_list("blind", [], "Evaluations of the model of empty images."),
 }
 SUITE = "art"
-Right = dict[str, bool]  # by the key of an item
+COHERENT, KEPT = "things coherent", "cells kept"  # parts of scores that prompts are compared in
+Shares = dict[str, float]  # of what is right of an item, by its key
 
 
 def main(_: list[str]) -> None:
@@ -41,7 +43,8 @@ def main(_: list[str]) -> None:
     if not asked:
         raise config.ConfigError("no evaluation is named: give --sparse, --dense or --blind.")
     judged = {
-        name: dict(collections.ChainMap(*map(right_of, folders))) for name, folders in asked.items()
+        name: dict(collections.ChainMap(*map(shares_of, folders)))
+        for name, folders in asked.items()
     }
     bench = measurements.Bench(SUITE)
     for name, folders in asked.items():
@@ -51,8 +54,10 @@ def main(_: list[str]) -> None:
                 print(f"{name} {row['task']}: {row['share']:.3f} of {row['total']}", flush=True)
 
 
-def right_of(folder: pathlib.Path) -> dict[str, Right]:
-    """Returns which items of a finished evaluation are right, by the name of their score.
+def shares_of(folder: pathlib.Path) -> dict[str, Shares]:
+    """Returns what is right of the items of a finished evaluation, by the name of their score.
+
+    A name with a colon is that of a part: coherent things of a drawing, kept cells of an edit.
 
     Raises:
         ConfigError: it is not finished, or not one of the art world.
@@ -66,16 +71,22 @@ def right_of(folder: pathlib.Path) -> dict[str, Right]:
     told = files.read_json(results)
     settings = model_folder.read_config(model_folder.find_model(told["checkpoint"]["name"]))
     bench = art.BENCHMARK(config.changed(settings, {"evaluate": told["evaluate"]}))
-    found: dict[str, Right] = collections.defaultdict(dict)
+    found: dict[str, Shares] = collections.defaultdict(dict)
     for one in run.answers_of(bench, folder):
-        sample = bench.sample(one.record)
+        sample, name, key = bench.sample(one.record), bench.name(one.record), one.item.key
         output = one.text if "text" in one.output else scenes.image(one, folder)
-        found[bench.name(one.record)][one.item.key] = bench.here.score(sample, output).ok
+        found[name][key] = float(bench.here.score(sample, output).ok)
+        if "kept" in one.output:
+            kept, asked = one.output["kept"]
+            found[f"{name}: {KEPT}"][key] = kept / max(asked, 1)
+        if not isinstance(output, str) and one.record["task"] == "draw":
+            coherent, _, asked = rules.coherence(sample, judge.read(output))
+            found[f"{name}: {COHERENT}"][key] = coherent / max(asked, 1)
     return dict(found)
 
 
 def rows_of(
-    results: Mapping[str, Any], name: str, judged: Mapping[str, Mapping[str, Right]]
+    results: Mapping[str, Any], name: str, judged: Mapping[str, Mapping[str, Shares]]
 ) -> list[dict[str, Any]]:
     """Returns a row for each score of a model.
 
@@ -91,24 +102,28 @@ def rows_of(
             continue
         parts[task][score["name"].removeprefix("- ")] = [score["value"], score["count"]]
     chance = {score["name"]: score.get("chance") for score in results["scores"]}
-    for task, right in judged[name].items():
-        if task not in parts:
-            continue  # of another evaluation of the same model
-        correct, total = sum(right.values()), len(right)
+    for task, own in parts.items():
+        right = judged[name][task]
+        correct, total = int(sum(right.values())), len(right)
         row = {
             "task": task, "method": name, "correct": correct, "total": total,
             "share": correct / total, "interval_95": list(wilson_interval(correct, total)),
-            "chance": chance.get(task), "parts": parts[task],
+            "chance": chance.get(task), "parts": own,
             "checkpoint": results["checkpoint"]["sha256"], "sampling": results["sampling"],
             "note": "exact judges on pixels and text; says nothing about speed",
         }  # fmt: skip
         if name == "sparse" and task in judged.get("dense", {}):
             row["against_dense"] = list(difference(right, judged["dense"][task]))
+            row["parts_against_dense"] = {
+                part: list(difference(judged[name][whole], judged["dense"][whole]))
+                for part in own
+                if (whole := f"{task}: {part}") in judged[name]
+            }
         found.append(row)
     return found
 
 
-def difference(ours: Right, theirs: Right) -> tuple[float, float, float]:
+def difference(ours: Shares, theirs: Shares) -> tuple[float, float, float]:
     """Returns the mean difference of paired items, and the ends of its 95 % interval.
 
     Raises:
@@ -118,8 +133,7 @@ def difference(ours: Right, theirs: Right) -> tuple[float, float, float]:
         raise config.ConfigError(
             "the evaluations asked different prompts: evaluate both models with the same limit."
         )
-    pairs = [(float(ours[key]), float(theirs[key])) for key in ours]
-    return paired_difference(*zip(*pairs, strict=True))
+    return paired_difference(*zip(*[(ours[key], theirs[key]) for key in ours], strict=True))
 
 
 if __name__ == "__main__":

@@ -271,8 +271,10 @@ def art_table(rows: Rows, *, parts: bool = True, name: str = "art") -> str:
     for row in rows:
         total = {"share": row["share"], "total": row["total"]}
         scores = {row["task"]: {**row, **total}}
+        differences = row.get("parts_against_dense", {})
         for part, (share, count) in row["parts"].items() if parts else ():
-            scores[f"{row['task']}: {part}"] = {"share": share, "total": count}
+            whole = {"share": share, "total": count, "against_dense": differences.get(part)}
+            scores[f"{row['task']}: {part}"] = whole
         for task, score in scores.items():
             told = View({**score, "correct": round(score["share"] * score["total"])})
             found.setdefault(task, {"task": task})[row["method"]] = told

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import art_scores, table
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.evals import benchmark
 from sparse_lavida_jax.evals.benchmarks.art import ArtTasks
 
 ART = config.read(pathlib.Path(__file__).parents[2] / "configs/art.py")
@@ -55,7 +56,7 @@ def evaluation(tmp_path, monkeypatch):
 
 def test_rows_count_what_is_right_and_compare_the_same_prompts(evaluation):
     folders = {"sparse": evaluation("a", {0, 9}), "dense": evaluation("b", {0, 1, 2})}
-    judged = {name: art_scores.right_of(folder) for name, folder in folders.items()}
+    judged = {name: art_scores.shares_of(folder) for name, folder in folders.items()}
     results = json.loads((folders["sparse"] / "results.json").read_text())
     rows = {row["task"]: row for row in art_scores.rows_of(results, "sparse", judged)}
     assert {task: row["correct"] for task, row in rows.items()} == {"ask": 7, "ask/held_out": 7}
@@ -66,15 +67,39 @@ def test_rows_count_what_is_right_and_compare_the_same_prompts(evaluation):
         1.96 * (mean - mean**2) ** 0.5 / LIMIT**0.5
     )
     assert "against_dense" not in art_scores.rows_of(results, "dense", judged)[0]
-    elsewhere = {"sparse": judged["sparse"] | {"ground": {"ground/test/00000": True}}}
+    elsewhere = {"sparse": judged["sparse"] | {"ground": {"ground/test/00000": 1.0}}}
     assert [row["task"] for row in art_scores.rows_of(results, "sparse", elsewhere)] == [*rows]
+
+
+def test_parts_of_drawings_and_edits_are_shares_of_each_prompt(tmp_path, monkeypatch):
+    """True images, of which every second one is empty: nothing of it is coherent."""
+    data = dataclasses.replace(ART.data, tasks={"draw": 1.0, "edit": 1.0})
+    learned = dataclasses.replace(ART, data=data)
+    monkeypatch.setattr(model_folder, "find_model", pathlib.Path)
+    monkeypatch.setattr(model_folder, "read_config", lambda _: learned)
+    asked = {"benchmark": "art", "limit": 2}
+    bench, lines = ArtTasks(config.changed(learned, {"evaluate": asked})), []
+    (tmp_path / "shards" / "0-of-1").mkdir(parents=True)
+    for item in bench.items:
+        scene = bench.here.empty if item.record["number"] else bench.sample(item.record).target
+        output = benchmark.write_images(tmp_path, {f"{item.key}.png": bench.here.render(scene)})
+        kept = {"kept": [3, 4]} if item.record["task"] == "edit" else {}
+        line = {"index": item.index, "seed": 0, "seconds": 0.1, "output": {**output, **kept}}
+        lines.append(json.dumps(line) + "\n")
+    (tmp_path / "shards" / "0-of-1" / "items.jsonl").write_text("".join(lines))
+    results = {"benchmark": "art", "checkpoint": {"name": "a"}, "evaluate": asked}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    found = art_scores.shares_of(tmp_path)
+    assert [*found["draw/held_out: things coherent"].values()] == [1.0, 0.0]
+    assert [*found["edit/held_out: cells kept"].values()] == [0.75, 0.75]
+    assert found["edit"].keys() == found["edit: cells kept"].keys()
 
 
 def test_only_finished_evaluations_of_the_same_prompts_are_compared(evaluation, tmp_path):
     with pytest.raises(config.ConfigError, match="no finished evaluation"):
-        art_scores.right_of(tmp_path)
+        art_scores.shares_of(tmp_path)
     with pytest.raises(config.ConfigError, match="different prompts"):
-        art_scores.difference({"a": True}, {"b": True})
+        art_scores.difference({"a": 1.0}, {"b": 1.0})
 
 
 def test_the_table_has_bars_of_parts_and_of_what_may_be_at_most():
@@ -82,6 +107,7 @@ def test_the_table_has_bars_of_parts_and_of_what_may_be_at_most():
     sparse = {
         "task": "draw/held_out", "method": "sparse", "correct": 85, "total": 100, "share": 0.85,
         "chance": 0.0, "parts": parts, "against_dense": [0.05, -0.01, 0.11],
+        "parts_against_dense": {"things coherent": [0.01, -0.01, 0.03]},
     }  # fmt: skip
     dense = sparse | {"method": "dense", "correct": 80, "share": 0.8, "parts": {}}
     equal = {"prompts with equal images": [0.04, 25]}
@@ -98,6 +124,8 @@ def test_the_table_has_bars_of_parts_and_of_what_may_be_at_most():
         "0.00", "0.850 (0.767 to 0.907)", "0.800 (0.711 to 0.867)", "+0.050 (-0.010 to +0.110)",
         "0.80 met",
     ]  # fmt: skip
-    assert told["draw/held_out: things coherent"][-1] == "0.95 not met"
+    assert told["draw/held_out: things coherent"][-2:] == [
+        "+0.010 (-0.010 to +0.030)", "0.95 not met",
+    ]  # fmt: skip
     assert told["draw, open: prompts with equal images"][-1] == "at most 0.05 met"
     assert "things coherent" not in table.art_table([sparse], parts=False, name="art_scores")
