@@ -74,12 +74,21 @@ def scores(tmp_path, **faults):
     return found, pipe
 
 
-def test_tasks_are_chosen_by_name_and_unknown_ones_refused():
-    def named(*tasks: str) -> config.Config:
-        return dataclasses.replace(SETTINGS, evaluate=config.Evaluate(limit=3, tasks=tasks))
+def test_tasks_and_splits_are_chosen_by_name_and_unknown_ones_refused():
+    def named(*tasks: str, split: str = "") -> config.Config:
+        chosen = config.Evaluate(limit=3, tasks=tasks, split=split)
+        return dataclasses.replace(SETTINGS, evaluate=chosen)
 
-    keys = {item.key for item in ArtTasks(named("ask")).items}
-    assert keys == {item.key for item in ArtTasks(SETTINGS).items if item.record["task"] == "ask"}
+    def keys(*tasks: str, split: str = "") -> set[str]:
+        return {item.key for item in ArtTasks(named(*tasks, split=split)).items}
+
+    assert keys("ask") == {key for key in keys() if key.startswith("ask/")}
+    assert keys("ask", "draw", split="test") == {
+        key for key in keys() if key.startswith(("ask/test", "draw/test"))
+    }
+    assert keys(split="test") | keys(split="held_out") == keys()
+    with pytest.raises(EvaluationError, match="'valid': Real art has test and held_out"):
+        ArtTasks(named(split="valid"))
     with pytest.raises(EvaluationError, match="names count: the model learned draw, edit, ask"):
         ArtTasks(named("ask", "count"))
     with pytest.raises(EvaluationError, match="MME has no tasks to choose from"):

@@ -40,11 +40,12 @@ class ArtTasks(SceneTasks):
     def read(self):
         """Yields the prompts of each task, then those that are asked in other ways."""
         yield from super().read()
-        for task in [task for task in ("draw", "edit") if task in self.trained]:
+        bare = [task for task in ("draw", "edit") if task in self.trained]
+        for task in bare if "held_out" in self.splits else ():
             for number in range(self.limit):
                 record = {"task": task, "split": "held_out", "number": number}
                 yield self.item({**record, "layout": False, "way": BARE}, " bare")
-        if "draw" in self.trained:
+        if "draw" in self.trained and "test" in self.splits:
             numbers = itertools.islice(self._open(), min(OPEN_PROMPTS, self.limit))
             for number, copy in itertools.product(numbers, range(OPEN_IMAGES)):
                 record = {"task": "draw", "split": "test", "number": number}

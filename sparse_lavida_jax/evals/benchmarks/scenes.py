@@ -15,6 +15,8 @@ from sparse_lavida_jax.evals.official_files import EvaluationError, Record
 from sparse_lavida_jax.evals.scorers import Metric
 from sparse_lavida_jax.scenes.task import Sample
 
+SPLITS = ("test", "held_out")  # held_out: combinations that training never showed
+
 
 class SceneTasks(Benchmark):
     """Every task that a small model was trained on, and drawing of held-out combinations.
@@ -53,6 +55,20 @@ class SceneTasks(Benchmark):
             )
         return [task for task in learned if task in named]
 
+    @property
+    def splits(self) -> list[str]:
+        """The splits that are asked for.
+
+        Raises:
+            EvaluationError: there is no such split.
+        """
+        if self.settings.split not in ("", *SPLITS):
+            raise EvaluationError(
+                f"evaluate.split is {self.settings.split!r}: {self.title} has"
+                f" {' and '.join(SPLITS)}."
+            )
+        return [self.settings.split] if self.settings.split else [*SPLITS]
+
     def read(self):
         """Yields the prompts of each task."""
         if self.config.data.source != self.learned:
@@ -60,9 +76,9 @@ class SceneTasks(Benchmark):
                 f"the benchmark {self.learned!r} judges models of {self.learned}. For a LaViDa-O"
                 " choose another benchmark: configs/evaluate.py."
             )
-        asked = [(task, "test") for task in self.trained]
-        asked += [(task, "held_out") for task in self.held_out if task in self.trained]
-        for task, split in asked:
+        for split, task in itertools.product(self.splits, self.trained):
+            if split == "held_out" and task not in self.held_out:
+                continue
             for number in range(self.limit):
                 yield self.item({"task": task, "split": split, "number": number})
 
