@@ -5,16 +5,18 @@ r"""Seconds of drawing real art, sparse and dense: the layout, the image, and th
 
 Both sample the bundled model, whose weights do not matter for speed, in the same number of steps.
 They take turns on the same prompts, so that a machine whose speed drifts affects both alike. Both
-write a layout first, and both revise (`sampling.revisions`).
+write a layout first. Both revise as often as the model does by default, or not at all.
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from benchmarks import command, measurements
+from sparse_lavida_jax import config
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.programs.folder import keep_programs
@@ -31,31 +33,34 @@ def main(_argv: list[str]) -> None:
     keep_programs()
     bench, pipe = measurements.Bench(SUITE), SparseLaViDa.from_pretrained(MODEL)
     world, how = exact.world_of(pipe.settings), pipe.settings.sampling
-    for batch in BATCHES:
+    for batch, revisions in itertools.product(BATCHES, sorted({0, how.revisions})):
         words = [world.sample("draw", SEED, i, "held_out").prompt for i in range(batch)]
-        begun = {method: timed(pipe, preset, words) for method, preset in PRESETS.items()}
+        sides = {
+            method: dataclasses.replace(how, preset=preset, revisions=revisions)
+            for method, preset in PRESETS.items()
+        }
+        begun = {method: timed(pipe, sampling, words) for method, sampling in sides.items()}
         told: dict[str, list[Seconds]] = {method: [] for method in PRESETS}
         for _ in range(RUNS):
-            for method, preset in PRESETS.items():
-                told[method].append(timed(pipe, preset, words))
+            for method, sampling in sides.items():
+                told[method].append(timed(pipe, sampling, words))
         for method, seconds in told.items():
             image = [one["image"] for one in seconds]
             row = {
                 "model": MODEL, "method": method, "task": "draw", "batch": batch,
                 "seconds": medians(seconds), "image_spread": [min(image), max(image)],
                 "first_request_s": begun[method]["request"], "runs": RUNS,
-                "steps": how.num_steps, "revisions": how.revisions,
+                "steps": how.num_steps, "revisions": revisions,
                 "note": "medians; the first request, which compiles, is not in them",
             }  # fmt: skip
-            bench.write(f"draw/{method}/b{batch}", row)
+            bench.write(f"draw/{method}/b{batch}/r{revisions}", row)
         sparse, dense = (medians(told[method]) for method in PRESETS)
         ratios = ", ".join(f"{part} {dense[part] / sparse[part]:.2f}" for part in sparse)
-        print(f"{batch} together: dense over sparse: {ratios}", flush=True)
+        print(f"{batch} together, {revisions} revisions: dense over sparse: {ratios}", flush=True)
 
 
-def timed(pipe: SparseLaViDa, preset: str, words: Sequence[str]) -> Seconds:
+def timed(pipe: SparseLaViDa, sampling: config.Sampling, words: Sequence[str]) -> Seconds:
     """Draws images; returns how long it took."""
-    sampling = dataclasses.replace(pipe.settings.sampling, preset=preset)
     begin = time.perf_counter()
     drawn = pipe.generate([*words], sampling=sampling, as_written=True)
     return {**drawn.seconds, "request": time.perf_counter() - begin}

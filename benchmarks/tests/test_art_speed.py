@@ -16,7 +16,7 @@ def test_both_methods_take_turns_on_the_same_prompts(monkeypatch, tmp_path, caps
         settings = stand_ins.settings(sampling={"num_steps": 5, "revisions": 2})
 
         def generate(self, words, *, sampling, as_written):
-            asked.append((sampling.preset, tuple(words)))
+            asked.append((sampling.preset, sampling.revisions, tuple(words)))
             seconds = {"sparse": 1.0, "dense": 3.0}[sampling.preset]
             return types.SimpleNamespace(seconds={"layout": 0.5, "image": seconds})
 
@@ -26,12 +26,19 @@ def test_both_methods_take_turns_on_the_same_prompts(monkeypatch, tmp_path, caps
     monkeypatch.setattr(measurements, "RESULTS", tmp_path)
     art_speed.main([])
     for batch in art_speed.BATCHES:
-        own = [preset for preset, words in asked if len(words) == batch]
-        assert own == ["sparse", "dense"] * (1 + art_speed.RUNS)
-        assert len({words for _, words in asked if len(words) == batch}) == 1
-    rows = {(row["method"], row["batch"]): row for row in measurements.read_rows("art_speed")}
-    assert len(rows) == 2 * len(art_speed.BATCHES)
-    dense = rows["dense_lean", 4]
+        own = [how for *how, words in asked if len(words) == batch]
+        turns = 1 + art_speed.RUNS
+        assert own == [["sparse", 0], ["dense", 0]] * turns + [["sparse", 2], ["dense", 2]] * turns
+        assert len({words for *_, words in asked if len(words) == batch}) == 1
+    rows = {
+        (row["method"], row["batch"], row["revisions"]): row
+        for row in measurements.read_rows("art_speed")
+    }
+    assert len(rows) == 4 * len(art_speed.BATCHES)
+    dense = rows["dense_lean", 4, 2]
     assert dense["seconds"]["image"] == 3.0 and dense["seconds"]["request"] >= 0
     assert (dense["steps"], dense["revisions"]) == (5, 2)
-    assert "4 together: dense over sparse: layout 1.00, image 3.00" in capsys.readouterr().out
+    assert (
+        "4 together, 0 revisions: dense over sparse: layout 1.00, image 3.00"
+        in capsys.readouterr().out
+    )
