@@ -9,6 +9,7 @@ types of its arrays.
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import inspect
 import itertools
@@ -225,6 +226,7 @@ def forget(spared: "Collection[Program]" = ()) -> None:
     for one in _all:
         one.forget(spared)
     jax.clear_caches()
+    gc.collect()  # executables that are kept on disk are in cycles
 
 
 class Program:

@@ -2,6 +2,7 @@
 """Compiled programs are kept for the next process, found by what they depend on, and replaced."""
 
 import contextlib
+import gc
 import os
 import pickle
 import subprocess
@@ -174,6 +175,22 @@ def test_a_kept_program_is_loaded_without_being_traced(place, traced):
     del traced[:]
     assert result(a_step()) == expected
     assert not traced
+
+
+def test_forgotten_programs_are_freed_at_once_although_they_are_kept(place):
+    """Otherwise a process gets more memory maps than it may have (`memory_maps`)."""
+    client = jax.devices()[0].client
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(client.live_executables())
+        expected = result(a_step())
+        assert len(client.live_executables()) > before
+        jit_module.forget()
+        assert len(client.live_executables()) <= before
+    finally:
+        gc.enable()
+    assert result(a_step()) == expected
 
 
 def test_a_program_of_jaxs_cache_is_compiled_anew_so_that_it_can_be_kept(tmp_path):
