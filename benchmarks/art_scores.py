@@ -50,7 +50,8 @@ def main(_: list[str]) -> None:
     for name, folders in asked.items():
         for folder in folders:
             for row in rows_of(files.read_json(folder / "results.json"), name, judged):
-                bench.write(f"{row['task']}/{name}".replace(" ", "_"), row)
+                called = row["task"].replace(", ", "/").replace(" ", "_")
+                bench.write(f"{called}/{name}", row)
                 print(f"{name} {row['task']}: {row['share']:.3f} of {row['total']}", flush=True)
 
 
