@@ -13,13 +13,13 @@ What that costs is the *gap*: the bits of an image under a plan of K steps, less
 of one cell a step. Both are read from one pass over the plan (`inference/surprise.py`), at
 temperature 1, without guidance. With `--given=layout` the true layout is given, which in the world
 of shapes determines the image; with `--given=words` it is not. Bits of finished plans are kept in
-`--resume`.
+`--finished`.
 
 `--part=code` says how much of the gap a style code closes: the bits that an image and its code cost
 together, with codes of the posterior, against the same model without its code. `--part=holes` draws
 images with codes of the prior and, of the same prompts, of the posterior of the true image: where
 the prior draws codes that no image has, the second are better. `--part=plans` searches the best
-plan for each number of steps (`plan_search.py`); with `--settings=` it scores the model's own.
+plan for each number of steps (`plan_search.py`); with `--search=` it scores the model's own.
 `--part=styles` draws a figure: a row for each prompt, a column for each code, all of one seed.
 """
 
@@ -62,9 +62,9 @@ ORDERS = flags.DEFINE_list("orders", ["stratified", "halton", "random"], "Orders
 GIVEN = flags.DEFINE_list("given", ["words", "layout"], "What is given of an image.")
 COUNT = flags.DEFINE_integer("images", 256, "Unseen images.", lower_bound=16)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of images with codes.", lower_bound=0)
-SETTINGS = flags.DEFINE_list("settings", [*plan_search.SETTINGS], "Settings of plans to search.")
+SETTINGS = flags.DEFINE_list("search", [*plan_search.SETTINGS], "Settings of plans to search.")
 IMAGE_SEED = flags.DEFINE_integer("seed", 0, "Of the images that plans draw.", lower_bound=0)
-DONE = flags.DEFINE_string("resume", "runs/few_steps.jsonl", "File for finished plans.")
+DONE = flags.DEFINE_string("finished", "runs/few_steps.jsonl", "File for finished plans.")
 
 BATCH, SEED = 16, 56
 STYLED = 4  # prompts and codes of the figure of styles
@@ -101,11 +101,11 @@ def search_plans(pipe: SparseLaViDa) -> None:
     """Searches the best plan for each number of steps.
 
     Raises:
-        ConfigError: `--settings` has an unknown name.
+        ConfigError: `--search` has an unknown name.
     """
     if unknown := set(filter(None, SETTINGS.value)) - set(plan_search.SETTINGS):
         raise config.ConfigError(
-            f"--settings={','.join(sorted(unknown))} is unknown: choose of"
+            f"--search={','.join(sorted(unknown))} is unknown: choose of"
             f" {', '.join(plan_search.SETTINGS)}."
         )
     asked = [name for name in plan_search.SETTINGS if name in SETTINGS.value]

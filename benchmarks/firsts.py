@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What one pass over a whole plan tells (`inference/surprise.py`, `inference/proofs.py`).
 
-    python -m benchmarks.firsts --part=surprise --count=1000   # of the bundled model
-    python -m benchmarks.firsts --part=prove --count=96
-    python -m benchmarks.firsts --part=costs
+    python -m benchmarks.firsts --measure=surprise --count=1000   # of the bundled model
+    python -m benchmarks.firsts --measure=prove --count=96
+    python -m benchmarks.firsts --measure=costs
 
 Surprise: a scene and its caption, compared with the scene after one thing was changed so that the
 caption is false, and with seven captions that have one attribute wrong. The model's own answers to
@@ -36,7 +36,9 @@ from sparse_lavida_jax.programs.folder import keep_programs
 from sparse_lavida_jax.scenes import judges, tasks, world
 from sparse_lavida_jax.scenes.grammar import GrammarError, SceneRequest
 
-PART = flags.DEFINE_enum("part", "surprise", ["surprise", "prove", "costs"], "What is measured.")
+MEASURE = flags.DEFINE_enum(
+    "measure", "surprise", ["surprise", "prove", "costs"], "What is measured."
+)
 COUNT = flags.DEFINE_integer("count", 200, "Scenes, or images of each setting.", lower_bound=16)
 SIZES = flags.DEFINE_list("sizes", ["1", "16"], "Images together of which costs are measured.")
 TIMED = flags.DEFINE_integer("timed", 9, "Turns that are timed; 0: none.", lower_bound=0)
@@ -69,8 +71,8 @@ def main(_: list[str]) -> None:
     pipe = SparseLaViDa.from_pretrained(MODEL, batch_size=BATCH)
     bench = measurements.Bench("firsts")
     parts = {"surprise": surprise_rows, "prove": prove_rows, "costs": cost_rows}
-    for row in parts[PART.value](pipe, COUNT.value):
-        name = f"{PART.value}/{row['method']}"
+    for row in parts[MEASURE.value](pipe, COUNT.value):
+        name = f"{MEASURE.value}/{row['method']}"
         path = bench.write(name, {"model": MODEL, **row}, name=f"{MODEL}/{name}")
         print(path.name, row, flush=True)
 
