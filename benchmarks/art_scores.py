@@ -33,7 +33,6 @@ FOLDERS = {
     "blind": flags.DEFINE_list("blind", [], "Evaluations of the model of empty images."),
 }
 SUITE = "art"
-COHERENT, KEPT = "things coherent", "cells kept"  # parts of scores that prompts are compared in
 Shares = dict[str, float]  # of what is right of an item, by its key
 
 
@@ -79,10 +78,10 @@ def shares_of(folder: pathlib.Path) -> dict[str, Shares]:
         found[name][key] = float(bench.here.score(sample, output).ok)
         if "kept" in one.output:
             kept, asked = one.output["kept"]
-            found[f"{name}: {KEPT}"][key] = kept / max(asked, 1)
+            found[f"{name}: {art.KEPT}"][key] = kept / max(asked, 1)
         if not isinstance(output, str) and one.record["task"] == "draw":
             coherent, _, asked = rules.coherence(sample, judge.read(output))
-            found[f"{name}: {COHERENT}"][key] = coherent / max(asked, 1)
+            found[f"{name}: {art.COHERENT}"][key] = coherent / max(asked, 1)
     return dict(found)
 
 

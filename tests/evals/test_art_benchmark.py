@@ -87,6 +87,9 @@ def test_tasks_and_splits_are_chosen_by_name_and_unknown_ones_refused():
         key for key in keys() if key.startswith(("ask/test", "draw/test"))
     }
     assert keys(split="test") | keys(split="held_out") == keys()
+    with pytest.raises(EvaluationError, match="reflect has no prompts of held-out combinations"):
+        reflecting = dataclasses.replace(SETTINGS.data, tasks={"reflect": 1.0})
+        ArtTasks(dataclasses.replace(named(split="held_out"), data=reflecting))
     with pytest.raises(EvaluationError, match="'valid': Real art has test and held_out"):
         ArtTasks(named(split="valid"))
     with pytest.raises(EvaluationError, match="names count: the model learned draw, edit, ask"):

@@ -21,6 +21,7 @@ from sparse_lavida_jax.scenes.task import Sample
 
 OPEN_PROMPTS, OPEN_IMAGES = 250, 4  # prompts that leave style and facing open; images of each
 OPEN, BARE = "open", "without a layout"
+COHERENT, KEPT = "things coherent", "cells kept"  # parts of scores
 KEPT_ERROR = 12.0  # levels, root mean square, that a cell which is kept may differ by; ours
 SEED_STEP = 2**16  # between the images of a prompt
 
@@ -41,8 +42,8 @@ class ArtTasks(SceneTasks):
         """Yields the prompts of each task, then those that are asked in other ways."""
         yield from super().read()
         bare = [task for task in ("draw", "edit") if task in self.trained]
-        for task in bare if "held_out" in self.splits else ():
-            for number in range(self.limit):
+        if "held_out" in self.splits:
+            for task, number in itertools.product(bare, range(self.limit)):
                 record = {"task": task, "split": "held_out", "number": number}
                 yield self.item({**record, "layout": False, "way": BARE}, " bare")
         if "draw" in self.trained and "test" in self.splits:
@@ -84,7 +85,7 @@ class ArtTasks(SceneTasks):
         if task == "edit":
             pairs = [one.output["kept"] for one in answers]
             right, total = (sum(column) for column in zip(*pairs, strict=True))
-            found.append(Metric("- cells kept", right / max(total, 1), total, right))
+            found.append(Metric(f"- {KEPT}", right / max(total, 1), total, right))
         if task == "draw":
             samples = [self.sample(one.record) for one in answers]
             readings = [judge.read(image(one, folder)) for one in answers]
@@ -112,7 +113,7 @@ def coherence(samples: Sequence[Sample], readings: Sequence[judge.SceneReading])
     entropy = sum(-share * math.log2(share) for share in shares)
     return [
         Metric("- things found", found / max(asked, 1), asked, found),
-        Metric("- things coherent", coherent / max(asked, 1), asked, coherent),
+        Metric(f"- {COHERENT}", coherent / max(asked, 1), asked, coherent),
         Metric("- coherent of those found", coherent / max(found, 1), found, coherent),
         Metric("- entropy of open styles, bits", entropy, styles.total()),
     ]

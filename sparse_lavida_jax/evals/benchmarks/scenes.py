@@ -60,7 +60,7 @@ class SceneTasks(Benchmark):
         """The splits that are asked for.
 
         Raises:
-            EvaluationError: there is no such split.
+            EvaluationError: the one that is named is unknown.
         """
         if self.settings.split not in ("", *SPLITS):
             raise EvaluationError(
@@ -76,11 +76,18 @@ class SceneTasks(Benchmark):
                 f"the benchmark {self.learned!r} judges models of {self.learned}. For a LaViDa-O"
                 " choose another benchmark: configs/evaluate.py."
             )
-        for split, task in itertools.product(self.splits, self.trained):
-            if split == "held_out" and task not in self.held_out:
-                continue
-            for number in range(self.limit):
-                yield self.item({"task": task, "split": split, "number": number})
+        asked = [
+            (split, task)
+            for split, task in itertools.product(self.splits, self.trained)
+            if split == "test" or task in self.held_out
+        ]
+        if not asked:
+            raise EvaluationError(
+                f"{', '.join(self.trained)} has no prompts of held-out combinations: choose of"
+                f" {', '.join(self.held_out)}, or leave evaluate.split out."
+            )
+        for (split, task), number in itertools.product(asked, range(self.limit)):
+            yield self.item({"task": task, "split": split, "number": number})
 
     def item(self, record: Record, ending: str = "") -> Item:
         """Returns the item of a prompt.
