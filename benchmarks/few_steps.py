@@ -3,6 +3,7 @@ r"""What few steps cost, in bits: the likelihood of images under plans of K step
 
     python -m benchmarks.few_steps --part=gap                # the bundled model
     python -m benchmarks.few_steps --part=gap --model=runs/art/model
+    python -m benchmarks.few_steps --part=registers --model=art
     python -m benchmarks.few_steps --part=page               # docs/few_steps.md, from the rows
     python -m benchmarks.few_steps --part=code --model=runs/art_style/model  # with a style code
     python -m benchmarks.few_steps --part=holes --model=runs/art_style/model
@@ -15,7 +16,8 @@ temperature 1, without guidance. With `--given=layout` the true layout is given,
 of shapes determines the image; with `--given=words` it is not. Bits of finished plans are kept in
 `--finished`.
 
-`--part=code` says how much of the gap a style code closes: the bits that an image and its code cost
+`--part=registers` says what fewer registers in later steps cost (`sampling.registers_end`), in bits
+too: the model's own plan with them against the same plan without. `--part=code` says how much of the gap a style code closes: the bits that an image and its code cost
 together, with codes of the posterior, against the same model without its code. `--part=holes` draws
 images with codes of the prior and, of the same prompts, of the posterior of the true image: where
 the prior draws codes that no image has, the second are better. `--part=plans` searches the best
@@ -52,7 +54,7 @@ from sparse_lavida_jax.scenes.task import Sample
 from sparse_lavida_jax.sequence import prompt_row
 from sparse_lavida_jax.training import style
 
-PARTS = ["gap", "code", "holes", "plans", "styles", "page"]
+PARTS = ["gap", "registers", "code", "holes", "plans", "styles", "page"]
 PART = flags.DEFINE_enum("part", "gap", PARTS, "What is done.")
 MODEL = flags.DEFINE_string("model", "scenes", "A bundled model, or a model folder.")
 CALLED = flags.DEFINE_string("called", "", 'What rows call it, such as "style/s0"; "": --model.')
@@ -79,17 +81,18 @@ def main(_: list[str]) -> None:
     if PART.value == "plans":
         search_plans(pipe)
         return
-    if PART.value != "gap" and not pipe.settings.model.style_groups:
+    coded = PART.value in ("code", "holes", "styles")
+    if coded and not pipe.settings.model.style_groups:
         raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
     if PART.value == "styles":
         draw_styles(pipe, few_steps_page.DOCS / "few_steps_styles.png")
         return
-    rows = {"gap": gap_rows, "code": code_rows, "holes": hole_rows}[PART.value]
+    rows = {"gap": gap_rows, "registers": register_rows, "code": code_rows, "holes": hole_rows}
     bench = measurements.Bench("few_steps")
     called = CALLED.value or MODEL.value
-    for row in rows(pipe):
+    for row in rows[PART.value](pipe):
         name = f"{PART.value}/{row['given']}/{row['order']}/{row['schedule']}/k{row['steps']}"
-        name += f"/{row['codes']}" if "codes" in row else ""
+        name += "".join(f"/{row[one]}" for one in ("codes", "registers") if one in row)
         path = bench.write(name, {"model": called, **row}, name=f"{called}/{name}")
         told = (
             f"{one} {row[one]:.3f}" for one in ("bits", "gap", "share", "coherent") if one in row
@@ -145,16 +148,35 @@ def gap_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
+def register_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
+    """Yields a row for each last number of registers, with its gap to as many in all steps."""
+    own = pipe.settings.sampling
+    for given in GIVEN.value:
+        plan = given, own.order, own.schedule, own.num_steps
+        least = bits_of(pipe, *plan)
+        for change in plan_search.SETTINGS["registers"]:
+            last = change["registers_end"]
+            bits = bits_of(pipe, *plan, last)
+            gap = bits - least
+            yield {
+                "method": str(last), "given": given, "order": own.order, "schedule": own.schedule,
+                "steps": own.num_steps, "registers": last, "images": len(bits),
+                "bits": bits.mean(), "gap": gap.mean(), "gap_error": gap.std() / len(gap) ** 0.5,
+                "note": "bits an image at temperature 1; error: standard, of the paired mean",
+            }  # fmt: skip
+
+
 def bits_of(
-    pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int
+    pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int, registers_end: int = -1
 ) -> Float[np.ndarray, " n"]:
     """Returns the bits of each image under a plan."""
     key = f"{MODEL.value} {given} {order} {schedule} {steps}"
+    key += f" {registers_end}" if registers_end >= 0 else ""
     path = pathlib.Path(DONE.value)
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     known = {line["key"]: line["bits"] for line in lines}
     if len(known.get(key, ())) < COUNT.value:
-        known[key] = _bits(pipe, given, order, schedule, steps)
+        known[key] = _bits(pipe, given, order, schedule, steps, registers_end)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps({"key": key, "bits": known[key]}) + "\n")
@@ -192,11 +214,13 @@ def images(pipe: SparseLaViDa, run: TaskRun, given: str) -> Iterator[Images]:
         yield Images(numbers, samples, [run.image_example(one) for one in asked], codes)
 
 
-def _bits(pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int) -> list[float]:
+def _bits(
+    pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int, registers_end: int = -1
+) -> list[float]:
     how = surprise.sampling_of(pipe.settings.sampling, pipe.settings.model)
     how = dataclasses.replace(
         how, num_steps=steps, order=order, schedule=schedule, merge_cells=0, cell_passes=1,
-        style_code=False,
+        style_code=False, registers_end=registers_end,
     )  # fmt: skip
     run, found = pipe.task_run(how), list[float]()
     for numbers, _, examples, codes in images(pipe, run, given):

@@ -20,6 +20,7 @@ from sparse_lavida_jax.evals.scorers import mean_and_spread, paired_difference
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "few_steps.md"
+ALL = "all"  # registers of every step
 PLAIN = "plain"  # what the twin without a code is called
 BEGIN, END = "<!-- {} written by benchmarks.few_steps -->", "<!-- up to here -->"
 
@@ -46,6 +47,18 @@ def gap_table(rows: Rows) -> str:
         lines.append((*about, f"{least:.1f}", *gaps))
     heads = ("model", "given", "order", "counts", "bits at one cell a step")
     return markdown.table([*heads, *(f"{n} step{'s' * (n > 1)}" for n in numbers)], lines)
+
+
+def registers_table(rows: Rows) -> str:
+    """Returns what fewer registers in later steps cost, in bits an image."""
+    lines = [
+        (row["model"], row["given"], row["steps"], ALL if (last := row["registers"]) < 0 else last, row["images"],
+         f"{row['bits']:.1f}", f"{row['gap']:+.2f} ± {row['gap_error']:.2f}")
+        for row in rows
+        if row["id"].startswith("registers/")
+    ]  # fmt: skip
+    heads = ("model", "given", "steps", "registers of the last step", "images", "bits")
+    return markdown.table([*heads, f"more than with {ALL}"], sorted(lines, key=str))
 
 
 def plans_table(rows: Rows) -> str:
@@ -220,6 +233,7 @@ def draw_plans(rows: Rows, path: pathlib.Path) -> None:
 
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "gap": ("few_steps", gap_table),
+    "registers": ("few_steps", registers_table),
     "plans": ("plan_search", plans_table),
     "models": ("plan_search", models_table),
     "claims": ("plan_search", claims_table),

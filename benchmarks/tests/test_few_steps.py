@@ -36,6 +36,16 @@ def test_bits_without_a_code_are_those_of_one_pass_over_the_plan(pipe):
     assert (coded["code"] > 0).all()
 
 
+def test_rows_say_what_fewer_registers_cost(pipe, tmp_path):
+    with flagsaver.flagsaver(finished=str(tmp_path / "finished.jsonl")):
+        rows = [*few_steps.register_rows(pipe)]
+        assert [row["registers"] for row in rows] == [-1, 1, 0]
+        assert rows[0]["gap"] == 0 < rows[0]["bits"]
+        assert all(row["gap"] != 0 and row["gap_error"] > 0 for row in rows[1:])
+        again = [*few_steps.register_rows(pipe)]  # from the file
+    assert again == rows
+
+
 def test_a_figure_shows_prompts_with_the_same_codes(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr(few_steps, "STYLED", 2)
     few_steps.draw_styles(pipe, tmp_path / "styles.png")
