@@ -17,12 +17,13 @@ of shapes determines the image; with `--given=words` it is not. Bits of finished
 `--finished`.
 
 `--part=registers` says what fewer registers in later steps cost (`sampling.registers_end`), in bits
-too: the model's own plan with them against the same plan without. `--part=code` says how much of the gap a style code closes: the bits that an image and its code cost
-together, with codes of the posterior, against the same model without its code. `--part=holes` draws
-images with codes of the prior and, of the same prompts, of the posterior of the true image: where
-the prior draws codes that no image has, the second are better. `--part=plans` searches the best
-plan for each number of steps (`plan_search.py`); with `--search=` it scores the model's own.
-`--part=styles` draws a figure: a row for each prompt, a column for each code, all of one seed.
+too: the model's own plan with them against the same plan without. `--part=code` says how much of
+the gap a style code closes: the bits that an image and its code cost together, with codes of the
+posterior, against the same model without its code. `--part=holes` draws images with codes of the
+prior and, of the same prompts, of the posterior of the true image: where the prior draws codes that
+no image has, the second are better. `--part=plans` searches the best plan for each number of steps
+(`plan_search.py`); with `--search=` it scores the model's own. `--part=styles` draws a figure: a
+row for each prompt, a column for each code, all of one seed.
 """
 
 import dataclasses

@@ -52,8 +52,8 @@ def gap_table(rows: Rows) -> str:
 def registers_table(rows: Rows) -> str:
     """Returns what fewer registers in later steps cost, in bits an image."""
     lines = [
-        (row["model"], row["given"], row["steps"], ALL if (last := row["registers"]) < 0 else last, row["images"],
-         f"{row['bits']:.1f}", f"{row['gap']:+.2f} ± {row['gap_error']:.2f}")
+        (row["model"], row["given"], row["steps"], ALL if (last := row["registers"]) < 0 else last,
+         row["images"], f"{row['bits']:.1f}", f"{row['gap']:+.2f} ± {row['gap_error']:.2f}")
         for row in rows
         if row["id"].startswith("registers/")
     ]  # fmt: skip

@@ -95,7 +95,14 @@ WORLDS = {
             # Measured before `plan_bounds` said why `configs/art.py` has other plans and codes.
             "model": {"sequential_codes": False},
             "diffusion": {"plan_steps": (8, 12, 18), "merge_cells": 16, "layout_first": 0.0},
-            "sampling": {"num_steps": 12, "shift": 2.0, "merge_cells": 16},
+            "sampling": {
+                "num_steps": 12,
+                "order": "stratified",
+                "shift": 2.0,
+                "merge_cells": 16,
+                "temperature": 0.3,
+                "revisions": 0,
+            },
         },
         0.0,
         1800.0,

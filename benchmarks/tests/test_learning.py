@@ -50,6 +50,18 @@ def test_further_ways_change_the_merged_plan(ways):
     assert dataclasses.replace(few, data=merged.data) == merged
 
 
+@pytest.mark.parametrize("world", learning.WORLDS)
+def test_what_a_way_has_learned_can_be_sampled(world):
+    """Half an hour of training is lost otherwise."""
+    here = learning.WORLDS[world]
+    file = pathlib.Path(__file__).parents[2] / f"configs/{here.file}.py"
+    shared = config.changed(config.read(file), here.changes)
+    for settings in learning.ways_of(shared, here.more).values():
+        samplers = learning._samplers(settings, shared.diffusion.merge_cells)
+        assert samplers["merged"].merge_cells == shared.diffusion.merge_cells > 0
+        assert all(one.order == "stratified" and not one.revisions for one in samplers.values())
+
+
 @pytest.mark.parametrize("way", ["plan", "dense"])
 @pytest.mark.parametrize("merge", [1, 16])
 def test_every_cell_is_predicted_once_knowing_what_its_step_knows(ways, examples, way, merge):
