@@ -369,7 +369,10 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> str:
             row["method"],
             row["curve"][-1]["steps"],
             *(f"{point['full']:.3f} ({point['operations']:.1f})" for point in row["curve"]),
-            *(f"{row['scores']['full'][name]:.3f}" for name in ("found", "coherent")),
+            *(
+                None if (share := _score(row, "full", name)) is None else f"{share:.3f}"
+                for name in ("found", "coherent")
+            ),
         )
         for row in rows
     ]

@@ -26,12 +26,12 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
     c.data.layout_drop = 0.5  # a layout says neither style nor facing, nor the background
     c.diffusion.plan_steps = (1, 2, 3, 4, 6, 12)
     c.optimizer.update(learning_rate=5e-4, ema=0.995)
-    c.train.update(train_steps=1800, eval_every=0, eval_prompts=0)
+    c.train.update(train_steps=900, eval_every=0, eval_prompts=0)
     c.train.eval_tasks = ()
     if way != "plain":
         c.model.update(style_groups=6, style_values=8)
     if way == "style":
-        c.optimizer.style_warmup_steps = 600
+        c.optimizer.style_warmup_steps = 300
     if way == "distil":
         c.train.init_from = "runs/art_few"
         c.optimizer.distil = 1.0
