@@ -180,10 +180,13 @@ def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
     """
     rows = [row for row in rows if row["id"].startswith("gap/")]
     kinds = sorted({(row["model"], row["given"]) for row in rows}, reverse=True)
-    size = {"figsize": (4.6 * len(kinds), 3.6), "layout": "constrained"}
+    lines = -(-len(kinds) // 2)
+    size = {"nrows": lines, "figsize": (9.2, 3.6 * lines), "layout": "constrained"}
     size |= {"squeeze": False, "sharey": True}
-    with ablation_report.figure(path, ncols=len(kinds), **size) as panels:
-        for panel, (model, given) in zip(panels[0], kinds, strict=True):
+    with ablation_report.figure(path, ncols=2, **size) as panels:
+        for panel in panels.flat[len(kinds) :]:
+            panel.set_visible(False)
+        for panel, (model, given) in zip(panels.flat, kinds, strict=False):
             own = [row for row in rows if (row["model"], row["given"]) == (model, given)]
             for order, schedule in sorted({(row["order"], row["schedule"]) for row in own}):
                 points = sorted(
@@ -196,6 +199,7 @@ def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter("{x:.0f}")
             panel.axhline(0, color="0.8", lw=0.8)
+            panel.set_yscale("symlog", linthresh=1)  # linear below one bit
             panel.set(xlabel="steps", ylabel="bits an image above one cell a step")
             panel.set_title(f"{model}, given: words{' and layout' * (given == 'layout')}")
             panel.legend(fontsize=7, frameon=False)
