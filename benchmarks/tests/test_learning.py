@@ -105,6 +105,14 @@ def test_a_way_trains_until_its_budgets_are_spent(ways, operations):
     assert 0 <= row["scores"]["full"]["coherent"] <= row["scores"]["full"]["found"] <= 1
 
 
+@pytest.mark.slow
+def test_steps_of_ways_are_timed_on_the_same_examples(ways):
+    rows = [*learning.time_steps({"few": ways["few"], "again": ways["few"]}, 2)]
+    assert [row["method"] for row in rows] == ["few", "again"]
+    assert all(row["step_s"] > 0 for row in rows)
+    assert rows[0]["operations"] == rows[1]["operations"] > 0
+
+
 def test_the_table_takes_means_over_seeds():
     def row(way, seed, tokens, nll):
         point = {"mark": ["operations", 1.0], "loss_tokens": tokens, "operations": 1.0}
