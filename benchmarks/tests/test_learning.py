@@ -23,8 +23,9 @@ SMALL = {
               "unroll_layers": False, "neighbour_heads": ()},
     "data": {"tasks": {"draw": 1.0}, "lessons": {}},
     "optimizer": {"final_fraction": 1.0},
+    "train": {"vision_from": ""},
     "diffusion": {"merge_cells": 16, "layout_first": 0.0},
-    "sampling": {"num_steps": 8, "shift": 2.0},
+    "sampling": {"num_steps": 8, "order": "stratified", "shift": 2.0, "revisions": 0},
 }  # fmt: skip
 CELLS = 144
 
