@@ -25,6 +25,7 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
     c.data.tasks = TASKS
     c.data.layout_drop = 0.5  # a layout says neither style nor facing, nor the background
     c.diffusion.plan_steps = (1, 2, 3, 4, 6, 12)
+    c.sampling.update(num_steps=4, schedule="cosine", revisions=0)
     c.optimizer.update(learning_rate=5e-4, ema=0.995)
     c.train.update(train_steps=900, eval_every=0, eval_prompts=0)
     c.train.eval_tasks = ()

@@ -82,7 +82,7 @@ def of_sheet(sheet: Sheet) -> Vocabulary:
         f" {sheet.things[-1].name} in noto style'"
     )
     words = frozenset(words_of(" ".join(said)))
-    return Vocabulary(words, knows, full_stops=False, image_questions=True)
+    return Vocabulary(words, knows, full_stops=False, image_questions=True, layouts_first=True)
 
 
 def _some(sheet: Sheet) -> str:

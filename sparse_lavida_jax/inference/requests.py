@@ -340,7 +340,7 @@ class RequestMaker:
             )
             for i, (one, images) in enumerate(pairs)
         ]
-        return self._warned(made, spec)
+        return self._warned(made, spec, as_written)
 
     def _steps(self, given: dict[str, Any]) -> int:
         """Returns the number of steps that a quality stands for."""
@@ -369,7 +369,7 @@ class RequestMaker:
             return words
         return known.spelled(words) if isinstance(words, str) else [*map(known.spelled, words)]
 
-    def _warned(self, made: list[Request], spec: TaskSpec) -> list[Request]:
+    def _warned(self, made: list[Request], spec: TaskSpec, as_written: bool) -> list[Request]:
         """Returns requests with their warnings; each is logged once."""
         if (known := self.prompts.vocabulary) is None:
             return made
@@ -378,6 +378,8 @@ class RequestMaker:
             said = [one.warning or known.warning(_other_texts(one))]
             if known.image_questions and spec.words == "question" and not one.images:
                 said.append("this model was trained on questions about an image only: give it one.")
+            if known.layouts_first and one.layout is False and not as_written:
+                said.append("without a layout this model draws next to nothing: let it write one.")
             warned.append(dataclasses.replace(one, warning=" ".join(filter(None, said))))
         for warning in dict.fromkeys(one.warning for one in warned if one.warning):
             log.warning("%s", warning)

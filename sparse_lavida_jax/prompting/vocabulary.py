@@ -49,12 +49,14 @@ class Vocabulary:
         knows: what they are about, as the end of "This model knows ...".
         full_stops: whether the texts had any; if not, one at the end of a text is left out.
         image_questions: whether all questions were about an image.
+        layouts_first: whether images without a layout come out nearly empty.
     """
 
     words: frozenset[str]
     knows: str
     full_stops: bool = True
     image_questions: bool = False
+    layouts_first: bool = False
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "Vocabulary | None":

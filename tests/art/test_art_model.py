@@ -27,3 +27,11 @@ def test_the_prompt_of_readme_is_drawn_with_every_cell_in_its_style(pipe):
 def test_a_thing_that_it_was_not_taught_is_named(pipe):
     (request,) = pipe.requests("generate", "a unicorn and a camera")
     assert "unicorn" in request.warning and "camera" in request.words
+
+
+def test_a_drawing_without_a_layout_is_warned_of(pipe):
+    asked = "a lion and a camera in twemoji style"
+    (request,) = pipe.requests("generate", asked, layout=False)
+    assert request.warning == "without a layout this model draws next to nothing: let it write one."
+    (request,) = pipe.requests("generate", asked, layout=False, as_written=True)
+    assert not request.warning
