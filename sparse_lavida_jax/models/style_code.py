@@ -20,6 +20,8 @@ from sparse_lavida_jax.models.layers import Linear
 from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_CELL, PROMPT_BLOCK, Stream, make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
+SHARPNESS = 3.0  # standard deviation of a posterior's first logits
+EPSILON = 1e-6
 PRIOR_BLOCK, POSTERIOR_BLOCK = GIVEN_BLOCK, GIVEN_BLOCK + 1  # neither sees the other
 
 
@@ -35,13 +37,12 @@ class StyleCode(nnx.Module):
 
         # Together as large as the register that they are added to.
         self.register_values = nnx.Param(table(groups, values)[...] * groups**-0.5)
-        self.register_prior = table(groups)
-        self.register_posterior = table(groups)
-        self.posterior_head = Linear(width, values, rngs=rngs)
+        self.register_queries = table(groups)
+        self.posterior_heads = nnx.Param(table(groups, values)[...] * width**-0.5)
         # The prior is drawn group by group: a group sees the values of the groups before it.
         self.earlier_values = table(groups, values)
         self.prior_hidden = Linear(width, width, rngs=rngs)
-        self.prior_head = Linear(width, values, rngs=rngs)
+        self.prior_heads = nnx.Param(table(groups, values)[...] * width**-0.5)
 
     def in_registers(self, code: Float[Array, "b n c"]) -> Float[Array, "b e"]:
         """Returns what a code, one-hot in each group, adds to registers; zeros add nothing."""
@@ -49,12 +50,25 @@ class StyleCode(nnx.Module):
 
     def of_queries(self, tokens: int) -> Float[Array, "s e"]:
         """Returns what is added to the embeddings of the stream of `queries`; cells get zeros."""
-        own = jnp.concatenate([self.register_prior[...], self.register_posterior[...]])[:tokens]
+        own = jnp.concatenate([self.register_queries[...]] * 2)[:tokens]  # of prior and posterior
         return jnp.pad(own, ((0, tokens - len(own)), (0, 0)))
 
-    def posterior_logits(self, hidden: Float[Array, "b n e"]) -> Float[Array, "b n c"]:
-        """Returns the logits of each group, from the states of the posterior's queries."""
-        return self.posterior_head(hidden).astype(jnp.float32)
+    def posterior_logits(
+        self, of_prior: Float[Array, "b n e"], of_posterior: Float[Array, "b n e"]
+    ) -> Float[Array, "b n c"]:
+        """Returns the logits of each group, from what its query learns by seeing the image.
+
+        States of different images are nearly the same; what sets a query that sees an image apart
+        from the same query without it is not. So a posterior knows much from its first step on, and
+        denoisers learn to use its codes rather than to ignore them.
+
+        Args:
+            of_prior: states of the queries that see the prompt.
+            of_posterior: of those that see the image too.
+        """
+        seen = (of_posterior - of_prior).astype(jnp.float32)
+        seen *= SHARPNESS * jax.lax.rsqrt(jnp.square(seen).mean(axis=-1, keepdims=True) + EPSILON)
+        return jnp.einsum("bne,nce->bnc", seen, self.posterior_heads[...])
 
     def prior_logits(
         self, hidden: Float[Array, "b n e"], code: Float[Array, "b n c"]
@@ -67,7 +81,8 @@ class StyleCode(nnx.Module):
         """
         each = jnp.einsum("bnc,nce->bne", code, self.earlier_values[...]).astype(hidden.dtype)
         before = jnp.cumsum(each, axis=1) - each
-        return self.prior_head(nnx.gelu(self.prior_hidden(hidden + before))).astype(jnp.float32)
+        states = nnx.gelu(self.prior_hidden(hidden + before)).astype(jnp.float32)
+        return jnp.einsum("bne,nce->bnc", states, self.prior_heads[...])
 
     def drawn(
         self, hidden: Float[Array, "b n e"], key: Key[Array, " b"], fixed: Int[AnyArray, "b n"]

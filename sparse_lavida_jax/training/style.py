@@ -70,7 +70,7 @@ def coded(
     assert batch.generation is not None
     stream = asked(batch, params.settings)
     of_prior, of_posterior = params.style_states(batch.understanding, stream, features)
-    logits = params.style_code.posterior_logits(of_posterior)
+    logits = params.style_code.posterior_logits(of_prior, of_posterior)
     relaxed = jax.nn.softmax((logits + given.noise) / TEMPERATURE, axis=-1)
     hard = jax.nn.one_hot(relaxed.argmax(axis=-1), relaxed.shape[-1])
     code = hard + relaxed - jax.lax.stop_gradient(relaxed)

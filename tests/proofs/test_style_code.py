@@ -155,7 +155,7 @@ def test_the_objective_bounds_the_likelihood_and_its_cost_is_a_divergence(model)
     prior = jax.nn.log_softmax(model.style_code.prior_logits(spread, every))
     prior = (prior * every).sum(axis=(1, 2))
     np.testing.assert_allclose(jnp.exp(prior).sum(), 1, rtol=1e-5)
-    posterior = jax.nn.log_softmax(model.style_code.posterior_logits(of_posterior))
+    posterior = jax.nn.log_softmax(model.style_code.posterior_logits(of_prior, of_posterior))
     posterior = (posterior * every).sum(axis=(1, 2))
 
     def nats(code) -> float:
