@@ -22,8 +22,9 @@ the gap a style code closes: the bits that an image and its code cost together, 
 posterior, against the same model without its code. `--part=holes` draws images with codes of the
 prior and, of the same prompts, of the posterior of the true image: where the prior draws codes that
 no image has, the second are better. `--part=plans` searches the best plan for each number of steps
-(`plan_search.py`); with `--search=` it scores the model's own. `--part=styles` draws a figure: a
-row for each prompt, a column for each code, all of one seed.
+(`plan_search.py`); with `--search=` it scores the model's own. With `--prompts=open` prompts leave
+styles and facings to the model. `--part=styles` draws a figure: a row for each prompt, a column for
+each code, all of one seed.
 """
 
 import dataclasses
@@ -66,6 +67,7 @@ GIVEN = flags.DEFINE_list("given", ["words", "layout"], "What is given of an ima
 COUNT = flags.DEFINE_integer("images", 256, "Unseen images.", lower_bound=16)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of images with codes.", lower_bound=0)
 SETTINGS = flags.DEFINE_list("search", [*plan_search.SETTINGS], "Settings of plans to search.")
+SPLIT = flags.DEFINE_enum("prompts", "held_out", ["held_out", "open"], "Prompts of plans.")
 IMAGE_SEED = flags.DEFINE_integer("seed", 0, "Of the images that plans draw.", lower_bound=0)
 DONE = flags.DEFINE_string("finished", "runs/few_steps.jsonl", "File for finished plans.")
 
@@ -115,7 +117,7 @@ def search_plans(pipe: SparseLaViDa) -> None:
     asked = [name for name in plan_search.SETTINGS if name in SETTINGS.value]
     for given in GIVEN.value:
         called = CALLED.value or MODEL.value
-        scorer = plan_search.Scorer(pipe, called, given, COUNT.value, IMAGE_SEED.value)
+        scorer = plan_search.Scorer(pipe, called, given, COUNT.value, IMAGE_SEED.value, SPLIT.value)
         for steps in map(int, STEPS.value):
             best = plan_search.search(scorer, steps, asked)
             print(f"best of {steps} steps, given {given}: {best}", flush=True)

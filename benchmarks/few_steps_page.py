@@ -32,6 +32,11 @@ def way_of(row: Mapping[str, Any]) -> str:
     return re.sub(r"/s\d+$", "", row["model"])
 
 
+def given_of(row: Mapping[str, Any]) -> str:
+    """Returns what an image is drawn from, and of which prompts."""
+    return row["given"] + (", open prompts" if row.get("split") == "open" else "")
+
+
 def gap_table(rows: Rows) -> str:
     """Returns the gap of plans, in bits an image, by their number of steps."""
     found = collections.defaultdict[tuple, dict[int, Mapping[str, Any]]](dict)
@@ -65,7 +70,7 @@ def plans_table(rows: Rows) -> str:
     """Returns the best plan that was found for each model and number of steps."""
     best: dict[tuple, Mapping[str, Any]] = {}
     for row in rows:
-        key = way_of(row), row["given"], -row["steps"]
+        key = way_of(row), given_of(row), -row["steps"]
         kept = best.get(key)
         if row["method"] != "own" and (kept is None or _merit(row) > _merit(kept)):
             best[key] = row
@@ -98,7 +103,7 @@ def models_table(rows: Rows) -> str:
     found = collections.defaultdict[tuple, list[Mapping[str, Any]]](list)
     for row in rows:
         if row["method"] == "own":
-            found[way_of(row), row["given"], -row["steps"]].append(row)
+            found[way_of(row), given_of(row), -row["steps"]].append(row)
     lines = [
         (way, given, -steps, len(own), mean_and_spread([row["share"] for row in own], 3),
          *_coherence(own))
@@ -111,7 +116,7 @@ def models_table(rows: Rows) -> str:
 def claims_table(rows: Rows) -> str:
     """Returns differences to the most steps and to the plain model, on the same prompts."""
     own = {
-        (row["model"], row["given"], row["seed"], row["steps"]): row
+        (row["model"], given_of(row), row["seed"], row["steps"]): row
         for row in rows
         if row["method"] == "own" and "of_each" in row
     }
@@ -214,7 +219,7 @@ def draw_plans(rows: Rows, path: pathlib.Path) -> None:
     found = collections.defaultdict[tuple, dict[int, list[Mapping[str, Any]]]](dict)
     for row in rows:
         if row["method"] == "own":
-            found[way_of(row), row["given"]].setdefault(row["steps"], []).append(row)
+            found[way_of(row), given_of(row)].setdefault(row["steps"], []).append(row)
     kinds = {"share": "correct prompts", "coherent": "coherent things"}
     size = {"figsize": (9.2, 3.6), "layout": "constrained", "squeeze": False}
     with ablation_report.figure(path, ncols=len(kinds), **size) as panels:

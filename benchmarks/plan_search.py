@@ -8,7 +8,8 @@ coherence that is bought by drawing always the same style is none.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,13 +66,15 @@ def search(scorer: Any, steps: int, settings: Sequence[str]) -> Changes:
 
 @dataclasses.dataclass
 class Scorer:
-    """Scores plans on prompts of combinations that training never showed.
+    """Scores plans on the same prompts.
 
     Attributes:
         model: what the model is called.
         given: what images are drawn from: "words" or "layout".
         prompts: of a score.
         seed: of the images.
+        split: of the prompts: "held_out" for combinations that training never showed, which say a
+            style, or "open" for prompts that leave styles and facings to the model.
     """
 
     pipe: SparseLaViDa
@@ -79,6 +82,7 @@ class Scorer:
     given: str
     prompts: int
     seed: int = 0
+    split: str = "held_out"
 
     def __post_init__(self):
         self._bench = measurements.Bench(SUITE)
@@ -92,6 +96,7 @@ class Scorer:
         """
         told = ",".join(f"{name}={value}" for name, value in changes.items()) or "own"
         name = f"{self.model}/{self.given}/k{steps}/{told}/s{self.seed}"
+        name += "/open" if self.split == "open" else ""
         row = self._rows.get(name)
         if row is None or row["prompts"] < self.prompts:
             how = {"revisions": 0, **changes} if changes else {}
@@ -99,7 +104,7 @@ class Scorer:
             how["num_steps"] = steps - how.get("revisions", own.revisions)
             sampling = config.changed(own, how)
             row = {"model": self.model, "method": told, "steps": steps, "given": self.given}
-            row |= {"seed": self.seed, **changes, **self.score(sampling)}
+            row |= {"split": self.split, "seed": self.seed, **changes, **self.score(sampling)}
             self._bench.write(name, row)
             self._rows[name] = row
             print(name, f"{row['share']:.3f}", row.get("coherent", ""), flush=True)
@@ -107,8 +112,8 @@ class Scorer:
 
     def score(self, sampling: config.Sampling) -> dict[str, Any]:
         """Returns what a plan draws, and the seconds that an image takes."""
-        here, batch = exact.world_of(self.pipe.settings), self.pipe.batch_size
-        samples = [here.sample("draw", PROMPT_SEED, i, "held_out") for i in range(self.prompts)]
+        batch = self.pipe.batch_size
+        samples = [*itertools.islice(self._samples(), self.prompts)]
         drawn, seconds = [], []
         for start in range(0, len(samples), batch):
             requests = [
@@ -120,9 +125,21 @@ class Scorer:
             result = self.pipe.run(requests)
             drawn += result.pixels
             seconds.append(result.seconds["image"] / len(requests))
-        found = judged(self.pipe.settings, samples, drawn)
+        found = judged(self.pipe.settings, samples, drawn, self._taught)
         note = f"the image loop, in batches of {batch}, without the first, which compiles"
         return {**found, "image_s": float(np.median(seconds[1:] or seconds)), "note": note}
+
+    @property
+    def _taught(self) -> str:
+        """The split of the world that the prompts are from."""
+        return "test" if self.split == "open" else self.split
+
+    def _samples(self) -> Iterator[Sample]:
+        here = exact.world_of(self.pipe.settings)
+        for number in itertools.count():
+            sample = here.sample("draw", PROMPT_SEED, number, self._taught)
+            if self.split != "open" or here is exact.SCENES or art.is_open(sample):
+                yield sample
 
 
 def judged(

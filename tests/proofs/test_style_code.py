@@ -19,6 +19,7 @@ from sparse_lavida_jax.sampling import calls
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.tags import FIRST_BLOCK
 from sparse_lavida_jax.training import step, style
+from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5
 GROUPS, VALUES = 2, 3
@@ -206,3 +207,24 @@ def test_every_parameter_of_a_code_gets_a_gradient_whatever_the_microbatches(mod
     assert all(np.abs(leaf).max() > 0 for leaf in found[0][1])
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_posterior_knows_nothing_but_what_it_sees_of_the_image(model):
+    requests = asked(model, 1) * 2
+    first = requests[0].response
+    batch, _ = plan_batch(model, requests, [first, first[::-1]])
+    asking = style.asked(batch, model.settings)
+
+    def logits(stream):
+        states = model.style_states(batch.understanding, stream)
+        return np.asarray(model.style_code.posterior_logits(*states))  # [b n c]
+
+    one, other = logits(asking)
+    assert np.abs(one - other).max() > 0.5  # before any training
+    assert np.abs(one[0] - one[1]).max() > 0.5  # groups do not say the same
+    start = style.first_register(batch.generation, model.settings)
+    cells = style.predicted_cells(batch, model.settings.num_cells)
+    hidden = dataclasses.replace(
+        cells, tags=dataclasses.replace(cells.tags, block=jnp.full_like(cells.index, PAD_BLOCK))
+    )
+    assert np.abs(logits(queries(model.settings, start, hidden))).max() < 0.1

@@ -56,7 +56,7 @@ class ArtTasks(SceneTasks):
         """Yields the numbers of the prompts that leave style and facing open."""
         for number in itertools.count():
             sample = self.sample({"task": "draw", "split": "test", "number": number})
-            if _is_open(sample):
+            if is_open(sample):
                 yield number
 
     def seed_of(self, item):
@@ -106,7 +106,7 @@ def coherence(samples: Sequence[Sample], readings: Sequence[judge.SceneReading])
     styles = collections.Counter(
         one.thing.style
         for sample, reading in zip(samples, readings, strict=True)
-        if _is_open(sample)
+        if is_open(sample)
         for one in reading.found
     )
     shares = [count / styles.total() for count in styles.values()]
@@ -131,7 +131,8 @@ def agreement(readings: Sequence[judge.SceneReading]) -> Metric:
     return Metric("- prompts with equal images", alike / len(prompts), len(prompts), alike)
 
 
-def _is_open(sample: Sample) -> bool:
+def is_open(sample: Sample) -> bool:
+    """Returns whether a prompt says neither style nor facing of any thing."""
     phrases = ArtRequest.parse(sample.prompt).phrases
     return not any(phrase.style or phrase.facing for phrase in phrases)
 
