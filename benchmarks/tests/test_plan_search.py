@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search keeps what draws best, and its scores are those of the images."""
 
+import itertools
+import pathlib
+import types
+
 import numpy as np
 import pytest
 import stand_ins
 
 from benchmarks import plan_search
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data.image_files import Pixels
 from sparse_lavida_jax.evals import exact
+from sparse_lavida_jax.evals.benchmarks import art
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 
@@ -65,3 +71,13 @@ def test_a_plan_is_scored_by_its_images(monkeypatch, given):
     laid_out = [sample.layout if given == "layout" else False for sample in samples]
     assert [one.layout for one in asked] == laid_out
     np.testing.assert_array_equal([one.sampling is pipe.settings.sampling for one in asked], True)
+
+
+def test_open_prompts_leave_style_and_facing_to_the_model():
+    settings = config.read(pathlib.Path(__file__).parents[2] / "configs/art.py")
+    pipe = types.SimpleNamespace(settings=settings)
+    for split, is_open in (("open", True), ("held_out", False)):
+        scorer = plan_search.Scorer(pipe, "art", "layout", prompts=3, split=split)
+        samples = [*itertools.islice(scorer._samples(), 12)]
+        assert all(map(art.is_open, samples)) == is_open
+        assert len({one.prompt for one in samples}) > 6
