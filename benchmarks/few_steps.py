@@ -22,7 +22,7 @@ the gap a style code closes: the bits that an image and its code cost together, 
 posterior, against the same model without its code. `--part=holes` draws images with codes of the
 prior and, of the same prompts, of the posterior of the true image: where the prior draws codes that
 no image has, the second are better. `--part=plans` searches the best plan for each number of steps
-(`plan_search.py`); with `--search=` it scores the model's own. With `--prompts=open` prompts leave
+(`plan_search.py`); with `--search=` it scores the model's own. With `--split=open` prompts leave
 styles and facings to the model. `--part=styles` draws a figure: a row for each prompt, a column for
 each code, all of one seed.
 """
@@ -67,7 +67,7 @@ GIVEN = flags.DEFINE_list("given", ["words", "layout"], "What is given of an ima
 COUNT = flags.DEFINE_integer("images", 256, "Unseen images.", lower_bound=16)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of images with codes.", lower_bound=0)
 SETTINGS = flags.DEFINE_list("search", [*plan_search.SETTINGS], "Settings of plans to search.")
-SPLIT = flags.DEFINE_enum("prompts", "held_out", ["held_out", "open"], "Prompts of plans.")
+SPLIT = flags.DEFINE_enum("split", "held_out", ["held_out", "open"], "Prompts of plans.")
 IMAGE_SEED = flags.DEFINE_integer("seed", 0, "Of the images that plans draw.", lower_bound=0)
 DONE = flags.DEFINE_string("finished", "runs/few_steps.jsonl", "File for finished plans.")
 

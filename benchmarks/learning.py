@@ -4,7 +4,7 @@ r"""Compares ways to train at an equal number of operations, or at equal CPU tim
     taskset -c 0 python -m benchmarks.learning --world=scenes
     taskset -c 0 python -m benchmarks.learning --world=art --seeds=0 --ways=plan_merged,dense
     python -m benchmarks.learning --table
-    taskset -c 0 python -m benchmarks.learning --world=art --timed=10 --ways=plan_merged,packing_2
+    taskset -c 0 python -m benchmarks.learning --world=art --time_steps=10 --ways=plan_merged,dense
 
 Every way trains a small model from the same random parameters on the same examples, at a constant
 learning rate, until its budgets are spent. At each quarter of a budget, the negative
@@ -14,8 +14,8 @@ sparse sampler, dense training by that of the dense sampler. Images of the world
 cells; those of `art` have 12 x 12 cells of four codes, and half an hour for each way.
 
 Writes one row per way and seed to `results/<device>/learning`. Time is the CPU time of the process,
-including batches but not compilation: give it one core. With `--timed`, only steps are timed, each
-way's in turn on the same examples, and rows are written to `results/<device>/learning_time`.
+including batches but not compilation: give it one core. With `--time_steps`, only steps are timed,
+each way's in turn on the same examples, and rows are written to `results/<device>/learning_time`.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ WORLD = flags.DEFINE_enum("world", "scenes", ["scenes", "art"], "World to train 
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of parameters and batches.")
 WAYS = flags.DEFINE_list("ways", [], "Ways to train; default: all.")
 TABLE = flags.DEFINE_boolean("table", False, "Print the results over all seeds.")
-TIMED = flags.DEFINE_integer("timed", 0, "Steps of each way that are timed.", lower_bound=0)
+TIME_STEPS = flags.DEFINE_integer("time_steps", 0, "Steps of each way to time.", lower_bound=0)
 
 SUITE = "learning"
 PARTS = 4  # of a budget; likelihoods are computed at the end of each
@@ -275,7 +275,7 @@ def learn(settings: config.Config, here: World, merge_cells: int) -> dict[str, A
     return row | {"scores": scores}
 
 
-def time_steps(ways: Mapping[str, config.Config], count: int) -> Iterator[dict[str, Any]]:
+def step_times(ways: Mapping[str, config.Config], count: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each way: the CPU time of its steps, which alternate with those of others.
 
     Args:
@@ -435,9 +435,9 @@ def main(_: list[str]) -> None:
             f"benchmarks.learning: --ways={','.join(sorted(unknown))} is unknown: choose one of"
             f" {', '.join(ways)}."
         )
-    if TIMED.value:
+    if TIME_STEPS.value:
         timed = {name: ways[name] for name in WAYS.value or ways}
-        for row in time_steps(timed, TIMED.value):
+        for row in step_times(timed, TIME_STEPS.value):
             row_id = f"{WORLD.value}/{row['method']}"
             Bench("learning_time").write(row_id, {"world": WORLD.value} | row)
             print(row_id, f"{row['step_s']:.3f} s", f"{row['operations']:.4f} TFLOP", flush=True)

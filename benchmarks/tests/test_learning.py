@@ -108,7 +108,7 @@ def test_a_way_trains_until_its_budgets_are_spent(ways, operations):
 
 @pytest.mark.slow
 def test_steps_of_ways_are_timed_on_the_same_examples(ways):
-    rows = [*learning.time_steps({"few": ways["few"], "again": ways["few"]}, 2)]
+    rows = [*learning.step_times({"few": ways["few"], "again": ways["few"]}, 2)]
     assert [row["method"] for row in rows] == ["few", "again"]
     assert all(row["step_s"] > 0 for row in rows)
     assert rows[0]["operations"] == rows[1]["operations"] > 0

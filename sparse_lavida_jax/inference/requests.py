@@ -379,7 +379,9 @@ class RequestMaker:
             if known.image_questions and spec.words == "question" and not one.images:
                 said.append("this model was trained on questions about an image only: give it one.")
             if known.layouts_first and one.layout is False and not as_written:
-                said.append("without a layout this model draws next to nothing: let it write one.")
+                said.append(
+                    "without a layout, images are hardly ever right here: let the model write one."
+                )
             warned.append(dataclasses.replace(one, warning=" ".join(filter(None, said))))
         for warning in dict.fromkeys(one.warning for one in warned if one.warning):
             log.warning("%s", warning)

@@ -32,6 +32,9 @@ def test_a_thing_that_it_was_not_taught_is_named(pipe):
 def test_a_drawing_without_a_layout_is_warned_of(pipe):
     asked = "a lion and a camera in twemoji style"
     (request,) = pipe.requests("generate", asked, layout=False)
-    assert request.warning == "without a layout this model draws next to nothing: let it write one."
+    assert (
+        request.warning
+        == "without a layout, images are hardly ever right here: let the model write one."
+    )
     (request,) = pipe.requests("generate", asked, layout=False, as_written=True)
     assert not request.warning
