@@ -29,7 +29,7 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
     c.train.update(train_steps=550, eval_every=0, eval_prompts=0)
     c.train.eval_tasks = ()
     if way != "plain":
-        c.model.update(style_groups=6, style_values=8)
+        c.model.update(style_groups=9, style_values=32)
     if way == "style":
         c.optimizer.style_warmup_steps = 350
     if way == "distil":

@@ -131,8 +131,8 @@ class Model(Section):
     # (negative: before) each word, one head per number (`models/neighbours.py`).
     neighbour_heads: tuple[int, ...] = ()
     num_registers: UpTo1024 = 64  # Sec. 3.1
-    # A code of so many groups, each with one of so many values, that all cells of an image share:
-    # its registers carry it (`models/style_code.py`). Ours; 0 groups: none.
+    # A code that all cells of an image share: so many groups, one for each part of the image, with
+    # one of so many values; registers carry it (`models/style_code.py`). Ours; 0 groups: none.
     style_groups: UpTo1024 = 0
     style_values: UpTo1024 = 8
     vision: Vision = dataclasses.field(default_factory=Vision)

@@ -317,8 +317,8 @@ class Denoiser(nnx.Module):
         See `stack.run_layers` for `wanted`, `cache`, `attend_cache` and `tables`.
 
         Args:
-            style: the code that the generation registers of a row carry, one-hot in each group, or
-                zeros for none.
+            style: the code that registers and masked cells of a row carry, one-hot in each group,
+                or zeros for none.
             added: is added to the embeddings of the generation stream.
         """
         x, tags = {}, {}
@@ -330,9 +330,8 @@ class Denoiser(nnx.Module):
         if generation is not None:
             x["generation"] = self.embed_image(generation).astype(residual)
             if style is not None:
-                is_register = generation.tokens[..., :1] == self.settings.image_register_id
-                carried = self.style_code.in_registers(style)[:, None].astype(residual)
-                x["generation"] += jnp.where(is_register, carried, 0)
+                carried = self.style_code.carried(self.settings, style, generation)
+                x["generation"] += carried.astype(residual)
             if added is not None:
                 x["generation"] += added.astype(residual)[None]
             tags["generation"] = generation.tags

@@ -2,13 +2,16 @@
 """A code that all cells of an image share: its registers carry it (docs/method.md).
 
 Cells of one step are drawn independently of each other, so they cannot agree on what the prompt
-leaves open. A style code is a few discrete values, drawn once for an image before its first step;
-what it adds to the embedding of every register is seen by all cells of all steps. Clean cells never
-see registers, so neither the cache nor its exactness depends on the code.
+leaves open. A style code is a few discrete values, one for each part of the image, drawn once for
+an image before its first step. What they add to the embedding of every register is seen by all
+cells of all steps; masked cells carry the value of their own part too. Clean cells never see
+either, so neither the cache nor its exactness depends on the code.
 
 Two distributions of the code come from one pass of the denoiser, in which registers are queries:
-the prior of those that see the prompt, the posterior of those that see the image too.
+the prior of those that see the prompt, the posterior of those that see a part of the image too.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,6 @@ from sparse_lavida_jax.visibility import PAD_BLOCK, AnyArray
 
 SHARPNESS = 3.0  # standard deviation of a posterior's first logits
 EPSILON = 1e-6
-PRIOR_BLOCK, POSTERIOR_BLOCK = GIVEN_BLOCK, GIVEN_BLOCK + 1  # neither sees the other
 
 
 class StyleCode(nnx.Module):
@@ -36,7 +38,7 @@ class StyleCode(nnx.Module):
             return nnx.Param(jax.random.normal(rngs.params(), (*shape, width)))
 
         # Together as large as the register that they are added to.
-        self.register_values = nnx.Param(table(groups, values)[...] * groups**-0.5)
+        self.values = nnx.Param(table(groups, values)[...] * groups**-0.5)
         self.register_queries = table(groups)
         self.posterior_heads = nnx.Param(table(groups, values)[...] * width**-0.5)
         # The prior is drawn group by group: a group sees the values of the groups before it.
@@ -44,9 +46,20 @@ class StyleCode(nnx.Module):
         self.prior_hidden = Linear(width, width, rngs=rngs)
         self.prior_heads = nnx.Param(table(groups, values)[...] * width**-0.5)
 
-    def in_registers(self, code: Float[Array, "b n c"]) -> Float[Array, "b e"]:
-        """Returns what a code, one-hot in each group, adds to registers; zeros add nothing."""
-        return jnp.einsum("bnc,nce->be", code, self.register_values[...])
+    def carried(
+        self, settings: config.Model, code: Float[Array, "b n c"], stream: Stream
+    ) -> Float[Array, "b s e"]:
+        """Returns what a code adds to registers and masked cells, and zeros for clean cells.
+
+        Args:
+            code: one-hot in each group; zeros add nothing.
+        """
+        values = jnp.einsum("bnc,nce->bne", code, self.values[...])
+        of_cells = jnp.take_along_axis(values, part_of(settings, stream.index)[..., None], axis=1)
+        is_register = stream.tokens[..., :1] == settings.image_register_id
+        is_masked = (stream.tokens == settings.image_mask_id).any(axis=-1, keepdims=True)
+        of_registers = values.sum(axis=1, keepdims=True)
+        return jnp.where(is_register, of_registers, jnp.where(is_masked, of_cells, 0))
 
     def of_queries(self, tokens: int) -> Float[Array, "s e"]:
         """Returns what is added to the embeddings of the stream of `queries`; cells get zeros."""
@@ -94,7 +107,7 @@ class StyleCode(nnx.Module):
             key: of the noise of each row.
             fixed: values that are not drawn; -1: to be drawn.
         """
-        groups, values = self.register_values.shape[:2]
+        groups, values = self.values.shape[:2]
 
         def draw(key, shape=(groups, values)):
             return jax.random.gumbel(key, shape)
@@ -113,22 +126,38 @@ def queries(
     """Returns the generation stream of a pass that asks for codes.
 
     First come the queries of the prior; if there are cells, those of the posterior follow, and then
-    the cells that it sees.
+    the cells: a group's query sees those of its own part, and these see each other.
 
     Args:
         start: the position of the first register of each row.
         cells: the clean cells of the image, with `PAD_BLOCK` where there are none.
     """
     groups, b = settings.style_groups, start.shape[0]
-    blocks = [PRIOR_BLOCK, POSTERIOR_BLOCK][: 1 if cells is None else 2]
-    block = jnp.repeat(jnp.array(blocks), groups)[None].repeat(b, axis=0)
-    position = jnp.tile(jnp.asarray(start)[:, None] + jnp.arange(groups)[None], (1, len(blocks)))
-    ids = jnp.full((*block.shape, settings.codes_per_token), settings.image_register_id)
-    index = jnp.full(block.shape, NO_CELL)
+    count = groups if cells is None else 2 * groups
+    block = jnp.broadcast_to(GIVEN_BLOCK + jnp.arange(count), (b, count))  # none sees another
+    position = jnp.asarray(start)[:, None] + (jnp.arange(count) % groups)[None]
+    ids = jnp.full((b, count, settings.codes_per_token), settings.image_register_id)
+    index = jnp.full((b, count), NO_CELL)
     if cells is not None:
-        seen = jnp.where(cells.tags.block == PAD_BLOCK, PAD_BLOCK, POSTERIOR_BLOCK)
+        part = GIVEN_BLOCK + groups + part_of(settings, cells.index)
+        part = jnp.where(cells.tags.block == PAD_BLOCK, PAD_BLOCK, part)
         ids = jnp.concatenate([ids, cells.tokens], axis=1)
         index = jnp.concatenate([index, cells.index], axis=1)
         position = jnp.concatenate([position, cells.tags.position], axis=1)
-        block = jnp.concatenate([block, seen], axis=1)
+        block = jnp.concatenate([block, part], axis=1)
     return Stream(ids, index, make_tags(position, block, PROMPT_BLOCK))
+
+
+def part_of(settings: config.Model, cell: Int[AnyArray, "..."]) -> Int[Array, "..."]:
+    """Returns the part of the image that a cell lies in: there are as many parts as groups.
+
+    The parts are in raster order, and as square as their number allows: six are two rows of three.
+
+    Args:
+        cell: its index in raster order; `NO_CELL` lies in the first part.
+    """
+    groups, side = settings.style_groups, settings.grid_size
+    down = max(one for one in range(1, math.isqrt(groups) + 1) if groups % one == 0)
+    row, column = jnp.divmod(jnp.maximum(cell, 0), side)
+    across = groups // down
+    return row * down // side * across + column * across // side

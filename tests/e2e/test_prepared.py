@@ -101,7 +101,7 @@ def test_a_converted_model_learns_to_draw_in_few_steps(given, tmp_path, capsys):
         lines = metrics.read_metrics(folders[way] / "metrics.jsonl")
         assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line)
     before, after = (model_folder.load_model(folders[way]).model for way in folders)
-    tables = [model.style_code.register_values[...] for model in (before, after)]
+    tables = [model.style_code.values[...] for model in (before, after)]
     assert (np.asarray(tables[0]) != np.asarray(tables[1])).any()
 
 

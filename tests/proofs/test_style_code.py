@@ -14,7 +14,7 @@ import traces
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.inference.engine import Engine
-from sparse_lavida_jax.models.style_code import queries
+from sparse_lavida_jax.models.style_code import part_of, queries
 from sparse_lavida_jax.sampling import calls
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.tags import FIRST_BLOCK
@@ -228,3 +228,37 @@ def test_a_posterior_knows_nothing_but_what_it_sees_of_the_image(model):
         cells, tags=dataclasses.replace(cells.tags, block=jnp.full_like(cells.index, PAD_BLOCK))
     )
     assert np.abs(logits(queries(model.settings, start, hidden))).max() < 0.1
+
+
+def test_a_group_says_what_its_part_of_the_image_is(model):
+    cells = np.arange(9)
+    parts = np.asarray(part_of(model.settings, cells))
+    np.testing.assert_array_equal(parts, [0, 0, 1] * 3)
+    requests = asked(model, 1) * 2
+    first = requests[0].response
+    second = np.where((parts == 1)[:, None], first[::-1], first)
+    assert not np.array_equal(first, second)
+    batch, _ = plan_batch(model, requests, [first, second])
+    states = model.style_states(batch.understanding, style.asked(batch, model.settings))
+    one, other = np.asarray(model.style_code.posterior_logits(*states))
+    np.testing.assert_array_equal(one[0], other[0])
+    assert np.abs(one[1] - other[1]).max() > 0.5
+    six = dataclasses.replace(model.settings, style_groups=6, grid_size=4)
+    found = np.asarray(part_of(six, np.arange(16))).reshape(4, 4)
+    np.testing.assert_array_equal(found, [[0, 0, 1, 2]] * 2 + [[3, 3, 4, 5]] * 2)
+
+
+def test_registers_carry_the_whole_code_and_masked_cells_that_of_their_part(model):
+    requests = asked(model, 1)
+    batch, masked = plan_batch(model, requests, [requests[0].response])
+    codes = [jnp.array([np.eye(VALUES)[[first, second]]]) for first, second in [(0, 0), (0, 1)]]
+    stream = batch.generation
+    one, other = (
+        np.asarray(model.style_code.carried(model.settings, code, stream))[0] for code in codes
+    )
+    differs = (one != other).any(axis=-1)
+    block, index = np.asarray(stream.tags.block)[0], np.asarray(stream.index)[0]
+    is_masked = (block >= min(masked[0])) & (block < 100)
+    in_second = np.asarray(part_of(model.settings, index)) == 1
+    np.testing.assert_array_equal(differs, is_masked & ((index < 0) | in_second))
+    np.testing.assert_array_equal(model.style_code.carried(model.settings, 0 * codes[0], stream), 0)
