@@ -293,6 +293,23 @@ def _with_bar(row: dict[str, Any]) -> dict[str, Any] | None:
     return None if ": " in task else row
 
 
+def coherence_table(rows: Rows) -> str:
+    """Returns the coherence of what models of art draw, next to how much of it is found at all."""
+    found = []
+    for row in sorted(rows, key=lambda row: (row["task"], row["method"] != "sparse")):
+        if "things coherent" not in (parts := row["parts"]):
+            continue
+        coherent, things = parts["things coherent"]
+        told = {
+            "task": row["task"], "method": row["method"], "things": things, "coherent": coherent,
+            "correct": round(coherent * things), "total": things,
+            "found": parts["things found"][0], "of_found": parts["coherent of those found"][0],
+        }  # fmt: skip
+        entropy, chosen = parts["entropy of open styles, bits"]
+        found.append(told | ({"entropy": entropy} if chosen else {}))
+    return table("art_coherence", found)
+
+
 # ---------------------------------------------------------------------------------------------
 # Bars.
 
@@ -478,6 +495,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "scores": lambda: bundled_table(read_rows("quality"), parts=False, name="scores"),
     "bundled": lambda: bundled_table(read_rows("quality"), parts=False),
     "art": lambda: art_table(read_rows("art")),
+    "art_coherence": lambda: coherence_table(read_rows("art")),
     "art_scores": lambda: art_table(read_rows("art"), parts=False, name="art_scores"),
 }
 

@@ -103,7 +103,10 @@ def test_only_finished_evaluations_of_the_same_prompts_are_compared(evaluation, 
 
 
 def test_the_table_has_bars_of_parts_and_of_what_may_be_at_most():
-    parts = {"things coherent": [0.9, 300], "entropy of open styles, bits": [1.5, 40]}
+    parts = {
+        "things found": [0.95, 300], "things coherent": [0.9, 300],
+        "coherent of those found": [0.947, 285], "entropy of open styles, bits": [1.5, 40],
+    }  # fmt: skip
     sparse = {
         "task": "draw/held_out", "method": "sparse", "correct": 85, "total": 100, "share": 0.85,
         "chance": 0.0, "parts": parts, "against_dense": [0.05, -0.01, 0.11],
@@ -129,3 +132,7 @@ def test_the_table_has_bars_of_parts_and_of_what_may_be_at_most():
     ]  # fmt: skip
     assert told["draw, open: prompts with equal images"][-1] == "at most 0.05 met"
     assert "things coherent" not in table.art_table([sparse], parts=False, name="art_scores")
+    (line,) = table.coherence_table([alike, sparse]).splitlines()[2:]
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == [
+        "draw/held_out, sparse", "300", "0.950", "0.900 (0.861 to 0.929)", "0.947", "1.50",
+    ]  # fmt: skip

@@ -101,17 +101,22 @@ def test_tasks_and_splits_are_chosen_by_name_and_unknown_ones_refused():
 def test_a_model_that_knows_everything_is_right_and_coherent(tmp_path):
     found, pipe = scores(tmp_path)
     asked = ["draw", "edit", "ask", "draw/held_out", "edit/held_out", "ask/held_out"]
-    asked += [f"{task}/held_out, without a layout" for task in ("draw", "edit")] + ["draw, open"]
+    asked += [f"{task}, without a layout" for task in ("draw", "edit")]
+    asked += [f"{task}/held_out, without a layout" for task in ("draw", "edit")]
+    asked += ["draw, open", "draw, open, without a layout"]
     assert [task for task, part in found if not part] == asked
     assert all(found[task, ""].value == 1.0 for task in asked)
-    assert found["draw, open", ""].count == 12
-    for task in ("draw", "draw/held_out", "draw/held_out, without a layout", "draw, open"):
-        assert found[task, "things coherent"].value == found[task, "things found"].value == 1.0
-    assert found["draw, open", "prompts with equal images"].value == 1.0
+    for task in ("draw", "draw/held_out", "draw, open"):
+        for way in ("", ", without a layout"):
+            for part in ("things coherent", "things found"):
+                assert found[task + way, part].value == 1.0
+    for way in ("draw, open", "draw, open, without a layout"):
+        assert found[way, ""].count == 12
+        assert found[way, "prompts with equal images"].value == 1.0
     assert found["edit", "cells kept"].value == 1.0 < found["edit", "cells kept"].count
     assert found["ask", ""].chance == chance.ART_CHANCE["ask"]
     assert found["edit/held_out, without a layout", ""].chance is None
-    assert (pipe.layouts[False], pipe.layouts[None]) == (6, 24)
+    assert (pipe.layouts[False], pipe.layouts[None]) == (24, 24)
 
 
 def test_other_styles_and_mixed_ones_are_told_apart(tmp_path):

@@ -30,7 +30,8 @@ class ArtTasks(SceneTasks):
     """Every task that a model of the art world was trained on, held-out combinations, coherence.
 
     Drawing and editing are also asked for without a layout in words: then all cells of a thing have
-    to agree by themselves. Of prompts that leave style and facing open, several images are drawn.
+    to agree by themselves. Of prompts that leave style and facing open, several images are drawn,
+    with and without a layout.
     """
 
     title = "Real art"
@@ -41,16 +42,16 @@ class ArtTasks(SceneTasks):
     def read(self):
         """Yields the prompts of each task, then those that are asked in other ways."""
         yield from super().read()
-        bare = [task for task in ("draw", "edit") if task in self.trained]
-        if "held_out" in self.splits:
-            for task, number in itertools.product(bare, range(self.limit)):
-                record = {"task": task, "split": "held_out", "number": number}
-                yield self.item({**record, "layout": False, "way": BARE}, " bare")
+        asked = [task for task in ("draw", "edit") if task in self.trained]
+        bare = {"layout": False, "way": BARE}
+        for split, task, number in itertools.product(self.splits, asked, range(self.limit)):
+            yield self.item({"task": task, "split": split, "number": number, **bare}, " bare")
         if "draw" in self.trained and "test" in self.splits:
-            numbers = itertools.islice(self._open(), min(OPEN_PROMPTS, self.limit))
-            for number, copy in itertools.product(numbers, range(OPEN_IMAGES)):
-                record = {"task": "draw", "split": "test", "number": number}
-                yield self.item({**record, "copy": copy, "way": OPEN}, f" image {copy}")
+            numbers = [*itertools.islice(self._open(), min(OPEN_PROMPTS, self.limit))]
+            ways = {"": {"way": OPEN}, " bare": {**bare, "way": f"{OPEN}, {BARE}"}}
+            for ending, number, copy in itertools.product(ways, numbers, range(OPEN_IMAGES)):
+                record = {"task": "draw", "split": "test", "number": number, "copy": copy}
+                yield self.item({**record, **ways[ending]}, f" image {copy}{ending}")
 
     def _open(self):
         """Yields the numbers of the prompts that leave style and facing open."""
@@ -81,7 +82,7 @@ class ArtTasks(SceneTasks):
     def scores_of(self, name, answers, folder):
         """Adds coherence to what is drawn, and kept cells to edits."""
         found = super().scores_of(name, answers, folder)
-        task, way = answers[0].record["task"], answers[0].record.get("way")
+        task, way = answers[0].record["task"], answers[0].record.get("way", "")
         if task == "edit":
             pairs = [one.output["kept"] for one in answers]
             right, total = (sum(column) for column in zip(*pairs, strict=True))
@@ -90,7 +91,7 @@ class ArtTasks(SceneTasks):
             samples = [self.sample(one.record) for one in answers]
             readings = [judge.read(image(one, folder)) for one in answers]
             found += coherence(samples, readings)
-            if way == OPEN:
+            if way.startswith(OPEN):
                 found.append(agreement(readings))
         return found
 
