@@ -9,10 +9,15 @@ Reads finished evaluations of the same prompts, judges their answers, and writes
 score and model to `results/<device>/art`. Several evaluations of a model, of different tasks
 (`evaluate.tasks`), are separated by commas. The row of the sparse model holds its mean difference
 to the dense one, over pairs of answers to the same prompt, with a 95 % interval.
+
+    python -m benchmarks.art_scores --memory=art
+
+draws combinations that training showed, next to the nearest training images: docs/art_memory.png.
 """
 
 import collections
 import pathlib
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,21 +28,27 @@ from sparse_lavida_jax import config
 from sparse_lavida_jax.art import judge, rules
 from sparse_lavida_jax.checkpoints import model_folder
 from sparse_lavida_jax.data import files
-from sparse_lavida_jax.evals import run
+from sparse_lavida_jax.evals import nearest, run, training_report
 from sparse_lavida_jax.evals.benchmarks import art, scenes
 from sparse_lavida_jax.evals.scorers import paired_difference, wilson_interval
+from sparse_lavida_jax.pipeline import SparseLaViDa
 
 FOLDERS = {
     "sparse": flags.DEFINE_list("sparse", [], "Evaluations of the sparse model."),
     "dense": flags.DEFINE_list("dense", [], "Evaluations of its dense twin."),
     "blind": flags.DEFINE_list("blind", [], "Evaluations of the model of empty images."),
 }
-SUITE = "art"
+MEMORY = flags.DEFINE_string("memory", "", "A model, to draw what it was trained on.")
+SUITE, MEMORY_PROMPTS, SHOWN = "art", 256, 12
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
 Shares = dict[str, float]  # of what is right of an item, by its key
 
 
 def main(_: list[str]) -> None:
-    """Writes the rows of the evaluations that are named."""
+    """Writes the rows of the evaluations that are named, or those of memory."""
+    if MEMORY.value:
+        write_memory(SparseLaViDa.from_pretrained(MEMORY.value, batch_size=16), MEMORY.value)
+        return
     asked = {name: [*map(pathlib.Path, flag.value)] for name, flag in FOLDERS.items() if flag.value}
     if not asked:
         raise config.ConfigError("no evaluation is named: give --sparse, --dense or --blind.")
@@ -52,6 +63,23 @@ def main(_: list[str]) -> None:
                 called = row["task"].replace(", ", "/").replace(" ", "_")
                 bench.write(f"{called}/{name}", row)
                 print(f"{name} {row['task']}: {row['share']:.3f} of {row['total']}", flush=True)
+
+
+def write_memory(pipe: SparseLaViDa, model: str) -> None:
+    """Writes the row and the figure of what a model draws of what it was trained on."""
+    said, tiles, shares = nearest.remembered(pipe, MEMORY_PROMPTS)
+    sheet = training_report.sheet([training_report.Tile(*one) for one in tiles[: 2 * SHOWN]])
+    sheet.save(DOCS / "art_memory.png")
+    copies = sum(share >= nearest.REMEMBERED for share in shares)
+    row = {
+        "task": "memory", "method": "sparse", "model": model, "training_images": nearest.MOST_DRAWN,
+        "correct": copies, "total": len(shares), "share": copies / len(shares),
+        "median_equal_cells": statistics.median(shares),
+        "right": sum(bool(ok) for _, _, ok in tiles[::2]),
+        "note": f"near copies: at least {nearest.REMEMBERED} of the cells as the nearest image",
+    }  # fmt: skip
+    measurements.Bench("art_memory").write(model, row)
+    print(said)
 
 
 def shares_of(folder: pathlib.Path) -> dict[str, Shares]:

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
+from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.evals.scorers import frechet_distance
 from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MOST_RECORDS = 10_000  # the largest number of training images to compare with
+MOST_DRAWN = 4096  # likewise, of a small world
 ENOUGH = 256  # images needed on each side of a Fréchet distance
 REMEMBERED = 0.9  # share of equal codes from which a sample counts as memorized
 
@@ -71,6 +73,46 @@ def compare(
             f" tokenizer: {distance:.4f} ({len(drawn)} samples). This is not an FID."
         )
     return said, tiles
+
+
+def remembered(
+    pipe: SparseLaViDa, prompts: int, known: int = MOST_DRAWN
+) -> tuple[str, list[tuple[np.ndarray, str, bool | None]], list[float]]:
+    """Draws combinations that a small world showed in training, and finds the nearest images of it.
+
+    What is drawn rightly here may be memory; prompts of held-out combinations say what is not.
+
+    Args:
+        prompts: how many are drawn; they are not those of training.
+        known: training images to compare with, the first ones that training draws.
+
+    Returns:
+        A sentence, twice as many captioned images (each sample, whether it is right, and then its
+        nearest image), and the share of cells that each sample shares with its nearest image.
+    """
+    here, codec = exact.world_of(pipe.settings), pipe.codec
+    assert codec is not None
+
+    def samples(split, seed, count):
+        return [here.sample("draw", seed, number, split) for number in range(count)]
+
+    asked, seen = samples("test", exact.EVAL_SEED, prompts), samples("train", 0, known)
+    drawn = pipe.generate([one.prompt for one in asked], as_written=True).pixels
+    training = codec.encode(np.stack([here.render(one.target) for one in seen]))
+    tiles, shares = list[tuple[np.ndarray, str, bool | None]](), list[float]()
+    for sample, image, codes in zip(asked, drawn, codec.encode(np.stack(drawn)), strict=True):
+        equal = (training == codes).all(axis=-1).mean(axis=1)
+        found = int(equal.argmax())
+        shares.append(float(equal[found]))
+        tiles.append((image, sample.prompt, here.score(sample, image).ok))
+        tiles.append((here.render(seen[found].target), f"nearest: {seen[found].prompt}", None))
+    copies = sum(share >= REMEMBERED for share in shares)
+    said = (
+        "Prompts of combinations that training showed, each next to the nearest of"
+        f" {known:,} training images, by equal cells: {copies} of {prompts} share at least"
+        f" {REMEMBERED:.0%} of their cells with it. What is right here may be memory."
+    )
+    return said, tiles, shares
 
 
 def nearest(

@@ -172,6 +172,10 @@ def write(
         table, *shown = _scene_sections(pipe, folder)
         parts += ["## Exact scores", table, *shown]
         _show_scores(folder / "model", table)
+        if settings.data.source == "art":
+            said, tiles, _ = nearest.remembered(pipe, settings.train.eval_prompts)
+            _save(sheet([Tile(*one) for one in tiles]), folder / "images/nearest.png")
+            parts += ["## Nearest training images", said, "![nearest](images/nearest.png)"]
         parts += ["## Speed", _speed(pipe)]
     path = folder / "report.md"
     files.write_text(path, "\n\n".join(parts) + "\n")

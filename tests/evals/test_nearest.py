@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples and training images: the nearest is found, and memorised ones are counted."""
 
+import pathlib
 import types
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.evals import nearest
+from sparse_lavida_jax.art import world
+from sparse_lavida_jax.evals import exact, nearest
 from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
+ART = config.read(pathlib.Path(__file__).parents[2] / "configs/art.py")
 SETTINGS = config.VQ(
     image_size=8, channels=(4, 4), latent_channels=3, codebook_size=8, norm_groups=1
 )
@@ -59,3 +62,29 @@ def test_what_is_remembered_is_counted(count):
     assert "If far more samples than images do, the model has memorised them." in said
     assert [words for _, words in tiles[:2]] == ["image 0", "nearest: image 0"]
     assert ("image tokenizer: 0.0000" in said) == (count == nearest.ENOUGH)
+
+
+def test_what_was_drawn_in_training_is_shown_next_to_its_nearest_image():
+    """The model draws an image of training twice, and then what was asked for."""
+    here = exact.world_of(ART)
+    asked = [here.sample("draw", exact.EVAL_SEED, number, "test") for number in range(3)]
+    seen = [here.sample("draw", 0, number, "train") for number in range(20)]
+    drawn = [here.render(one.target) for one in (seen[7], seen[7], asked[2])]
+
+    def cells_of(pixels):
+        parts = pixels.reshape(-1, 12, world.CELL, 12, world.CELL, 3).swapaxes(2, 3)
+        return parts.reshape(-1, 144, world.CELL**2 * 3)
+
+    class Pipe(SparseLaViDa):
+        def __init__(self):
+            self.settings, self.codec = ART, types.SimpleNamespace(encode=cells_of)
+
+        def generate(self, prompts, **_):
+            assert prompts == [one.prompt for one in asked]
+            return types.SimpleNamespace(pixels=drawn)
+
+    said, tiles, shares = nearest.remembered(Pipe(), 3, known=20)
+    assert "2 of 3 share at least 90%" in said and shares[:2] == [1.0, 1.0] and shares[2] < 0.9
+    np.testing.assert_array_equal(tiles[1][0], drawn[0])
+    assert tiles[1][1:] == (f"nearest: {seen[7].prompt}", None)
+    assert [ok for _, _, ok in tiles[::2]] == [False, False, True]
