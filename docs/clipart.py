@@ -5,8 +5,9 @@
     python docs/clipart.py clipart PACKAGE.deb  # Debian's package openclipart-svg, from elsewhere
 
 Open Clip Art: public-domain drawings of animals, food, plants, tools and vehicles, 64 pixels per
-side. Many titles are names of authors or not English: taken are those whose words are all among the
-keywords of the drawings. `rsvg-convert` (package librsvg2-bin) renders them.
+side. Many titles are names of authors or not English, and many drawings are fine lines, which small
+image tokenizers lose: taken are the first of each title whose words are all among the keywords of
+the drawings, if enough of it is ink. `rsvg-convert` (package librsvg2-bin) renders them.
 """
 
 import io
@@ -30,6 +31,7 @@ SUBJECTS = (
 NOT_OF_THEM = ("tools/weapons", "transportation/aiga", "transportation/roadsigns")
 SIZE, MARGIN = 64, 2  # pixels
 LONGEST = 3  # words of a title
+INK, BOLD = 224, 0.2  # grey level below which a pixel is ink, and the least share of such pixels
 AGENT = r"<(?:cc:)?Agent.*?</(?:cc:)?Agent>"  # authors and publishers
 README = """# {count} drawings with their titles
 
@@ -81,14 +83,14 @@ def write(package: pathlib.Path, folder: pathlib.Path) -> int:
     if not drawings:
         raise SystemExit(f"{package} has no drawings in {DRAWINGS}: it is not {PACKAGE}.")
     folder.mkdir(parents=True, exist_ok=True)
-    images: dict[bytes, dict[str, str]] = {}  # some drawings are there twice
+    images: dict[str, str] = {}  # file names by title: the first drawing of each
     for drawing in chosen(drawings):
-        image = rendered(drawing.svg)
-        if image is not None and image.tobytes() not in images:
-            name = f"{len(images):03}.png"
-            image.save(folder / name)
-            images[image.tobytes()] = {"file_name": name, "text": drawing.title}
-    rows = "".join(json.dumps(line) + "\n" for line in images.values())
+        image = rendered(drawing.svg) if drawing.title not in images else None
+        if image is not None and is_bold(image):
+            images[drawing.title] = f"{len(images):03}.png"
+            image.save(folder / images[drawing.title])
+    lines = [{"file_name": name, "text": title} for title, name in images.items()]
+    rows = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metadata.jsonl").write_text(rows)
     (folder / "README.md").write_text(README.format(count=len(images)))
     return len(images)
@@ -145,6 +147,12 @@ def rendered(svg: str) -> Image.Image | None:
     square = Image.new("RGBA", (SIZE, SIZE), "white")
     square.alpha_composite(image, ((SIZE - image.width) // 2, (SIZE - image.height) // 2))
     return square.convert("RGB")
+
+
+def is_bold(image: Image.Image) -> bool:
+    """Returns whether enough of a drawing is not white: small tokenizers lose fine lines."""
+    dark = image.convert("L").point(lambda value: 255 * (value < INK))
+    return sum(dark.histogram()[1:]) >= BOLD * SIZE**2
 
 
 def words(text: str) -> list[str]:

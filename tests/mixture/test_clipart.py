@@ -37,6 +37,7 @@ def svg(title, keywords, licence=PUBLIC, author="Jane Doe"):
 DRAWINGS = {
     "animals/cat_01.svg": svg("Sleeping Cat 1", ["cat", "animal", "sleeping"]),
     "animals/cat_02.svg": svg("Gatto", ["cat", "animal"]),  # not of keywords
+    "animals/cat_03.svg": svg("sleeping cat", ["cat"]),
     "animals/dog.svg": svg("dog", ["dog"], OTHER),
     "animals/jane.svg": svg("Jane Doe", ["jane", "doe"]),
     "animals/nothing.svg": svg("", ["cat"]),
@@ -79,15 +80,20 @@ def test_titles_of_keywords_in_the_public_domain_are_taken(clipart):
         drawings = clipart.read(archive)
     assert len(drawings) == len(DRAWINGS) - 1
     titles = [(one.path, one.title) for one in clipart.chosen(drawings)]
-    assert titles == [("animals/cat_01.svg", "sleeping cat"), ("food/pear.svg", "pear")]
+    assert titles == [
+        ("animals/cat_01.svg", "sleeping cat"), ("animals/cat_03.svg", "sleeping cat"),
+        ("food/pear.svg", "pear"),
+    ]  # fmt: skip
 
 
 def test_the_folder_is_a_plain_one_that_names_its_licence(tmp_path, clipart, commands):
     package, folder = tmp_path / "package.deb", tmp_path / "clipart"
     package.write_bytes(archived(DRAWINGS))
-    assert clipart.write(package, folder) == 1  # both are rendered alike
+    assert clipart.write(package, folder) == 2
     rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
-    assert rows == [{"file_name": "000.png", "text": "sleeping cat"}]
+    assert rows == [
+        {"file_name": "000.png", "text": "sleeping cat"}, {"file_name": "001.png", "text": "pear"}
+    ]  # fmt: skip
     drawn = np.asarray(Image.open(folder / "000.png"))
     assert drawn.shape == (64, 64, 3)
     np.testing.assert_array_equal(drawn[32, [0, 4, 32, 60, 63], 1], [255, 0, 0, 0, 255])
@@ -95,6 +101,15 @@ def test_the_folder_is_a_plain_one_that_names_its_licence(tmp_path, clipart, com
     assert "public domain" in (folder / "README.md").read_text()
     (dataset,) = folders.read(folder, tmp_path / "prepared").recipe.datasets
     assert dataset.kind == "text_to_image"
+
+
+def test_fine_lines_are_left_out(clipart):
+    image = Image.new("RGB", (64, 64), "white")
+    assert not clipart.is_bold(image)
+    image.paste("yellow", (0, 0, 64, 12))
+    assert not clipart.is_bold(image)
+    image.paste("red", (0, 0, 64, 13))
+    assert clipart.is_bold(image)
 
 
 def test_another_package_is_refused(tmp_path, clipart, commands):
