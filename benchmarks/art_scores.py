@@ -39,7 +39,8 @@ FOLDERS = {
     "blind": flags.DEFINE_list("blind", [], "Evaluations of the model of empty images."),
 }
 MEMORY = flags.DEFINE_string("memory", "", "A model, to draw what it was trained on.")
-SUITE, MEMORY_PROMPTS, SHOWN = "art", 256, 12
+SUITE = "art"
+MEMORY_PROMPTS, TRAINING_IMAGES, SHOWN = 256, 4096, 12
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 Shares = dict[str, float]  # of what is right of an item, by its key
 
@@ -67,12 +68,12 @@ def main(_: list[str]) -> None:
 
 def write_memory(pipe: SparseLaViDa, model: str) -> None:
     """Writes the row and the figure of what a model draws of what it was trained on."""
-    said, tiles, shares = nearest.remembered(pipe, MEMORY_PROMPTS)
+    said, tiles, shares = nearest.remembered(pipe, MEMORY_PROMPTS, TRAINING_IMAGES)
     sheet = training_report.sheet([training_report.Tile(*one) for one in tiles[: 2 * SHOWN]])
     sheet.save(DOCS / "art_memory.png")
     copies = sum(share >= nearest.REMEMBERED for share in shares)
     row = {
-        "task": "memory", "method": "sparse", "model": model, "training_images": nearest.MOST_DRAWN,
+        "task": "memory", "method": "sparse", "model": model, "training_images": TRAINING_IMAGES,
         "correct": copies, "total": len(shares), "share": copies / len(shares),
         "median_equal_cells": statistics.median(shares),
         "right": sum(bool(ok) for _, _, ok in tiles[::2]),

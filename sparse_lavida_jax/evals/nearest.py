@@ -19,7 +19,7 @@ from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MOST_RECORDS = 10_000  # the largest number of training images to compare with
-MOST_DRAWN = 4096  # likewise, of a small world
+MOST_DRAWN = 1024  # likewise, of a small world, whose images are drawn and encoded for it
 ENOUGH = 256  # images needed on each side of a Fréchet distance
 REMEMBERED = 0.9  # share of equal codes from which a sample counts as memorized
 
