@@ -5,12 +5,14 @@ import dataclasses
 import json
 import pathlib
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from benchmarks import art_scores, table
+from benchmarks import art_scores, measurements, table
 from sparse_lavida_jax import config
 from sparse_lavida_jax.checkpoints import model_folder
-from sparse_lavida_jax.evals import benchmark
+from sparse_lavida_jax.evals import benchmark, nearest
 from sparse_lavida_jax.evals.benchmarks.art import ArtTasks
 
 ART = config.read(pathlib.Path(__file__).parents[2] / "configs/art.py")
@@ -136,3 +138,15 @@ def test_the_table_has_bars_of_parts_and_of_what_may_be_at_most():
     assert [cell.strip() for cell in line.split("|")[1:-1]] == [
         "draw/held_out, sparse", "300", "0.950", "0.900 (0.861 to 0.929)", "0.947", "1.50",
     ]  # fmt: skip
+
+
+def test_what_was_drawn_in_training_is_counted_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(art_scores, "DOCS", tmp_path)
+    tiles = [(np.zeros((96, 96, 3), np.uint8), "a dog", ok) for ok in (True, None, False, None)]
+    monkeypatch.setattr(nearest, "remembered", lambda *_: ("", tiles, [0.95, 0.5]))
+    art_scores.write_memory(object(), "art")
+    (row,) = measurements.read_rows("art_memory")
+    assert (row["correct"], row["total"], row["right"]) == (1, 2, 1)
+    assert row["median_equal_cells"] == 0.725
+    assert Image.open(tmp_path / "art_memory.png").width > 4 * 96
