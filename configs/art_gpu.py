@@ -10,7 +10,7 @@ r"""A larger model of real art for one GPU: 128x128 pixels, 16x16 cells, 33 M pa
 It scores itself in `report.md`. SIGTERM saves it, and the same line goes on: the second line may be
 typed until the run is finished.
 
-It was never run on a GPU; compiled for an H200, its 6,000 steps are predicted to take 20 minutes
+It was never run on a GPU; compiled for an H200, its 6,000 steps are predicted to take 22 minutes
 (`benchmarks.aot_training`). The layers are those of `configs/scenes_gpu.py`. World, tasks and
 lessons are those of `configs/art.py`, with all 120 things; the image tokenizer is the same, and the
 text tokenizer has places for larger images. `tiny` has one lesson.
