@@ -10,7 +10,7 @@ models that share an image tokenizer.
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.evals.scorers import frechet_distance
@@ -88,7 +88,8 @@ def remembered(
 
     Returns:
         A sentence, twice as many captioned images (each sample, whether it is right, and then its
-        nearest image), and the share of cells that each sample shares with its nearest image.
+        nearest image), and the share of the cells of each sample, without those of its background,
+        that are the same in its nearest image.
     """
     here, codec = exact.world_of(pipe.settings), pipe.codec
     assert codec is not None
@@ -101,7 +102,7 @@ def remembered(
     training = codec.encode(np.stack([here.render(one.target) for one in seen]))
     tiles, shares = list[tuple[np.ndarray, str, bool | None]](), list[float]()
     for sample, image, codes in zip(asked, drawn, codec.encode(np.stack(drawn)), strict=True):
-        equal = (training == codes).all(axis=-1).mean(axis=1)
+        equal = (training == codes).all(axis=-1)[:, is_drawn(codes)].mean(axis=1)
         found = int(equal.argmax())
         shares.append(float(equal[found]))
         tiles.append((image, sample.prompt, here.score(sample, image).ok))
@@ -109,10 +110,17 @@ def remembered(
     copies = sum(share >= REMEMBERED for share in shares)
     said = (
         "Prompts of combinations that training showed, each next to the nearest of"
-        f" {known:,} training images, by equal cells: {copies} of {prompts} share at least"
-        f" {REMEMBERED:.0%} of their cells with it. What is right here may be memory."
+        f" {known:,} training images, by equal cells other than the background: {copies} of"
+        f" {prompts} share at least {REMEMBERED:.0%} with it. What is right here may be memory."
     )
     return said, tiles, shares
+
+
+def is_drawn(cells: Int[np.ndarray, "l g"]) -> Bool[np.ndarray, " l"]:
+    """Returns which cells of an image differ from its most common one; if none does, all."""
+    kinds, counts = np.unique(cells, axis=0, return_counts=True)
+    differs = (cells != kinds[counts.argmax()]).any(axis=-1)
+    return differs | ~differs.any()
 
 
 def nearest(

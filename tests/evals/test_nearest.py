@@ -84,7 +84,15 @@ def test_what_was_drawn_in_training_is_shown_next_to_its_nearest_image():
             return types.SimpleNamespace(pixels=drawn)
 
     said, tiles, shares = nearest.remembered(Pipe(), 3, known=20)
-    assert "2 of 3 share at least 90%" in said and shares[:2] == [1.0, 1.0] and shares[2] < 0.9
+    assert (
+        "2 of 3 share at least 90% with it" in said and shares[:2] == [1.0, 1.0] and shares[2] < 0.9
+    )
     np.testing.assert_array_equal(tiles[1][0], drawn[0])
     assert tiles[1][1:] == (f"nearest: {seen[7].prompt}", None)
     assert [ok for _, _, ok in tiles[::2]] == [False, False, True]
+
+
+def test_the_background_is_not_compared():
+    cells = np.array([[1, 1]] * 5 + [[1, 2], [3, 1]])
+    np.testing.assert_array_equal(nearest.is_drawn(cells), [False] * 5 + [True] * 2)
+    assert nearest.is_drawn(cells[:3]).all()
