@@ -73,7 +73,7 @@ def test_what_was_drawn_in_training_is_shown_next_to_its_nearest_image():
 
     def cells_of(pixels):
         parts = pixels.reshape(-1, 12, world.CELL, 12, world.CELL, 3).swapaxes(2, 3)
-        return parts.reshape(-1, 144, world.CELL**2 * 3)
+        return parts.reshape(-1, 144, world.CELL**2 * 3).astype(np.int32)
 
     class Pipe(SparseLaViDa):
         def __init__(self):
