@@ -270,7 +270,10 @@ class Data(Section):
     source: Literal["scenes", "art", "prepared", "none"] = "scenes"
     # Of source "prepared": written by `--mode=prepare`; for `train.stage="preview"`, of images.
     folder: Place = "prepared"
-    things: Count = 0  # of source "art": so many things, spread over the sheet; 0: all
+    # Of source "art": the folder of a sheet that `art.sheet` wrote, "" for the bundled one; and how
+    # many of its things, spread over it, are taught; 0: all.
+    sheet: Place = ""
+    things: Count = 0
     # Weight of each task; a batch holds tasks of one shape group.
     tasks: Weights = dataclasses.field(default_factory=lambda: {"draw": 1.0})
     lessons: dict[str, Lesson] = dataclasses.field(default_factory=dict)  # taught before `tasks`
@@ -308,8 +311,11 @@ class Data(Section):
     def _rules(self):
         whole = self.max_answer_len % self.text_block_len == 0
         yield "max_answer_len", whole, f"a multiple of {self.text_block_len=}"
-        yield "things", self.things in (0, *range(8, 121)), "0 for all 120, or 8 to 120 of them"
+        some = "0 for all things of the sheet, or at least 8 of them (the bundled one has 120)"
+        most = self.things if self.sheet else 120
+        yield "things", self.things in (0, *range(8, most + 1)), some
         yield "things", not self.things or self.source == "art", 'source="art"'
+        yield "sheet", not self.sheet or self.source == "art", 'source="art"'
         ends = [lesson.until for lesson in self.lessons.values()]
         yield "lessons", len({*ends}) == len(ends), "lessons that end at different batches"
 

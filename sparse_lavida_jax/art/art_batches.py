@@ -4,7 +4,7 @@
 from typing import Any, ClassVar
 
 from sparse_lavida_jax.art import tasks
-from sparse_lavida_jax.art.sheet import shipped
+from sparse_lavida_jax.art.sheet import taught
 from sparse_lavida_jax.art.world import CELL
 from sparse_lavida_jax.scenes.scene_batches import SceneBatches
 from sparse_lavida_jax.scenes.task import IMAGE_GROUPS, TEXT_GROUPS, Sample
@@ -21,5 +21,5 @@ class ArtBatches(SceneBatches):
 
     def sample(self, task: str, index: int) -> Sample:
         side = CELL * self.settings.model.grid_size
-        things = shipped(self.settings.data.things)
+        things = taught(self.settings.data)
         return tasks.sample(task, self.settings.seed, index, sheet=things, side=side)

@@ -84,9 +84,13 @@ def nearest(
     return np.concatenate([np.argmin(norms - 2 * part @ codes.T, axis=1) for part in parts])
 
 
-def report(images: UInt8[np.ndarray, "n h w 3"], decoded: UInt8[np.ndarray, "n h w 3"]) -> str:
+def report(
+    images: UInt8[np.ndarray, "n h w 3"],
+    decoded: UInt8[np.ndarray, "n h w 3"],
+    sheet: Sheet | None = None,
+) -> str:
     """Says how well the decoded images can be read: see `judge.naming`."""
-    shares = judge.naming(images, decoded).items()
+    shares = judge.naming(images, decoded, sheet).items()
     return "things " + ", ".join(f"{name} {share:.3f}" for name, share in shares)
 
 

@@ -164,7 +164,10 @@ class ArtDice(Dice):
         return done
 
 
-def crowds(seed: tuple[int, ...], count: int) -> UInt8[np.ndarray, "n h w 3"]:
+def crowds(
+    seed: tuple[int, ...], count: int, sheet: Sheet | None = None
+) -> UInt8[np.ndarray, "n h w 3"]:
     """Returns images full of things, from which an image tokenizer learns."""
     stream = "crowd/" + "/".join(map(str, seed))
-    return np.stack([render(ArtDice(seed[0], stream, index).crowd()) for index in range(count)])
+    scenes = (ArtDice(seed[0], stream, index, sheet=sheet).crowd() for index in range(count))
+    return np.stack([render(scene, sheet=sheet) for scene in scenes])

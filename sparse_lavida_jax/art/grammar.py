@@ -79,9 +79,9 @@ class Art(NamedTuple):
         return f"{words} facing {self.facing}" if self.facing else words
 
     @staticmethod
-    def parse(text: str) -> "Art":
+    def parse(text: str, sheet: Sheet | None = None) -> "Art":
         """Reads a singular description."""
-        if (match := _patterns(load())[0].fullmatch(text)) is None:
+        if (match := _patterns(sheet or load())[0].fullmatch(text)) is None:
             raise GrammarError(f"'{text}' does not describe a thing, like 'small noto bear'")
         size, style, noun, facing = match.groups()
         return Art(None if noun == "thing" else noun, size, style, facing)
@@ -162,16 +162,16 @@ class ArtRequest:
         Raises:
             GrammarError: it is none.
         """
-        text = _REGION.sub("", text)
+        text, sheet = _REGION.sub("", text), sheet or load()
         for language in LANGUAGES[1:]:
-            if request := _parse_plain(text, language, sheet or load()):
+            if request := _parse_plain(text, language, sheet):
                 return request
         match = re.fullmatch(_ENDED, text)
         assert match is not None  # both ends may be missing
         words, style, background = match.groups()
         related = re.fullmatch(rf"(.+) ({'|'.join(RELATIONS)}) (.+)", words)
         parts = (related[1], related[3]) if related else words.split(JOINED["en"])
-        items = tuple(map(_parse_item, parts))
+        items = tuple(_parse_item(part, sheet) for part in parts)
         relation = related[2] if related else None
         if relation and any(count > 1 for count, _ in items):
             raise GrammarError(f"'{text}' relates more than two things")
@@ -182,16 +182,17 @@ _REGION = re.compile(r", (fill|extend)(<LOC_\d+>){4}$")
 _ENDED = rf"(.*?)(?: in ({'|'.join(STYLES)}) style)?(?: on a ({'|'.join(BACKGROUNDS)}) background)?"
 
 
-def _parse_item(text: str) -> tuple[int, Art]:
+def _parse_item(text: str, sheet: Sheet) -> tuple[int, Art]:
     number, _, rest = text.partition(" ")
     if number in ("a", "an"):
-        return 1, Art.parse(rest)
+        return 1, Art.parse(rest, sheet)
     if number not in NUMBERS:
         raise GrammarError(f"'{text}' does not start with one of {', '.join(NUMBERS)}")
-    for many, one in _patterns(load())[1].items():
+    pattern, singulars = _patterns(sheet)
+    for many, one in singulars.items():
         singular = re.sub(rf"\b{re.escape(many)}(?= facing|$)", one, rest)
-        if _patterns(load())[0].fullmatch(singular) and Art.parse(singular).plural == rest:
-            return NUMBERS.index(number) + 1, Art.parse(singular)
+        if pattern.fullmatch(singular) and Art.parse(singular, sheet).plural == rest:
+            return NUMBERS.index(number) + 1, Art.parse(singular, sheet)
     raise GrammarError(f"'{text}' needs the plural of a thing")
 
 
@@ -224,16 +225,16 @@ class ArtEdit(NamedTuple):
         return next(wordings).format(**said)
 
     @staticmethod
-    def parse(text: str) -> "ArtEdit":
+    def parse(text: str, sheet: Sheet | None = None) -> "ArtEdit":
         for kind, wordings in EDITS.items():
             for words in wordings:
                 pattern = _BLANK.sub(lambda blank: f"(?P<{blank[1]}>{_SAID[blank[1]]})", words)
                 if match := re.fullmatch(pattern, text):
                     found: dict[str, Any] = match.groupdict()
                     if "anchor" in found:
-                        found["anchor"] = Art.parse(found["anchor"])
+                        found["anchor"] = Art.parse(found["anchor"], sheet)
                     if "thing" in found:
-                        found["thing"] = Art.parse(found["thing"].partition(" ")[2])
+                        found["thing"] = Art.parse(found["thing"].partition(" ")[2], sheet)
                     return ArtEdit(kind, **found)
         raise GrammarError(f"'{text}' is not an instruction: {', '.join(EDITS)}")
 
@@ -285,7 +286,7 @@ class ArtLayout:
         )
 
     @staticmethod
-    def parse(text: str) -> "ArtLayout":
+    def parse(text: str, sheet: Sheet | None = None) -> "ArtLayout":
         """Reads a layout of an image of any size.
 
         Raises:
@@ -295,7 +296,7 @@ class ArtLayout:
         for entry in text.split(","):
             name, bracket, rest = entry.strip().partition("<")
             box = parse_box(bracket + rest, FARTHEST)
-            if name != NOTHING and name not in load().numbers:
+            if name != NOTHING and name not in (sheet or load()).numbers:
                 raise GrammarError(f"the layout has a '{name}', which is not a thing")
             width, height = box[2] - box[0], box[3] - box[1]
             fits = width == height and STEP * width in SIZES.values()

@@ -302,7 +302,9 @@ def _cell_name(cell: tuple[int, int]) -> str:
 
 
 def naming(
-    images: UInt8[np.ndarray, "n h w 3"], copies: UInt8[np.ndarray, "n h w 3"]
+    images: UInt8[np.ndarray, "n h w 3"],
+    copies: UInt8[np.ndarray, "n h w 3"],
+    sheet: Sheet | None = None,
 ) -> dict[str, float]:
     """Says how well copies of images can be read, as shares of the things in the images.
 
@@ -311,19 +313,22 @@ def naming(
         same: of the right style and facing, too.
         coherent: in every cell.
         ghosts: share of the images that show something which is not a thing.
+        right: share of the images that show the same scene without any fault.
     """
-    counts, things, ghosts = [0, 0, 0], 0, 0
+    counts, things, ghosts, right = [0, 0, 0], 0, 0, 0
     for image, copy in zip(images, copies, strict=True):
-        reading = read(copy)
+        reading, shown = read(copy, sheet), read(image, sheet)
         by_place = {(one.thing.name, one.thing.box): one for one in reading.found}
         ghosts += bool(reading.ghosts)
-        for one in read(image).found:
+        right += reading.scene == shown.scene and not reading.fault
+        for one in shown.found:
             things += 1
             if (copied := by_place.get((one.thing.name, one.thing.box))) is not None:
                 same = copied.thing == one.thing
-                for place, right in enumerate((True, same, same and copied.is_coherent)):
-                    counts[place] += right
+                for place, holds in enumerate((True, same, same and copied.is_coherent)):
+                    counts[place] += holds
     shares = [count / max(things, 1) for count in counts]
     return dict(zip(("named", "same", "coherent"), shares, strict=True)) | {
-        "ghosts": ghosts / len(images)
+        "ghosts": ghosts / len(images),
+        "right": right / len(images),
     }

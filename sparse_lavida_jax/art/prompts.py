@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int, UInt8
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art import judge, sentences, tasks, vocabulary
 from sparse_lavida_jax.art.grammar import Art, ArtLayout
-from sparse_lavida_jax.art.sheet import SIZES, Sheet, load, shipped
+from sparse_lavida_jax.art.sheet import SIZES, Sheet, load, taught
 from sparse_lavida_jax.art.tasks import caption
 from sparse_lavida_jax.art.world import (
     BACKGROUNDS,
@@ -76,7 +76,7 @@ class ArtEncoder(ExampleMaker):
         return grid.reshape(self._cells**2, -1)
 
     def kept(self, sample: Sample) -> Bool[np.ndarray, " l"] | None:
-        return kept_cells(sample.layout or "", self._cells)
+        return kept_cells(sample.layout or "", self._cells, self.sheet)
 
     def _codes_of(self, background: str, thing: Placed | None) -> Int[np.ndarray, "y x g"]:
         """Returns the codes of an empty cell of a background, or of the cells of a thing."""
@@ -101,17 +101,20 @@ class ArtEncoder(ExampleMaker):
 
 def encoder_of(tokenizer: Tokenizer, settings: config.Config, codec: Codec) -> ArtEncoder:
     """Returns the encoder of a model with this image tokenizer."""
-    return ArtEncoder(tokenizer, settings.data, settings.model, None, codec)
+    sheet = taught(settings.data).whole
+    return ArtEncoder(tokenizer, settings.data, settings.model, None, codec, sheet)
 
 
-def kept_cells(layout: str, cells: int) -> Bool[np.ndarray, " l"] | None:
+def kept_cells(
+    layout: str, cells: int, sheet: Sheet | None = None
+) -> Bool[np.ndarray, " l"] | None:
     """Returns the cells that no box of a layout touches; None if it is not a layout.
 
     Args:
         cells: in a row of the image.
     """
     try:
-        entries = ArtLayout.parse(layout.strip()).entries
+        entries = ArtLayout.parse(layout.strip(), sheet).entries
     except GrammarError:
         return None
     if max(max(box) for _, box in entries) > cells * CELL_STEPS:
@@ -137,10 +140,10 @@ class ArtPrompts(ScenePrompts):
 
     @classmethod
     def taught(cls, data: config.Data) -> Vocabulary | None:
-        return vocabulary.of_sheet(shipped(data.things)) if data.source == cls.world else None
+        return vocabulary.of_sheet(taught(data)) if data.source == cls.world else None
 
     def _reader(self, task: str, text: str, seed: int) -> Reading | None:
-        return sentences.read(task, text, seed, shipped(self.encoder.data.things))
+        return sentences.read(task, text, seed, taught(self.encoder.data))
 
     def refusal(self, task: str) -> str:
         trained = self.encoder.data.tasks
@@ -152,10 +155,11 @@ class ArtPrompts(ScenePrompts):
         return LAYOUTS.get(task, "fill_layout") in self.encoder.data.tasks
 
     def kept_cells(self, layout: str) -> Bool[np.ndarray, " l"] | None:
-        return kept_cells(layout, self.encoder.model.grid_size)
+        return kept_cells(layout, self.encoder.model.grid_size, taught(self.encoder.data).whole)
 
     def replacement(self, wrong: str, right: str) -> str:
-        shown, wanted = Art.parse(wrong), Art.parse(right.partition(" ")[2])
+        sheet = taught(self.encoder.data).whole
+        shown, wanted = (Art.parse(one, sheet) for one in (wrong, right.partition(" ")[2]))
         if shown.name != wanted.name or shown.size != wanted.size:
             return super().replacement(wrong, right)
         plain = f"the {Art(shown.name, shown.size)}"

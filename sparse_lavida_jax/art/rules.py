@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sparse_lavida_jax.art.grammar import Art, ArtRequest
-from sparse_lavida_jax.art.judge import SceneReading
+from sparse_lavida_jax.art.judge import SceneReading, unclear
+from sparse_lavida_jax.art.sheet import Sheet, load
 from sparse_lavida_jax.art.world import ArtScene, Placed
 from sparse_lavida_jax.scenes.grammar import GrammarError
 from sparse_lavida_jax.scenes.rules import CORRECT
@@ -94,7 +95,8 @@ def verdict(request: ArtRequest, scene: ArtScene) -> str:
 
 def drawn(sample: Sample, reading: SceneReading) -> str:
     """Judges an image drawn for a request."""
-    said = reading.fault or verdict(ArtRequest.parse(sample.prompt), reading.scene)
+    request = ArtRequest.parse(sample.prompt, sample.sheet)
+    said = reading.fault or verdict(request, reading.scene)
     return "" if said == CORRECT else said
 
 
@@ -103,15 +105,28 @@ def coherence(sample: Sample, reading: SceneReading) -> tuple[int, int, int]:
 
     Coherent is what is found with every cell of one style and one facing.
     """
-    names = [Art(phrase.name) for phrase in ArtRequest.parse(sample.prompt).phrases]
+    request = ArtRequest.parse(sample.prompt, sample.sheet)
+    names = [Art(phrase.name) for phrase in request.phrases]
     places = [i for i in assigned(names, reading.scene.things) if i is not None]
     return sum(reading.found[i].is_coherent for i in places), len(places), len(names)
 
 
+def clear(phrase: Art, sheet: Sheet) -> Art:
+    """Leaves out what cannot be told from the pixels of a thing, such as the facing of a bus."""
+    kept = {
+        kind: value if (phrase.name, kind) not in unclear(sheet) else None
+        for kind, value in (("style", phrase.style), ("facing", phrase.facing))
+    }
+    return phrase._replace(**kept)
+
+
 def described(sample: Sample, output: str) -> str:
-    """Compares a description with the image, in any order and grouping."""
-    request = ArtRequest.parse(output)
-    said, shown = Counter(request.phrases), Counter(map(Art.of, sample.image.things))
+    """Compares a description with the image, in any order and grouping, as far as it is clear."""
+    request = ArtRequest.parse(output, sample.sheet)
+    said, shown = (
+        Counter(clear(phrase, sample.sheet or load()) for phrase in phrases)
+        for phrases in (request.phrases, map(Art.of, sample.image.things))
+    )
     if request.background != sample.image.background:
         return f"the background is {sample.image.background}, not {request.background}"
     faults = [f"{phrase.times(1)} is not described" for phrase in shown - said]

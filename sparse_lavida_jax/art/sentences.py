@@ -6,7 +6,6 @@ that mean anything else give the nearest taught sentence, and a list of what was
 """
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -30,8 +29,8 @@ from sparse_lavida_jax.art.world import BACKGROUNDS, MOST_THINGS
 from sparse_lavida_jax.prompting.vocabulary import Reading
 from sparse_lavida_jax.scenes.grammar import RELATIONS, GrammarError
 from sparse_lavida_jax.scenes.sentences import (
-    ALIKE,
     LONGEST_NAMED,
+    misspelt,
     read_by,
     readers_of,
     same_words,
@@ -41,7 +40,7 @@ from sparse_lavida_jax.scenes.sentences import (
 MOST_KINDS = 4  # in one request
 _EMPTY = {
     *"the some is are that which there draw paint show me of a picture image style".split(),
-    *"ein eine einen und im stil".split(),
+    *"ein eine einem einen einer und im stil".split(),
 }
 _COUNTS = {word: number for number, word in enumerate(NUMBERS, start=1)} | {"an": 1, "one": 1}
 Read = tuple[str, list[str]]  # a taught sentence, and what was not understood
@@ -129,9 +128,8 @@ def _meanings(text: str, faults: list[str], sheet: Sheet) -> Iterator[tuple[str,
             yield kind, word
         elif word not in _EMPTY:
             faults.append(f"'{word[:LONGEST_NAMED]}'")
-            yield from (
-                ("name", one) for one in difflib.get_close_matches(word, _names(sheet), 1, ALIKE)
-            )
+            if near := misspelt(word, _names(sheet)):
+                yield "name", near
 
 
 def _drawn(text: str, dice: ArtDice) -> Read:
@@ -239,14 +237,18 @@ def _looks(kind: str) -> Callable[..., str]:
     return lambda one: ask.QUESTIONS[kind].format(one)
 
 
+def _is_there(one: Art) -> str:
+    return IS_THERE["en"].format(f"{article(one.name or '')} {one.name}")
+
+
 _QUESTIONS: tuple[tuple[str, Callable[..., str]], ...] = (
     (r"how many things(?: are there)?", lambda: reason.QUESTIONS["sum"]),
-    (r"(?:how many|the number of|count(?: the)?) (.+?)(?: are there| do you see)?",
+    (r"(?:how many|the number of|count(?: the)?|wie viele) (.+?)"
+     r"(?: are there| do you see| gibt es| sind da)?",
      lambda one: HOW_MANY["en"].format(plural(one.name))),
     (r"(?:is|are) there more (.+?) than (.+?)",
      lambda one, other: reason.QUESTIONS["more"].format(plural(one.name), plural(other.name))),
-    (r"(?:(?:is|are) there(?: any)?|do you see) (.+?)",
-     lambda one: IS_THERE["en"].format(f"{article(one.name)} {one.name}")),
+    (r"(?:(?:is|are) there(?: any)?|do you see|gibt es|(?:ist|sind) da) (.+?)", _is_there),
     (r"(?:what|which) style (?:is|has) (.+?)", _looks("style")),
     (r"(?:where|which way|what way) (?:does|is) (.+?) (?:fac|look)(?:e|ing)?", _looks("facing")),
     (r"(?:how (?:large|small)|what size) is (.+?)", _looks("size")),
@@ -267,9 +269,15 @@ def _asked(text: str, dice: ArtDice) -> Read:
         pair = [_one(part, dice, faults) for part in match.groups()[1:]]
         return reason.QUESTIONS["further"].format(match[1], *pair), faults
     for pattern, words in _QUESTIONS:
-        if match := re.fullmatch(pattern, said):
+        if (match := re.fullmatch(pattern, said)) and all(
+            _ReadRequest.read(part, [], dice.sheet).items for part in match.groups()
+        ):
             return words(*(_one(part, dice, faults) for part in match.groups())), faults
-    return reason.QUESTIONS["sum"], [f"'{text[:LONGEST_NAMED]}'"]
+    faults = [f"'{text[:LONGEST_NAMED]}'"]
+    named = (match["name"] for match in _words(dice.sheet).finditer(said) if match["name"])
+    if name := next(named, ""):
+        return _is_there(Art(_names(dice.sheet)[name][0])), faults
+    return reason.QUESTIONS["sum"], faults
 
 
 def _is_taught(text: str, sheet: Sheet) -> bool:

@@ -6,8 +6,9 @@ r"""The sheet: drawings of the same things in three styles, at the sizes that ar
     python -m sparse_lavida_jax.art.sheet --packages=node_modules \
         --out=sparse_lavida_jax/assets/art
 
-makes the shipped sheet; `--things` names another list of things than `things.txt`. The authors and
-licences of the drawings are in `NOTICE`.
+makes the shipped sheet; `--things` names another list of things than `things.txt`, of 8 or more.
+Models of another sheet are trained with `data.sheet=FOLDER`, the image tokenizer first
+(docs/training.md). The authors and licences of the drawings are in `NOTICE`.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from sparse_lavida_jax import config
 from sparse_lavida_jax.data import files, image_files
 
 SHIPPED = pathlib.Path(__file__).parents[1] / "assets" / "art"
@@ -33,6 +35,7 @@ STYLES = {
 }
 NAMES = "emojibase-data/{0}/data.json"
 FACINGS = {"": "", "<": "left", ">": "right"}  # as `things.txt` writes them
+FEWEST = 8  # things of a sheet: with fewer, nothing can be held out
 LEAST_ALPHA = 16  # of 255: fainter pixels at the edge of a drawing are no part of it
 
 Sprites = UInt8[np.ndarray, "n s side side 4"]
@@ -61,10 +64,20 @@ class Thing:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sheet:
-    """Things, and their drawings by size: red, green, blue and alpha, by thing and style."""
+    """Things, and their drawings by size: red, green, blue and alpha, by thing and style.
+
+    Attributes:
+        part_of: the sheet that a few of its things were chosen from; None: it is whole.
+    """
 
     things: tuple[Thing, ...]
-    sprites: dict[str, Sprites]
+    sprites: dict[str, Sprites] = dataclasses.field(repr=False)
+    part_of: "Sheet | None" = dataclasses.field(default=None, repr=False)
+
+    @property
+    def whole(self) -> "Sheet":
+        """What a judge compares with."""
+        return self.part_of or self
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -88,14 +101,18 @@ class Sheet:
         return sprite if facing == self.things[number].drawn else sprite[:, ::-1]
 
 
-@functools.cache
 def load(folder: pathlib.Path = SHIPPED) -> Sheet:
-    """Reads a sheet that `write` wrote.
+    """Returns a sheet that `write` wrote: always the same one of a folder.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: the files do not belong together.
     """
+    return _loaded(folder)
+
+
+@functools.cache
+def _loaded(folder: pathlib.Path) -> Sheet:
     things = tuple(
         Thing(one["code"], one["group"], tuple(one["names"]), one["drawn"])
         for one in files.read_json(folder / "things.json")
@@ -116,15 +133,44 @@ def load(folder: pathlib.Path = SHIPPED) -> Sheet:
     return Sheet(things, sprites)
 
 
-@functools.cache
 def shipped(count: int = 0) -> Sheet:
     """Returns so many things of the shipped sheet, spread evenly over it; 0: all."""
-    whole = load()
+    return _chosen(load(), count)
+
+
+@functools.cache
+def _chosen(whole: Sheet, count: int) -> Sheet:
     if count in (0, len(whole.things)):
         return whole
     chosen = [number * len(whole.things) // count for number in range(count)]
     sprites = {size: drawn[chosen] for size, drawn in whole.sprites.items()}
-    return Sheet(tuple(whole.things[number] for number in chosen), sprites)
+    return Sheet(tuple(whole.things[number] for number in chosen), sprites, whole)
+
+
+def taught(data: config.Data) -> Sheet:
+    """Returns what a model is taught: `data.things` things of `data.sheet`.
+
+    Raises:
+        ConfigError: there is no sheet, or it has too few things.
+    """
+    if not data.sheet:
+        return shipped(data.things)
+    folder = pathlib.Path(data.sheet)
+    try:
+        whole = load(folder)
+    except (OSError, ValueError, LookupError) as error:
+        raise config.ConfigError(
+            f"Data.sheet={data.sheet!r} holds no sheet of things: {error}. Make one with `python -m"
+            " sparse_lavida_jax.art.sheet --packages=... --things=... --out=FOLDER`; a model needs"
+            " the one that it was trained with."
+        ) from None
+    least = max(FEWEST, data.things)
+    if len(whole.things) < least:
+        raise config.ConfigError(
+            f"Data.sheet={data.sheet!r} has {len(whole.things)} things; {least} are needed. Make it"
+            " with more of them, or lower data.things."
+        )
+    return _chosen(whole, data.things)
 
 
 def write(sheet: Sheet, folder: pathlib.Path) -> None:
@@ -228,13 +274,21 @@ def blended(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes a sheet of drawings in three styles.")
+    parser = argparse.ArgumentParser(
+        description="Makes a sheet of drawings in three styles, the setting data.sheet of models."
+    )
     parser.add_argument("--packages", type=pathlib.Path, required=True, help="node_modules")
-    parser.add_argument("--things", type=pathlib.Path, default=SHIPPED / "things.txt")
+    parser.add_argument(
+        "--things", type=pathlib.Path, default=SHIPPED / "things.txt", help="list, a thing a line"
+    )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write")
     parser.add_argument("--overview", type=pathlib.Path, help="image of the sheet to write")
     given = parser.parse_args()
     sheet = make(given.packages, files.read_text(given.things))
+    if len(sheet.things) < FEWEST:
+        parser.error(
+            f"--things={given.things} lists {len(sheet.things)} things; list {FEWEST} or more"
+        )
     write(sheet, given.out)
     if given.overview:
         image_files.write(given.overview, overview(sheet, "large"))

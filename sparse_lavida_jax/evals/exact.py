@@ -17,7 +17,7 @@ from sparse_lavida_jax.art import judge as art_judge
 from sparse_lavida_jax.art import rules as art_rules
 from sparse_lavida_jax.art import tasks as art_tasks
 from sparse_lavida_jax.art import world as art_world
-from sparse_lavida_jax.art.sheet import shipped
+from sparse_lavida_jax.art.sheet import taught
 from sparse_lavida_jax.evals.chance import ART_CHANCE, CHANCE
 from sparse_lavida_jax.evals.scorers import Metric, grouped, wilson_interval
 from sparse_lavida_jax.scenes import grammar, tasks, world
@@ -62,12 +62,12 @@ def world_of(settings: config.Config) -> SmallWorld:
     """Returns the world that a model learned; that of shapes if it learned none."""
     if settings.data.source != "art":
         return SCENES
-    side = art_world.CELL * settings.model.grid_size
+    side, sheet = art_world.CELL * settings.model.grid_size, taught(settings.data)
     return SmallWorld(
         art_tasks,
-        functools.partial(art_tasks.sample, sheet=shipped(settings.data.things), side=side),
+        functools.partial(art_tasks.sample, sheet=sheet, side=side),
         functools.partial(art_tasks.score, side=side),
-        functools.partial(art_world.render, side=side),
+        functools.partial(art_world.render, side=side, sheet=sheet.whole),
         art_world.ArtScene("white", ()),
         side // art_world.STEP,
         ART_CHANCE,
@@ -240,7 +240,7 @@ def coherence(samples: Sequence[tasks.Sample], images: Sequence[np.ndarray]) -> 
     A thing is coherent if all its cells are of one style and one facing.
     """
     pairs = zip(samples, images, strict=True)
-    counts = [art_rules.coherence(sample, art_judge.read(image)) for sample, image in pairs]
+    counts = [art_rules.coherence(one, art_judge.read(image, one.sheet)) for one, image in pairs]
     coherent, found, asked = (sum(column) for column in zip(*counts, strict=True))
     return {"found": found / asked, "coherent": coherent / asked}
 

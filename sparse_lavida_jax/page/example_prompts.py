@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the page offers: prompts that a model of a small world does right by itself.
 
-`tests/e2e/test_demo.py` draws the images of the bundled model.
+`tests/e2e/test_demo.py` draws the images of the bundled models, with the seed of the page.
 """
 
 import dataclasses
@@ -78,35 +78,40 @@ SCENE_PROMPTS = {
     "ground": ("red circle", "blue square"),
 }
 ART_SCENE = art.ArtScene.of(
-    "blue",
+    "pink",
     [
-        art.Placed(6, 2, "lion", "twemoji", "large"),
-        art.Placed(8, 15, "camera", "twemoji", "small"),
+        art.Placed(2, 3, "sun", "twemoji", "large"),
+        art.Placed(14, 14, "carrot", "noto", "small"),
     ],
 )
 ART_WORDS = {
     "generate": "a lion and a camera in twemoji style",
-    "edit": "draw the lion in noto style",
-    "inpaint": "a crown and a camera",
-    "outpaint": "a lion and a camera",
+    "edit": "draw the sun in noto style",
+    "inpaint": "a sun and a key",
+    "outpaint": "a sun and a carrot",
     "reflect": "two red apples",
-    "ask": "what style is the lion?",
-    "ground": "camera",
-    "surprise": "a lion and a camera\na lion and a key\ntwo cameras",
+    "ask": "what style is the sun?",
+    "ground": "sun",
+    "surprise": "a sun and a carrot\na sun and a key\ntwo carrots",
 }
 ART_PROMPTS = {
     "generate": (
         "a lion and a camera in twemoji style",
         "two red apples",
         "a crown above a teddy bear",
-        "a large fluent robot on a pink background",
+        "a large noto crown on a blue background",
         "Löwe und Fotoapparat im Stil noto",
     ),
-    "edit": ("draw the lion in noto style", "remove the camera", "replace the camera with a key"),
-    "outpaint": ("a lion and a camera",),
+    "edit": (
+        "draw the sun in noto style",
+        "remove the carrot",
+        "replace the sun with a crown",
+        "add a drum",
+    ),
+    "outpaint": ("a sun and a carrot",),
     "reflect": ("two red apples",),
-    "ask": ("how many lions are there?", "what style is the lion?", "is there a crown?"),
-    "ground": ("lion", "camera"),
+    "ask": ("how many suns are there?", "what style is the sun?", "is there a crown?"),
+    "ground": ("sun",),
 }
 
 

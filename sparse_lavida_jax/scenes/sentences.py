@@ -10,7 +10,7 @@ list of what was not understood.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sparse_lavida_jax.prompting.vocabulary import Reading, listed
@@ -89,6 +89,14 @@ _NEAR = {
     **{"medium": "large", "many": "four", "dozen": "twelve"},
     **dict.fromkeys(("beside", "near", "inside", "between", "or", "around", "behind"), "and"),
 }
+# Words that stand between things. They are spelt right, so none of them is a misspelt name.
+_BETWEEN = {
+    *"about across after against along among as at before by down during for from in into like next"
+    " of off on onto opposite out outside past per since than through till to toward towards until"
+    " up upon via within without do does has have was were this these those they them".split(),
+    *"ab am an auf aus bei bis dem den der des die das durch für gegen hinter im mit nach neben"
+    " ohne seit über um unter von vor wegen zu zum zur zwischen".split(),
+}
 _CLASSES = {"s": SIZES, "c": COLOURS, "o": _NOUNS, "r": RELATIONS, "&": ("and",), "n": _COUNTS}
 _KNOWN = [word for words in _CLASSES.values() for word in words if len(word) > 3]
 # A thing, in the letters of `_CLASSES`: adjectives may follow the noun, or lack one.
@@ -134,6 +142,16 @@ def same_words(text: str) -> str:
     return " ".join(text.split())
 
 
+def misspelt(word: str, known: Iterable[str]) -> str:
+    """Returns the known word that a misspelt one is close to; "" if it is another word.
+
+    Its first letter is right, so "über" is no "bear"; and it is no word of `_BETWEEN`, so "from" is
+    no "frog".
+    """
+    alike = () if word in _BETWEEN else [one for one in known if one[0] == word[0]]
+    return next(iter(difflib.get_close_matches(word, alike, 1, ALIKE)), "")
+
+
 def _letter(word: str) -> str:
     return next((one for one, words in _CLASSES.items() if word in words), "n" * word.isdecimal())
 
@@ -146,7 +164,7 @@ def _things(text: str) -> _Things:
             faults.append(f"'{word[:LONGEST_NAMED]}'")
             near = _NEAR.get(word, _NEAR.get(word.removesuffix("s"), ""))
             if not near and len(faults) <= MOST_NAMED:
-                near = next(iter(difflib.get_close_matches(word, _KNOWN, 1, ALIKE)), "")
+                near = misspelt(word, _KNOWN)
             word = near
         said += [word] * bool(_letter(word))
     letters = "".join(map(_letter, said))

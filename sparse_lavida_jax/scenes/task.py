@@ -28,6 +28,7 @@ class Sample(NamedTuple):
     column: str | None = None  # the kind of request or question: `draw.COLUMNS`, `answer.COLUMNS`
     held_out: bool = False
     task: str = ""
+    sheet: Any = None  # what judges of the art world know: an `art.sheet.Sheet`; None: the bundled
 
     @property
     def known_grid(self) -> Bool[np.ndarray, "y x"] | None:

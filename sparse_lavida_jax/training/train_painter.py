@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from sparse_lavida_jax import config, runtime
 from sparse_lavida_jax.art import codebook, training_images
 from sparse_lavida_jax.art.cells import BLOCK, CellModel, Painter, is_near_things
-from sparse_lavida_jax.art.sheet import Sheet, shipped
+from sparse_lavida_jax.art.sheet import Sheet, taught
 from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.programs import jax_settings
 from sparse_lavida_jax.training.short_stages import check_length, descend
@@ -61,7 +61,7 @@ def fit(
         model = CellModel(settings.vq, rngs=nnx.Rngs(settings.seed))
         contents = codebook.fit(sheet, settings.vq.codebook_size, console.print)
         model.codebook = nnx.Param(jnp.asarray(contents, jnp.float16))
-    often = [one.name for one in shipped(settings.data.things).things if settings.data.things]
+    often = [one.name for one in taught(settings.data).things if settings.data.things]
     scenes = training_images.TrainingImages.of(sheet, often)
 
     def batch_of(step: int):

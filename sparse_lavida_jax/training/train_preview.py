@@ -150,7 +150,7 @@ def _images(settings: config.Config, sizes: config.VQ) -> tuple[Images, NewImage
     source, seed = settings.data.source, settings.seed
     if source == "prepared":
         return _squares(pathlib.Path(settings.data.folder), settings, sizes)
-    images_of, *_ = train_vq.SOURCES[source]
+    images_of, *_ = train_vq.SOURCES[source](settings.data)
     reported = images_of((seed, train_vq.REPORT), REPORT_IMAGES)
     if reported.shape[1] % sizes.factor:
         raise config.ConfigError(

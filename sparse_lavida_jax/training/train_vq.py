@@ -68,9 +68,10 @@ def train(
             " Vq.kind='cells' goes on from another one. Leave it empty."
         )
     console, seed = rich.console.Console(), settings.seed
-    images_of, surveyed, reported, report = SOURCES[settings.data.source]
+    images_of, surveyed, reported, report = SOURCES[settings.data.source](settings.data)
     if settings.vq.kind == "cells":
-        model = train_painter.fit(settings, sheet.load(), console, is_asked_to_stop)
+        things = sheet.taught(settings.data).whole
+        model = train_painter.fit(settings, things, console, is_asked_to_stop)
     else:
         model = fit(
             settings,
@@ -240,10 +241,16 @@ def _read_back(images: np.ndarray, decoded: np.ndarray) -> str:
     return f"images read back {read:.1%}"
 
 
+def _of_art(data: config.Data) -> tuple[Callable, int, int, Callable]:
+    things = sheet.taught(data).whole
+    images, read = (functools.partial(one, sheet=things) for one in (dice.crowds, codebook.report))
+    return images, 512, 96, read
+
+
 # By `data.source`: images; how many to survey and to report on; the report on decoded ones.
-SOURCES = {
-    "scenes": (_images, SURVEY_IMAGES, REPORT_IMAGES, _read_back),
-    "art": (dice.crowds, 512, 96, codebook.report),
+SOURCES: dict[str, Callable[[config.Data], tuple[Callable, int, int, Callable]]] = {
+    "scenes": lambda data: (_images, SURVEY_IMAGES, REPORT_IMAGES, _read_back),
+    "art": _of_art,
 }
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.art.cell_labels import examples, kinds
-from sparse_lavida_jax.art.sheet import shipped
+from sparse_lavida_jax.art.sheet import taught
 from sparse_lavida_jax.data import files
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.models.vision import VisionEncoder
@@ -87,7 +87,7 @@ def train(settings: config.Config, steps: int) -> Iterator[tuple[int, Seeing, st
             f"{settings.name!r} is not a model of the art world whose vision tokens cover whole"
             " cells. Give a config such as configs/art.py."
         )
-    sheet, cells = shipped(settings.data.things), settings.model.grid_size
+    sheet, cells = taught(settings.data), settings.model.grid_size
     values = tuple(kinds(sheet).values())
     seeing = Seeing(settings.model, sum(values), rngs=nnx.Rngs(settings.seed))
     rates = optax.warmup_cosine_decay_schedule(

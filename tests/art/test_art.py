@@ -94,6 +94,16 @@ def test_a_sheet_is_made_from_packages_written_and_read(packages, tmp_path):
     assert sheet.overview(made, "small").shape == (24, 8 * 3 * 24, 3)
 
 
+def test_a_sheet_of_too_few_things_is_not_written(packages, tmp_path, monkeypatch, capsys):
+    (tmp_path / "things.txt").write_text("animals 1F43B\nvehicles 1F68C <\n")
+    asked = [f"--packages={packages}", f"--things={tmp_path}/things.txt", f"--out={tmp_path}/made"]
+    monkeypatch.setattr("sys.argv", ["sheet", *asked])
+    with pytest.raises(SystemExit):
+        sheet.main()
+    assert "things.txt lists 2 things; list 8" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize(
     "listed, said",
     [
@@ -270,9 +280,10 @@ def test_what_cannot_be_told_apart_is_listed():
 
 def test_copies_are_named():
     images = np.stack([world.render(scene) for scene in scenes(4, low=3)])
-    assert judge.naming(images, images) == {"named": 1, "same": 1, "coherent": 1, "ghosts": 0}
+    right = {"named": 1, "same": 1, "coherent": 1, "ghosts": 0, "right": 1}
+    assert judge.naming(images, images) == right
     blank = np.full_like(images, 243)
-    assert judge.naming(images, blank) == {"named": 0, "same": 0, "coherent": 0, "ghosts": 0}
+    assert judge.naming(images, blank) == dict.fromkeys(right, 0)
 
 
 def test_a_codebook_of_means_meets_what_is_common_exactly():
@@ -288,5 +299,5 @@ def test_a_codebook_of_means_meets_what_is_common_exactly():
 
 def test_the_report_of_a_tokenizer_names_things():
     image = world.render(scenes(1)[0])[None]
-    said = "things named 1.000, same 1.000, coherent 1.000, ghosts 0.000"
+    said = "things named 1.000, same 1.000, coherent 1.000, ghosts 0.000, right 1.000"
     assert codebook.report(image, image) == said

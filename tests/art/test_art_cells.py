@@ -17,7 +17,7 @@ from sparse_lavida_jax.models import vq, vq_files
 from sparse_lavida_jax.models.image_codec import ImageCodec
 from sparse_lavida_jax.training import train_painter
 
-SCENES = 24
+SCENES = 48
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,9 @@ def codes(model, images):
 def test_things_in_reconstructions_are_named_rightly_and_are_of_one_style(model, images, codes):
     decoded = vq.to_pixels(model, codes, batch=4)
     shares = judge.naming(images, decoded)
-    # On 200 scenes .996 are named and .954 coherent; here are 70 things.
-    assert shares["named"] >= 0.98
+    # Of 1,024 held-out scenes .998 are named and .956 coherent (benchmarks/results/cpu/preview).
+    # Here are 133 things: all are named, and one that is not leaves .992.
+    assert shares["named"] >= 0.99
     assert shares["coherent"] >= 0.92
     assert shares["ghosts"] <= 1 / SCENES
     squares = np.square((images.astype(int) - decoded) / 255).mean()
@@ -52,6 +53,19 @@ def test_other_pixels_in_one_cell_change_no_codes_of_others(model, images, codes
     differs = vq.encode_images(model, changed[:4], batch=4) != codes[:4]
     assert differs[:, 10:12, 4:6].any()
     differs[:, 10:12, 4:6] = False
+    assert not differs.any()
+
+
+def test_a_block_is_painted_from_the_codes_of_four_blocks_around_it_and_no_farther(model, codes):
+    near = slice(16 - 4, 17 + 4)
+    other = codes[:4].copy()
+    other[:, 16, 16] = 500
+    before, after = (vq.to_pixels(model, one, batch=4) for one in (codes[:4], other))
+    differs = (before != after).any(axis=-1).reshape(4, 24, 4, 24, 4).any(axis=(2, 4))
+    beyond_its_cell = differs.copy()
+    beyond_its_cell[:, 16:18, 16:18] = False
+    assert differs[:, 16, 16].all() and beyond_its_cell.any()
+    differs[:, near, near] = False
     assert not differs.any()
 
 

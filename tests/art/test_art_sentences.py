@@ -32,6 +32,8 @@ SAME = [
     ("ask", "wie oft ist Bär zu sehen?", "wie oft ist Bär zu sehen?"),
     ("ask", "which is further left, the bear or the cat?",
      "which is further left, the bear or the cat?"),
+    ("ask", "gibt es einen Hund?", "is there a dog?"),
+    ("ask", "wie viele Hund sind da?", "how many dogs are there?"),
     ("ask", "describe the picture", "describe the picture"),
     ("ground", "the small bear", "small bear"),
 ]  # fmt: skip
@@ -47,7 +49,14 @@ OTHER = [
     ("edit", "replace the cat with two dogs", "replace the cat with a dog", "more than one thing"),
     ("edit", "add an owl in noto style", "add an owl", "'noto' here"),
     ("ask", "what is the meaning of life?", "how many things are there?", "meaning of life"),
+    ("ask", "wie viele Hunde?", "how many dogs are there?", "'hunde'"),
+    ("ask", "wie viele Dinge?", "how many things are there?", "wie viele Dinge"),
+    ("ask", "how many zebras are there?", "how many things are there?", "zebras"),
+    ("ask", "what does the lion eat?", "is there a lion?", "what does the lion eat"),
     ("ground", "noto bear", "bear", "'noto' here"),
+    ("generate", "ein Hund über einer Katze", "a dog and a cat", "'über'"),
+    ("generate", "a dog from a cat", "a dog and a cat", "'from'"),
+    ("generate", "a dog near a pengiun", "a dog and a penguin", "'near' and 'pengiun'"),
 ]
 
 

@@ -298,6 +298,27 @@ def test_of_a_hole_only_the_known_cells_are_shown(task):
     assert sum(part.any() and not part.all() for part in parts) > 10  # things that are cut
 
 
+@pytest.mark.parametrize("task", ["caption", "infill"])
+def test_an_unclear_facing_is_not_described(task):
+    told = ArtRequest.parse("two large noto buses on a white background")
+    buses = [Placed(2, x, "bus", "noto", "large", way) for x, way in ((2, "left"), (13, "right"))]
+    scene = ArtScene.of("white", buses)
+    assert tasks.caption.describe(scene, SHEET) == told
+    sample = tasks.Sample("", scene, answer=" ", task="caption")
+    assert tasks.score(sample, str(told)).ok
+    assert not tasks.score(sample, str(told).replace("noto", "fluent")).ok
+    said = [
+        phrase
+        for number in range(400)
+        for phrase in ArtRequest.parse(tasks.sample(task, 0, number).answer.strip()).phrases
+    ]
+    assert any(one.name == "bus" for one in said)
+    unclear = judge.unclear(SHEET)
+    for one in said:
+        faces = SHEET.things[SHEET.numbers[one.name]].drawn and (one.name, "facing") not in unclear
+        assert bool(one.facing) == bool(faces), one
+
+
 def test_the_steps_of_an_answer_lead_to_it():
     columns = set()
     for sample in made("reason", 120):

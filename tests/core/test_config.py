@@ -58,6 +58,7 @@ def test_unknown_section_lists_the_known_ones():
         ("model", "codes_per_token", 2, "choose one of 1, 4"),
         ("model", "dual_tower_layers", 9, r"one of 0\.\.4"),
         ("data", "max_answer_len", 41, "a multiple of text_block_len=8"),
+        ("data", "sheet", "sheets/mine", 'source="art"'),
         ("diffusion", "corruption", "swapped", "choose one of blocks, released"),
         ("diffusion", "complementary", True, 'it needs corruption "released"'),
         ("diffusion", "text_loss", False, 'it needs corruption "released"'),

@@ -16,12 +16,15 @@ import staged
 from PIL import Image
 
 from sparse_lavida_jax import config
+from sparse_lavida_jax.art import tasks as art_tasks
+from sparse_lavida_jax.art.world import STEP
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference import surprise
 from sparse_lavida_jax.inference.results import Origin, Result
 from sparse_lavida_jax.pipeline import MASKED_GREY, SparseLaViDa
 from sparse_lavida_jax.sampling.prompts import PromptTokens
 from sparse_lavida_jax.scenes import grammar, rules, tasks, world
+from sparse_lavida_jax.scenes.task import Sample
 
 gr = pytest.importorskip(
     "gradio", reason="pip install 'sparse-lavida-jax[demo]' playwright to test the page"
@@ -573,6 +576,39 @@ def test_examples_are_right():
         cell, _ = rules.find(scene, grammar.Phrase.parse(phrase))
         x1, y1, x2, y2 = (edge * 4 for edge in grammar.cell_box(cell))  # 4 pixels a step
         assert pipe.ground(start, phrase).box == (x1, y1, x2, y2)
+    assert not offered, f"nothing checks {', '.join(offered)}"
+
+
+@pytest.mark.slow
+def test_examples_of_art_are_right():
+    """The same for real art, by its exact judges."""
+    pipe = SparseLaViDa.from_pretrained("art")
+    examples, scene = example_prompts.of_world("art"), example_prompts.ART_SCENE
+    start, offered = examples.start(), dict(examples.prompts)
+    assert all(examples.words[task] in prompts for task, prompts in offered.items())
+
+    def is_right(task, prompt, output, answer=None):
+        sample = Sample(prompt, scene, answer, task=task)
+        assert art_tasks.score(sample, output).reason == "", prompt
+
+    for prompt in offered.pop("generate"):
+        is_right("draw", prompt, pipe.generate(prompt).pixels[0])
+    for instruction in offered.pop("edit"):
+        is_right("edit", instruction, pipe.edit(start, instruction).pixels[0])
+    for prompt in offered.pop("outpaint"):
+        is_right("draw", prompt, pipe.outpaint(examples.start("outpaint"), prompt).pixels[0])
+    for prompt in offered.pop("reflect"):
+        is_right("draw", prompt, pipe.reflect(prompt, rounds=3).pixels[0])
+    answers = {
+        "how many suns are there?": "1",
+        "what style is the sun?": "twemoji",
+        "is there a crown?": "no",
+    }
+    for question in offered.pop("ask"):
+        is_right("ask", question, pipe.ask(start, question).text, answers[question])
+    for name in offered.pop("ground"):
+        (thing,) = (one for one in scene.things if one.name == name)
+        assert pipe.ground(start, name).box == tuple(edge * STEP for edge in thing.box)
     assert not offered, f"nothing checks {', '.join(offered)}"
 
 

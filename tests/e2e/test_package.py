@@ -14,6 +14,7 @@ import pytest
 CHECKOUT = pathlib.Path(__file__).parents[2]
 HEAVY = ("torch", "tensorflow", "orbax", "grain", "gradio", "fastapi")
 MOST_SECONDS = 0.3  # beyond what jax takes
+MODEL_FILES = ("MANIFEST.sha256", "config.json", "model.safetensors", "vq/params.safetensors")
 MOST_BYTES = 24_000_000  # of models, tokenizers and art in the wheel
 
 TIMED = """
@@ -63,6 +64,20 @@ def test_the_wheel_has_types_models_and_no_tests(wheel):
     sources = {path.relative_to(CHECKOUT).as_posix() for path in
                (CHECKOUT / "sparse_lavida_jax").rglob("*.py")}  # fmt: skip
     assert sources <= names
+
+
+def test_the_art_and_its_model_come_with_their_notice(wheel):
+    art, model = "sparse_lavida_jax/assets/art/", "sparse_lavida_jax/assets/models/art/"
+    needed = {art + "NOTICE", *(f"{model}{one}" for one in MODEL_FILES)}
+    with zipfile.ZipFile(wheel) as held:
+        assert needed <= {*held.namelist()}
+        (licensed,) = (one for one in held.namelist() if one.endswith(f"/licenses/{art}NOTICE"))
+        notice = (CHECKOUT / art / "NOTICE").read_bytes()
+        assert held.read(art + "NOTICE") == held.read(licensed) == notice
+    # What goes into the source distribution; to write it takes many times as long.
+    builders = pytest.importorskip("hatchling.builders.sdist")
+    files = builders.SdistBuilder(str(CHECKOUT)).recurse_included_files()
+    assert needed <= {one.distribution_path for one in files}
 
 
 def test_what_the_wheel_holds_besides_programs_is_small(wheel):

@@ -59,7 +59,7 @@ def sample(
         if (made := make(draw)) is None:
             continue
         if is_held_out(made, sheet) == held_out:
-            return _answered(made)._replace(task=task, held_out=held_out)
+            return _answered(made)._replace(task=task, held_out=held_out, sheet=sheet.whole)
 
 
 def is_held_out(made: Sample, sheet: Sheet) -> bool:
@@ -90,7 +90,8 @@ def score(
     task = judged_task(TABLE, sample.task, output)
     assert task.judge is not None
     try:
-        response = _inside(output, side) if isinstance(output, str) else judge.read(output)
+        is_text = isinstance(output, str)
+        response = _inside(output, side) if is_text else judge.read(output, sample.sheet)
         fault = task.judge(sample, response)
     except GrammarError as error:
         fault = str(error)

@@ -17,7 +17,8 @@ def make(dice: ArtDice) -> Sample:
 def judge(sample: Sample, output: str) -> str:
     """Compares names and boxes, in any order."""
     assert sample.answer is not None
-    right, listed = (Counter(ArtLayout.parse(one).entries) for one in (sample.answer, output))
+    texts = sample.answer, output
+    right, listed = (Counter(ArtLayout.parse(one, sample.sheet).entries) for one in texts)
     faults = [
         f"the {name} at step {box[0]}, {box[1]} is not listed" for name, box in right - listed
     ]

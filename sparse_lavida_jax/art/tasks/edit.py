@@ -86,7 +86,8 @@ def changed(edit: ArtEdit, old: Placed, dice: ArtDice | None = None) -> Placed |
 
 def judge(sample: Sample, reading: SceneReading) -> str:
     """Judges an edited image: nothing else may have changed."""
-    source, edit, things = sample.image, ArtEdit.parse(sample.prompt), list(reading.scene.things)
+    source, edit = sample.image, ArtEdit.parse(sample.prompt, sample.sheet)
+    things = list(reading.scene.things)
     if reading.fault:
         return reading.fault
     if reading.background != source.background:

@@ -16,10 +16,10 @@ def make(dice: ArtDice) -> Sample | None:
 
 def judge(sample: Sample, output: str) -> str:
     """Compares what is erased and drawn; a new thing may stand wherever there is room."""
-    change = ArtEdit.parse(sample.prompt)
+    change = ArtEdit.parse(sample.prompt, sample.sheet)
     if change.kind != "add":
         return detect.judge(sample, output)
-    layout = ArtLayout.parse(output)
+    layout = ArtLayout.parse(output, sample.sheet)
     if len(layout.entries) != 1 or len(layout.things) != 1:
         return f"the layout has {len(layout.entries)} entries, it must have one thing"
     (new,) = layout.things

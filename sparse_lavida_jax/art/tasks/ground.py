@@ -19,7 +19,8 @@ def make(dice: ArtDice) -> Sample | None:
 
 
 def judge(sample: Sample, output: str) -> str:
-    phrase = Art.parse(sample.prompt.removeprefix("where is the ").removesuffix("?"))
+    asked = sample.prompt.removeprefix("where is the ").removesuffix("?")
+    phrase = Art.parse(asked, sample.sheet)
     thing = rules.find(sample.image, phrase)
     overlap = images.overlap(parse_box(output, FARTHEST), thing.box)
     return "" if overlap >= LEAST_OVERLAP else f"the box overlaps {phrase} by {overlap:.2f} only"

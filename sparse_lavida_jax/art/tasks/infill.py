@@ -12,7 +12,7 @@ from sparse_lavida_jax.scenes.tasks.infill import PROMPT, with_gaps
 def make(dice: ArtDice) -> Sample:
     """Cuts one to three gaps of one to three words into a description."""
     scene = dice.scene()
-    text = f" {describe(scene)}"
+    text = f" {describe(scene, dice.sheet)}"
     return Sample(PROMPT, scene, text, given=with_gaps(dice, text, 3))
 
 

@@ -32,7 +32,7 @@ def make_hole(dice: ArtDice, *, word: str) -> Sample | None:
         return None
     whole = drawn.target
     assert whole is not None
-    laid = ArtLayout.parse(drawn.layout or "")
+    laid = ArtLayout.parse(drawn.layout or "", dice.sheet)
     pairs = zip(laid.entries, laid.things, strict=True)
     missing = tuple(entry for entry, thing in pairs if hidden[thing.cells].any())
     if not missing:

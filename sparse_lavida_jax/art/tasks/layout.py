@@ -15,10 +15,11 @@ def make(dice: ArtDice) -> Sample | None:
 
 def judge(sample: Sample, output: str) -> str:
     """Judges names, sizes and places; a layout says nothing of styles, facings and backgrounds."""
-    request = ArtRequest.parse(sample.prompt)
+    request = ArtRequest.parse(sample.prompt, sample.sheet)
     items = tuple((count, Art(phrase.name, phrase.size)) for count, phrase in request.items)
     plain = ArtRequest(items, request.relation)
-    return ", ".join(rules.faults(plain, ArtLayout.parse(output).things))
+    laid = ArtLayout.parse(output, sample.sheet)
+    return ", ".join(rules.faults(plain, laid.things))
 
 
 TASK = Task(make, judge, "write")

@@ -22,7 +22,8 @@ def judge(sample: Sample, output: str) -> str:
     """Compares what is said with the layout, in any order."""
     assert sample.answer is not None
     right, said = (
-        Counter(ArtRequest.parse(one.strip()).phrases) for one in (sample.answer, output)
+        Counter(ArtRequest.parse(one.strip(), sample.sheet).phrases)
+        for one in (sample.answer, output)
     )
     faults = [f"{phrase.times(1)} is not named" for phrase in right - said]
     faults += [f"there is no {phrase}" for phrase in said - right]

@@ -74,7 +74,8 @@ class ArtTasks(SceneTasks):
             sample, answer = self.sample(item.record), Answer(item, 0, output, 0.0)
             shown = pipe.codec.encode(self.here.render(sample.image)[None])
             (before,) = pipe.codec.to_pixels(shown)
-            kept = kept_cells(sample.layout or "", self.config.model.grid_size)
+            layout, cells = sample.layout or "", self.config.model.grid_size
+            kept = kept_cells(layout, cells, sample.sheet)
             same = _differences(before, image(answer, folder))[kept] <= KEPT_ERROR
             found.append({**output, "kept": [int(same.sum()), len(same)]})
         return found
@@ -89,7 +90,7 @@ class ArtTasks(SceneTasks):
             found.append(Metric(f"- {KEPT}", right / max(total, 1), total, right))
         if task == "draw":
             samples = [self.sample(one.record) for one in answers]
-            readings = [judge.read(image(one, folder)) for one in answers]
+            readings = [judge.read(image(one, folder), samples[0].sheet) for one in answers]
             found += coherence(samples, readings)
             if way.startswith(OPEN):
                 found.append(agreement(readings))
@@ -134,7 +135,7 @@ def agreement(readings: Sequence[judge.SceneReading]) -> Metric:
 
 def is_open(sample: Sample) -> bool:
     """Returns whether a prompt says neither style nor facing of any thing."""
-    phrases = ArtRequest.parse(sample.prompt).phrases
+    phrases = ArtRequest.parse(sample.prompt, sample.sheet).phrases
     return not any(phrase.style or phrase.facing for phrase in phrases)
 
 
