@@ -269,11 +269,12 @@ def _asked(text: str, dice: ArtDice) -> Read:
         pair = [_one(part, dice, faults) for part in match.groups()[1:]]
         return reason.QUESTIONS["further"].format(match[1], *pair), faults
     for pattern, words in _QUESTIONS:
-        if (match := re.fullmatch(pattern, said)) and all(
-            _ReadRequest.read(part, [], dice.sheet).items for part in match.groups()
-        ):
-            return words(*(_one(part, dice, faults) for part in match.groups())), faults
-    faults = [f"'{text[:LONGEST_NAMED]}'"]
+        if match := re.fullmatch(pattern, said):
+            unknown: list[str] = []
+            if all(_ReadRequest.read(one, unknown, dice.sheet).items for one in match.groups()):
+                return words(*(_one(part, dice, faults) for part in match.groups())), faults
+            faults += unknown
+    faults = faults or [f"'{text[:LONGEST_NAMED]}'"]
     named = (match["name"] for match in _words(dice.sheet).finditer(said) if match["name"])
     if name := next(named, ""):
         return _is_there(Art(_names(dice.sheet)[name][0])), faults

@@ -50,7 +50,7 @@ OTHER = [
     ("edit", "add an owl in noto style", "add an owl", "'noto' here"),
     ("ask", "what is the meaning of life?", "how many things are there?", "meaning of life"),
     ("ask", "wie viele Hunde?", "how many dogs are there?", "'hunde'"),
-    ("ask", "wie viele Dinge?", "how many things are there?", "wie viele Dinge"),
+    ("ask", "wie viele Dinge?", "how many things are there?", "dinge"),
     ("ask", "how many zebras are there?", "how many things are there?", "zebras"),
     ("ask", "what does the lion eat?", "is there a lion?", "what does the lion eat"),
     ("ground", "noto bear", "bear", "'noto' here"),
