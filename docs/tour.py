@@ -5,8 +5,8 @@
     python docs/tour.py --steps    # only docs/steps.gif
 
 Uses the bundled model of real art, with prompts and seeds for which it is right: the exact judge
-of the art world refuses a wrong image. Afterwards, look at all results, and mark answers that are
-wrong in the page with a line `# wrong: ...` below them.
+of the art world refuses a wrong image. Afterwards, look at all results: replace questions that get
+wrong answers, or mark those in the page with a line `# wrong: ...` below.
 """
 
 import argparse
@@ -34,10 +34,10 @@ HERE = pathlib.Path(__file__).resolve().parent
 MODEL = "art"
 PAGE = f"""# Every task, by its command
 
-Results of the bundled model `{MODEL}`, made by `python docs/tour.py`. Prompts and seeds are chosen
-so that the exact judge finds every image right; wrong answers in words are marked with `# wrong`.
-How often the model is right says [evaluation.md](evaluation.md#real-art). The model of coloured
-shapes, `scenes`, has the same commands, without `--checkpoint`.
+Results of the bundled model `{MODEL}`, made by `python docs/tour.py`. Prompts, questions and seeds
+are chosen so that all of them are right, images by the exact judge. How often the model is right
+says [evaluation.md](evaluation.md#real-art): often it is not. The model of coloured shapes,
+`scenes`, has the same commands, without `--checkpoint`.
 
 ![what the commands drew](tour.png)
 """
