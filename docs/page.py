@@ -26,7 +26,7 @@ PORT = 7861
 WIDTH = 1100  # pixels
 ADDRESS = f"http://127.0.0.1:{PORT}"
 SECONDS = 180  # limit until the page answers
-FOUND = "lion"  # an example of the page
+FOUND = "sun"  # an example of the page
 PASSED = "tokens through the network"
 ARGUMENTS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 
