@@ -4,7 +4,7 @@ r"""What an image tokenizer keeps of images, exactly and in previews (`models.pr
     python -m benchmarks.preview_decoder --image_tokenizer=art --images=1000
     python -m benchmarks.preview_decoder --image_tokenizer=art --images=1000 --things=40
     python -m benchmarks.preview_decoder --source=scenes --image_tokenizer=runs/preview
-    python -m benchmarks.preview_decoder --picture=docs/art_tokenizer.png
+    python -m benchmarks.preview_decoder --figure=docs/art_tokenizer.png
 
 Held-out scenes are encoded; their codes are decoded by both decoders. The judge of their world says
 which share of the things in the scenes each shows, and of real art how well. The last command
@@ -34,10 +34,10 @@ SOURCE = flags.DEFINE_enum("source", "art", ["art", "scenes"], "The world of the
 TOKENIZER = flags.DEFINE_string("image_tokenizer", "art", "A folder, or a bundled model.")
 IMAGES = flags.DEFINE_integer("images", 128, "Held-out scenes.", lower_bound=1)
 THINGS = flags.DEFINE_integer("things", 0, "Things of the sheet of art; 0: all.", lower_bound=0)
-PICTURE = flags.DEFINE_string("picture", "", "File for an image of what is kept of some scenes.")
+FIGURE = flags.DEFINE_string("figure", "", "File for a figure of what is kept of some scenes.")
 
 STREAM = "preview"  # of random scenes
-SHOWN = 8  # scenes in a picture, and crowds
+SHOWN = 8  # scenes in a figure, and crowds
 
 
 def main(_: list[str]) -> None:
@@ -45,8 +45,8 @@ def main(_: list[str]) -> None:
     source, folder, things = SOURCE.value, TOKENIZER.value, THINGS.value
     bench = measurements.Bench("preview")
     try:
-        if PICTURE.value:
-            image_files.write(pathlib.Path(PICTURE.value), picture(folder), scale=2)
+        if FIGURE.value:
+            image_files.write(pathlib.Path(FIGURE.value), figure(folder), scale=2)
             return
         values = measured(folder, source, IMAGES.value, things)
     except vq_files.VQError as error:
@@ -105,7 +105,7 @@ def read_shares(source: str, images: Images, decoded: Images) -> dict[str, float
     return {"named": float((shown == read)[shown != world.EMPTY].mean())}
 
 
-def picture(folder: str) -> UInt8[np.ndarray, "h w 3"]:
+def figure(folder: str) -> UInt8[np.ndarray, "h w 3"]:
     """Draws scenes of art above what an image tokenizer keeps of them, then crowds.
 
     Raises:

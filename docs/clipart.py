@@ -50,7 +50,7 @@ class Drawing(NamedTuple):
 
 
 def fetch(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the package, which apt loads into a folder.
+    """Returns the package, which apt downloads into a folder.
 
     Raises:
         SystemExit: there is no apt, or it fails.
@@ -59,7 +59,7 @@ def fetch(folder: pathlib.Path) -> pathlib.Path:
         run("apt-get", "download", "-q", PACKAGE, folder=folder)
     except FileNotFoundError:
         raise SystemExit(
-            f"there is no apt-get: load Debian's package {PACKAGE} from"
+            f"there is no apt-get: download Debian's package {PACKAGE} from"
             f" https://packages.debian.org/{PACKAGE}, and give the file as the second argument."
         ) from None
     return next(folder.glob("*.deb"))

@@ -35,8 +35,8 @@ MODEL = "art"
 PAGE = f"""# Every task, by its command
 
 Results of the bundled model `{MODEL}`, made by `python docs/tour.py`. Prompts, questions and seeds
-are chosen so that all of them are right, images by the exact judge. How often the model is right
-says [evaluation.md](evaluation.md#real-art): often it is not. The model of coloured shapes,
+are chosen so that all results are right; an exact judge checks the images. Often the model is
+wrong: its scores are in [evaluation.md](evaluation.md#real-art). The model of coloured shapes,
 `scenes`, has the same commands, without `--checkpoint`.
 
 ![what the commands drew](tour.png)

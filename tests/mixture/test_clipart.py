@@ -129,7 +129,7 @@ def test_missing_programs_are_named(tmp_path, clipart, commands, monkeypatch):
     apt.write_text("#!/bin/sh\ntouch found.deb\n")
     assert clipart.fetch(tmp_path) == tmp_path / "found.deb"
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="there is no apt-get: load Debian's package"):
+    with pytest.raises(SystemExit, match="there is no apt-get: download Debian's package"):
         clipart.fetch(tmp_path)
     with pytest.raises(SystemExit, match="there is no rsvg-convert: install"):
         clipart.write(tmp_path / "found.deb", tmp_path / "clipart")
