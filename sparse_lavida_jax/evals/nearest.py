@@ -84,7 +84,8 @@ def remembered(
 
     Args:
         prompts: how many are drawn; they are not those of training.
-        known: training images to compare with, the first ones that training draws.
+        known: images of the training split to compare with. Training draws its own from 2**40 of
+            them, so few of these were shown: a copy of one image is found by its things alone.
 
     Returns:
         A sentence, twice as many captioned images (each sample, whether it is right, and then its
@@ -97,7 +98,8 @@ def remembered(
     def samples(split, seed, count):
         return [here.sample("draw", seed, number, split) for number in range(count)]
 
-    asked, seen = samples("test", exact.EVAL_SEED, prompts), samples("train", 0, known)
+    asked = samples("test", exact.EVAL_SEED, prompts)
+    seen = samples("train", pipe.settings.seed, known)
     drawn = pipe.generate([one.prompt for one in asked], as_written=True).pixels
     training = codec.encode(np.stack([here.render(one.target) for one in seen]))
     tiles, shares = list[tuple[np.ndarray, str, bool | None]](), list[float]()
