@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from sparse_lavida_jax.art.art_batches import ArtBatches
 from sparse_lavida_jax.evals import exact
 from sparse_lavida_jax.evals.scorers import frechet_distance
 from sparse_lavida_jax.mixture.records import Record
@@ -19,7 +20,7 @@ from sparse_lavida_jax.models import vq
 from sparse_lavida_jax.pipeline import SparseLaViDa
 
 MOST_RECORDS = 10_000  # the largest number of training images to compare with
-MOST_DRAWN = 1024  # likewise, of a small world, whose images are drawn and encoded for it
+MOST_DRAWN = 1024  # likewise, of art, whose images are drawn and encoded for it
 ENOUGH = 256  # images needed on each side of a Fréchet distance
 REMEMBERED = 0.9  # share of equal codes from which a sample counts as memorized
 
@@ -78,14 +79,13 @@ def compare(
 def remembered(
     pipe: SparseLaViDa, prompts: int, known: int = MOST_DRAWN
 ) -> tuple[str, list[tuple[np.ndarray, str, bool | None]], list[float]]:
-    """Draws combinations that a small world showed in training, and finds the nearest images of it.
+    """Draws combinations of art that training showed, and finds the nearest images of training.
 
     What is drawn rightly here may be memory; prompts of held-out combinations say what is not.
 
     Args:
         prompts: how many are drawn; they are not those of training.
-        known: images of the training split to compare with. Training draws its own from 2**40 of
-            them, so few of these were shown: a copy of one image is found by its things alone.
+        known: training images to compare with: the first after the lessons of the last run.
 
     Returns:
         A sentence, twice as many captioned images (each sample, whether it is right, and then its
@@ -95,11 +95,8 @@ def remembered(
     here, codec = exact.world_of(pipe.settings), pipe.codec
     assert codec is not None
 
-    def samples(split, seed, count):
-        return [here.sample("draw", seed, number, split) for number in range(count)]
-
-    asked = samples("test", exact.EVAL_SEED, prompts)
-    seen = samples("train", pipe.settings.seed, known)
+    asked = [here.sample("draw", exact.EVAL_SEED, number, "test") for number in range(prompts)]
+    seen = ArtBatches(pipe.settings, pipe.prompts.encoder).first("draw", known)
     drawn = pipe.generate([one.prompt for one in asked], as_written=True).pixels
     training = codec.encode(np.stack([here.render(one.target) for one in seen]))
     tiles, shares = list[tuple[np.ndarray, str, bool | None]](), list[float]()

@@ -4,6 +4,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -139,16 +140,32 @@ class SceneBatches(Batches):
             _generator(self.settings.seed, self.stream + group, number, attempt, pool, place)
             for place, number in enumerate(numbers)
         ]
-        up_to = self._shares_up_to[group]
-        names = [self.groups[group][up_to.searchsorted(rng.random(), "right")] for rng in rngs]
-        indices = [int(rng.integers(2**40)) for rng in rngs]
-        draws = zip(names, indices, strict=True)
+        draws = [self._drawn(group, rng) for rng in rngs]
         samples = [self.sample(task, index) for task, index in draws]
+        names = [task for task, _ in draws]
         examples = [self._example(*one) for one in zip(names, samples, rngs, strict=True)]
         made = zip(examples, rngs, strict=True)
         if self.released:
             return [SequenceRow.of(self.encoder.sequence(example), rng) for example, rng in made]
         return [make_row(example, self.settings, rng) for example, rng in made]
+
+    def first(self, task: str, count: int) -> list[Sample]:
+        """Returns the first examples of a task that a run shows after its lessons."""
+        group = next(group for group, members in self.groups.items() if task in members)
+        rngs = (
+            _generator(self.settings.seed, self.stream + group, number, 0)
+            for number in itertools.count()
+        )
+        indices = (
+            index for name, index in (self._drawn(group, rng) for rng in rngs) if name == task
+        )
+        return [self.sample(task, index) for index in itertools.islice(indices, count)]
+
+    def _drawn(self, group: str, rng: np.random.Generator) -> tuple[str, int]:
+        """Returns the task of a row, and the number of its example."""
+        up_to = self._shares_up_to[group]
+        name = self.groups[group][up_to.searchsorted(rng.random(), "right")]
+        return name, int(rng.integers(2**40))
 
     def sample(self, task: str, index: int) -> Sample:
         """Returns a training example of a task."""

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples and training images: the nearest is found, and memorised ones are counted."""
 
+import contextlib
 import pathlib
 import types
 
 import numpy as np
 import pytest
+import stand_ins
 from flax import nnx
 
 from sparse_lavida_jax import config
-from sparse_lavida_jax.art import world
+from sparse_lavida_jax.art import art_batches, world
 from sparse_lavida_jax.evals import exact, nearest
 from sparse_lavida_jax.mixture.records import Record
 from sparse_lavida_jax.models import vq
@@ -68,7 +70,8 @@ def test_what_was_drawn_in_training_is_shown_next_to_its_nearest_image():
     """The model draws an image of training twice, and then what was asked for."""
     here = exact.world_of(ART)
     asked = [here.sample("draw", exact.EVAL_SEED, number, "test") for number in range(3)]
-    seen = [here.sample("draw", ART.seed, number, "train") for number in range(20)]
+    encoder = stand_ins.encoder(ART)
+    seen = art_batches.ArtBatches(ART, encoder).first("draw", 20)
     drawn = [here.render(one.target) for one in (seen[7], seen[7], asked[2])]
 
     def cells_of(pixels):
@@ -78,6 +81,7 @@ def test_what_was_drawn_in_training_is_shown_next_to_its_nearest_image():
     class Pipe(SparseLaViDa):
         def __init__(self):
             self.settings, self.codec = ART, types.SimpleNamespace(encode=cells_of)
+            self.prompts = types.SimpleNamespace(encoder=encoder)
 
         def generate(self, prompts, **_):
             assert prompts == [one.prompt for one in asked]
@@ -96,3 +100,20 @@ def test_the_background_is_not_compared():
     cells = np.array([[1, 1]] * 5 + [[1, 2], [3, 1]])
     np.testing.assert_array_equal(nearest.is_drawn(cells), [False] * 5 + [True] * 2)
     assert nearest.is_drawn(cells[:3]).all()
+
+
+def test_the_first_images_of_training_are_those_that_its_batches_show(monkeypatch):
+    batches, shown = art_batches.ArtBatches(ART, stand_ins.encoder(ART)), []
+
+    def noted(task, sample, rng):
+        shown.append((task, sample.prompt, sample.target))
+        raise NotImplementedError  # rows need an encoder
+
+    monkeypatch.setattr(batches, "_example", noted)
+    (group,) = (name for name, members in batches.groups.items() if "draw" in members)
+    for number in range(40):
+        with contextlib.suppress(NotImplementedError):
+            batches.made(group, number, 0)
+    drawn = [tuple(rest) for task, *rest in shown if task == "draw"]
+    found = [(one.prompt, one.target) for one in batches.first("draw", len(drawn))]
+    assert len(drawn) > 5 and found == drawn
