@@ -483,7 +483,7 @@ def test_what_is_counted_is_what_passes(service):
     cells = service.pipe.settings.model.grid_size**2
     (state,) = ticket.stages
     assert passed == result.tokens_passed
-    assert dense == 4 * (sum(state.prompted[0]) + cells)
+    assert dense == 4 * (sum(state.prompted[0].rows) + cells)
     full = service.submit("generate", "a red circle", seed=3, steps=4, sampler="dense")
     whole = full.future.result(60).tokens_passed
     assert passes.counted(full) == (whole, whole) == (dense, dense)
