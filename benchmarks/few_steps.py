@@ -85,7 +85,7 @@ def main(_: list[str]) -> None:
         search_plans(pipe)
         return
     coded = PART.value in ("code", "holes", "styles")
-    if coded and not pipe.settings.model.style_groups:
+    if coded and not pipe.settings.model.style_parts:
         raise config.ConfigError(f"{MODEL.value} has no style code: name a model that has one.")
     if PART.value == "styles":
         draw_styles(pipe, few_steps_page.DOCS / "few_steps_styles.png")
@@ -278,7 +278,7 @@ def coded_bits(
             rows.append(CorruptedRow(prompt, cells, "image", cut, model))
         lengths = np.max([row.lengths for row in rows], axis=0)
         shape = RowShape(*(-(-int(length) // 16) * 16 for length in lengths))
-        noise = len(rows), model.style_groups, model.style_values
+        noise = len(rows), model.style_parts * model.style_groups, model.style_values
         noise = jax.random.gumbel(jax.random.key(numbers[0]), noise)
         draws = style.StyleDraws(noise, jnp.ones(len(rows), bool))
         found.append(jax.device_get(_costs(pipe.engine.model, stack(rows, shape, model), draws)))

@@ -25,7 +25,6 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.task import Sample
 
 SUITE, PROMPT_SEED = "plan_search", 56
-FEWEST = 2  # steps before a revision: a single one leaves none to be drawn again
 Changes = dict[str, Any]  # of `config.Sampling`
 
 # In the order in which they are searched.
@@ -39,7 +38,7 @@ SETTINGS: dict[str, list[Changes]] = {
     "temperature": [{"temperature": one} for one in (0.0, 0.3, 0.6, 1.0)],
     "guidance": [{"guidance": one} for one in (0.0, 1.0, 2.0)],
     "registers": [{"registers_end": one} for one in (-1, 1, 0)],
-    "revisions": [{"revisions": one} for one in (0, 1, 2)],  # each takes the place of a step
+    "revisions": [{"revisions": one} for one in (0, 2, 4)],  # each takes the place of a step
 }
 
 
@@ -57,7 +56,7 @@ def search(scorer: Any, steps: int, settings: Sequence[str]) -> Changes:
     for name in settings:
         tried = [best | one for one in SETTINGS[name]]
         if name == "revisions":
-            tried = [one for one in tried if steps - one[name] >= FEWEST or not one[name]]
+            tried = [one for one in tried if steps > one[name]]
         rows = [scorer.scored(steps, one) for one in tried]
         shares = [(row["share"], row.get("coherent", 0.0)) for row in rows]
         best = tried[shares.index(max(shares))]

@@ -69,7 +69,7 @@ def of_case(case: RequestCase, model: config.Model) -> RequestWork:
         parts = parted(laid, model, keeping=kept)
         prefills = [_pass(case, model, p.prompt) for p in parts if not (kept and p.keeps)]
     if style := calls.styled(laid, batched(laid, model)):
-        asked = model.style_groups, model.style_groups
+        asked = model.style_parts, model.style_parts
         prefills.append(_pass(case, model, style[0], own=asked))
     together = [batched(laid, model)]
     if not settings.uses_cache:  # guidance rows are passed in shapes of their own

@@ -14,7 +14,7 @@ import art
 import ml_collections
 
 WAYS = ("plain", "style", "distil")
-TASKS = dict(draw=8.0, layout=1.0, edit=1.0, edit_layout=0.5, outpaint=0.3, ask=0.5)
+TASKS = dict(draw=16.0, layout=1.0, edit=1.0, edit_layout=0.5, outpaint=0.3, ask=0.5)
 
 
 def get_config(way: str = "style") -> ml_collections.ConfigDict:
@@ -23,15 +23,15 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
     c = art.get_config("late")
     c.name = "art_few" if way == "style" else f"art_few_{way}"
     c.data.tasks = TASKS
-    c.diffusion.plan_steps = (1, 2, 3, 4, 6, 12)
+    c.diffusion.plan_steps = (1, 1, 1, 2, 2, 2, 4, 8)
     c.sampling.update(num_steps=4, schedule="cosine", revisions=0)
     c.optimizer.update(learning_rate=1.5e-3, warmup_steps=20, ema=0.99)
-    c.train.update(train_steps=550, eval_every=0, eval_prompts=0)
+    c.train.update(train_steps=1200, eval_every=0, eval_prompts=0)
     c.train.eval_tasks = ()
     if way != "plain":
-        c.model.update(style_groups=9, style_values=32)
+        c.model.update(style_parts=9, style_groups=8, style_values=2)
     if way == "style":
-        c.optimizer.style_warmup_steps = 350
+        c.optimizer.style_warmup_steps = 600
     if way == "distil":
         c.train.init_from = "runs/art_few"
         c.optimizer.distil = 1.0

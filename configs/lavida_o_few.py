@@ -25,7 +25,7 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
     c.diffusion.plan_steps = (1, 2, 3, 4, 8, 16, 32, 64)
     c.sampling.update(num_steps=16, low_steps=8)
     if way != "plain":
-        c.model.update(style_groups=8, style_values=16)
+        c.model.update(style_parts=9, style_groups=8, style_values=2)
         c.lora.also = "^(register_|style_code/)"
     if way == "style":
         c.optimizer.style_warmup_steps = 1000

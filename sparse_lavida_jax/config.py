@@ -131,10 +131,11 @@ class Model(Section):
     # (negative: before) each word, one head per number (`models/neighbours.py`).
     neighbour_heads: tuple[int, ...] = ()
     num_registers: UpTo1024 = 64  # Sec. 3.1
-    # A code that all cells of an image share: so many groups, one for each part of the image, with
-    # one of so many values; registers carry it (`models/style_code.py`). Ours; 0 groups: none.
-    style_groups: UpTo1024 = 0
-    style_values: UpTo1024 = 8
+    # A code that all cells of an image share: for each of so many parts of the image so many groups
+    # with one of so many values; registers carry it (`models/style_code.py`). Ours; 0 parts: none.
+    style_parts: UpTo1024 = 0
+    style_groups: UpTo1024 = 8
+    style_values: UpTo1024 = 2
     vision: Vision = dataclasses.field(default_factory=Vision)
     trained_attention: Literal["full", "step_causal"] = "step_causal"  # "full": without the mask
     compute_dtype: Dtype = "float32"
@@ -164,8 +165,9 @@ class Model(Section):
         is_joint = 0 <= self.dual_tower_layers <= last
         yield "dual_tower_layers", is_joint, f"the last joint layer is one of 0..{last}"
         yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number"
-        carried = self.style_groups == 0 or (self.num_registers > 0 and self.style_values > 1)
-        yield "style_groups", carried, "0, or a model with registers and style_values above 1"
+        filled = self.num_registers > 0 and self.style_groups > 0 and self.style_values > 1
+        carried = self.style_parts == 0 or filled
+        yield "style_parts", carried, "0, or registers, style_groups and style_values above 1"
         several = not self.sequential_codes or self.codes_per_token > 1
         yield "sequential_codes", several, f"False where {self.codes_per_token=}"
         few = len(self.neighbour_heads) <= self.num_heads
@@ -405,7 +407,7 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 0.0
     clip_norm: PositiveFloat = 1.0  # global norm of the gradient
-    # Steps over which the cost of a style code grows to its full weight (`training/style.py`).
+    # Steps after which the draws of a style code are hard, and count (`training/style.py`).
     style_warmup_steps: Count = 0
     # Weight of what the average of the parameters teaches: to decode in one step of an image's plan
     # what it decodes in two (`training/distil.py`); 0: nothing.
@@ -586,7 +588,7 @@ class Sampling(Section):
     # Steps after the last one, each of which draws cells of an image again, at temperature 0, with
     # all others known: in turn those from before the last step and those of the last one.
     revisions: schema.UpTo16 = 0
-    style_code: bool = True  # images of a model with `Model.style_groups` have a style code
+    style_code: bool = True  # images of a model with `Model.style_parts` have a style code
     layout_temperature: schema.ScaleOrAuto = -1.0  # except in edits; -1: `text.temperature`
     layout_block_len: Count = 0  # for layouts and verdicts; 0: as for other texts
     layout: bool = True  # lay the image out in text first, if the task allows it
@@ -687,11 +689,11 @@ class Config(Section):
             " Diffusion.partial_cells=0 and corruption='blocks'.",
         )
         yield (
-            self.model.style_groups
+            self.model.style_parts
             and (carries != ("step_causal", "plan", "blocks") or data.packing > 1),
-            f"Model.style_groups={self.model.style_groups} needs registers, and rows that predict"
+            f"Model.style_parts={self.model.style_parts} needs registers, and rows that predict"
             ' every cell of one image: Diffusion.attention="step_causal", blocks="plan" and'
-            ' corruption="blocks", and Data.packing=1; or 0 groups.',
+            ' corruption="blocks", and Data.packing=1; or 0 parts.',
         )
 
 

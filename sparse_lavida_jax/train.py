@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -24,11 +24,12 @@ from sparse_lavida_jax.evals import training_report
 from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs import jax_settings, side_by_side
-from sparse_lavida_jax.training import flops, lengths, metrics, optimizer, runs, sources
+from sparse_lavida_jax.training import flops, lengths, metrics, optimizer, runs, sources, style
 from sparse_lavida_jax.training.start import init_state
 from sparse_lavida_jax.training.step import HeldState, TrainState, train_step
 
 BYTES_PER_MB = 10**6
+MOST_MEASURED = 1000  # batches, of which few may predict images
 
 
 class DivergedError(runs.RunError):
@@ -91,6 +92,8 @@ class _Loop:
             self.state = kept[1]["state"].replace(frozen=self.state.frozen)
             self.seconds, note = float(kept[1]["seconds"]), run.states.note(kept[0])
         self.step = int(self.state.step)
+        if settings.model.style_parts and not self.step:
+            self._measure_style_code()
         runtime.first_does(self._check_room)
 
         self._start, self._is_forecast = (self.step, self.seconds), False
@@ -119,6 +122,25 @@ class _Loop:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._held = HeldState.of(state)
+
+    def _measure_style_code(self) -> None:
+        """Measures what a style code sees, if none of the runs before this one has."""
+        state, mesh = self.state, self._mesh
+        if jax.device_get(state.params.style_code.seen_mean[...]).any():
+            return
+        whole, dataset = (
+            parameters.joined(state.params, state.frozen),
+            self._source.batches.dataset(),
+        )
+        batches = (cast(Corrupted, dataset[i]) for i in range(MOST_MEASURED))
+        with _inside(mesh):
+            found = style.measured(whole, map(self._placed, batches))
+        params, ema = (
+            None if part is None else parameters.replaced(part, jax.tree.map(np.copy, found))
+            for part in (state.params, state.ema)
+        )
+        state = dataclasses.replace(state, params=params, ema=ema)
+        self.state = state if mesh is None else sharding.place_state(state, mesh)
 
     def _check_room(self) -> None:
         """Refuses a disk that cannot hold the states to come and the model."""
@@ -206,8 +228,8 @@ class _Loop:
         if begin is not None:
             self._programs[key] = functools.partial(train_step, **self._statics)
         with _inside(mesh):
-            placed = batch if mesh is None else sharding.place_batch(batch, mesh, self._process)
-            self._held, logged = self._programs[key](self._held, placed, np.float32(rate))
+            given = self._held, self._placed(batch), np.float32(rate)
+            self._held, logged = self._programs[key](*given)
         self.step += 1
         if begin is not None:
             self._clock += time.monotonic() - begin
@@ -217,6 +239,10 @@ class _Loop:
             self._record()
         self.reporter.meter.count(work, self._process[1])  # each process has made only its rows
         self._unrecorded.append((self.step, logged, rate))
+
+    def _placed(self, batch: Corrupted) -> Corrupted:
+        mesh = self._mesh
+        return batch if mesh is None else sharding.place_batch(batch, mesh, self._process)
 
     def _what_is_due(self, now: float) -> tuple[bool, bool]:
         """Returns whether it is time to save and to draw, the same in all processes."""

@@ -88,7 +88,7 @@ def _table(model: config.Model, image: config.VQ) -> list[Name]:
     odd = [
         *(["learned positions of cells (model.cell_positions)"] if model.cell_positions else []),
         *(["codes drawn in turn (model.sequential_codes)"] if model.sequential_codes else []),
-        *(["style codes (model.style_groups)"] if model.style_groups else []),
+        *(["style codes (model.style_parts)"] if model.style_parts else []),
         *(["norms over single pixels (vq.norm)"] if image.norm != "group" else []),
         *(["shuffled pixels (vq.upsampling)"] if image.upsampling != "nearest" else []),
     ]
@@ -102,7 +102,7 @@ def _table(model: config.Model, image: config.VQ) -> list[Name]:
 
 def of_denoiser(model: config.Model) -> dict[str, Name]:
     """Returns the tensors of a denoiser by our names; those not released keep ours, dotted."""
-    plain = dataclasses.replace(model, cell_positions=False, sequential_codes=False, style_groups=0)
+    plain = dataclasses.replace(model, cell_positions=False, sequential_codes=False, style_parts=0)
     known = {name.ours: name for name in _params(plain)}
     own = named_arrays.by_layer(denoiser.shapes(model)).items()
     return {

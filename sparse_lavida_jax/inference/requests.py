@@ -353,9 +353,9 @@ class RequestMaker:
     def _check_style(self, sampling: config.Sampling) -> None:
         """Refuses to choose the style code of images that have none."""
         remedy = ""
-        if not self.settings.model.style_groups:
+        if not self.settings.model.style_parts:
             remedy = "this model has no style code: leave out {setting}."
-        elif not presets.step_settings(sampling, self.settings.model, "image").style_groups:
+        elif not presets.step_settings(sampling, self.settings.model, "image").style_parts:
             remedy = (
                 "without registers, with a dense sampler or with sampling.style_code=False, images"
                 " have no style code: leave out {setting}, or change that."

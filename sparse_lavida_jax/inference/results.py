@@ -19,7 +19,8 @@ SHOWN_KEY = "picture"  # key of the input image in a record; must match older PN
 # Incremented whenever the same request may draw something else; `replay` refuses other versions.
 # 2: each stage with the same seed has its own, finely drawn noise; counts rounded as in PyTorch;
 # confidences as log-odds; no end-of-text before anything given.
-SAMPLER_VERSION = 2
+# 3: revisions choose cells by their place, not by the step that decoded them.
+SAMPLER_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)

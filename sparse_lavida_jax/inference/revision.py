@@ -3,15 +3,18 @@
 
 A step sees only what earlier steps decoded, so the first cells are drawn with little to agree with.
 A revision is a plan of one step: it masks some cells of a finished image, the others are given, as
-in inpainting, and it takes the most probable codes. Remasking samplers (arXiv:2503.00307) do so
-between the steps of a plan; here the plan ends first. A revised image is not proved by one pass.
+in inpainting, and it takes the most probable codes. Its cells are drawn independently of each
+other, so they are no neighbours: every other one, as on a chequerboard. Remasking samplers
+(arXiv:2503.00307) revise between the steps of a plan; here the plan ends first. A revised image is
+not proved by one pass.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from sparse_lavida_jax import config
 from sparse_lavida_jax.data.example import Example
@@ -20,6 +23,8 @@ from sparse_lavida_jax.inference.engine import SampleOutput
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.sampling.prompts import rounded_up
 from sparse_lavida_jax.tags import FIRST_BLOCK
+
+QUARTERS = (0, 0), (1, 1), (0, 1), (1, 0)  # odd row, odd column
 
 
 def revised(
@@ -33,13 +38,16 @@ def revised(
 
     Args:
         sample: `Engine.sample`, after the numbers of the examples, with all other arguments.
-        drawn: the images. One whose cells were all decoded in one step stays as it is.
+        drawn: the images.
     """
     once = dataclasses.replace(sampling, num_steps=1, merge_cells=0, temperature=0.0)
     greedy = [dataclasses.replace(one, temperature=0.0) for one in requests]
     responses, tokens = [*drawn.responses], [*drawn.tokens]
     for number in range(sampling.revisions):
-        again = [redrawn(at, number) for at in drawn.decoded_at]
+        again = [
+            (at >= FIRST_BLOCK) & chosen(_grid(one), number, sampling.revisions)
+            for one, at in zip(examples, drawn.decoded_at, strict=True)
+        ]
         groups: dict[Bucket, list[int]] = {}
         for row, cells in enumerate(again):
             if cells.any():
@@ -60,17 +68,24 @@ def revised(
     return dataclasses.replace(drawn, responses=responses, tokens=tokens)
 
 
-def redrawn(decoded_at: Int[np.ndarray, " l"], number: int) -> Bool[np.ndarray, " l"]:
-    """Returns the cells that a revision draws again: none that are given.
+def chosen(grid: tuple[int, int], number: int, revisions: int) -> Bool[np.ndarray, " l"]:
+    """Returns the cells that a revision draws again, in raster order, unless they are given.
 
-    In turn those from before the last step, which did not see its cells, and those of the last one.
+    In turn those with an even sum of row and column, which see all four neighbours, and the
+    others. Four revisions or more take a quarter of the cells each, which see all eight neighbours:
+    even rows and columns, odd ones, even rows with odd columns, and the rest.
 
     Args:
-        decoded_at: the block of each cell (`SampleOutput`).
-        number: 0, 1, ...
+        grid: rows and columns of cells.
+        number: of the revision: 0, 1, ...
+        revisions: how many there are.
     """
-    last = decoded_at == decoded_at.max()
-    earlier = (decoded_at >= FIRST_BLOCK) & ~last
-    if not earlier.any():
-        return earlier
-    return last if number % 2 else earlier
+    row, column = np.indices(grid).reshape(2, -1) % 2
+    if revisions < len(QUARTERS):
+        return (row + column) % 2 == number % 2
+    return (row == QUARTERS[number % 4][0]) & (column == QUARTERS[number % 4][1])
+
+
+def _grid(example: Example) -> tuple[int, int]:
+    side = math.isqrt(len(example.response))
+    return example.grid or (side, side)

@@ -222,7 +222,7 @@ def arrays(
     keys = [state.keys_from(requests, stage, step) for step in turns]
     keys += keys[-1:] * ((1 << (len(keys) - 1).bit_length()) - len(keys))  # for few programs
     rows = state.rows_of(inputs, settings, stage)
-    if settings.style_groups and (style := styled(inputs, batched(inputs, model.settings))):
+    if settings.style_parts and (style := styled(inputs, batched(inputs, model.settings))):
         with over_mesh(model):
             rows = dataclasses.replace(rows, style=state.draw_styles(model, *style))
     return (*streams, pixels, rows, jnp.stack(keys), padded), blocks, tokens

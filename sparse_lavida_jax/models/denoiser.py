@@ -213,7 +213,7 @@ class Denoiser(nnx.Module):
         self.text_head = Linear(settings.width, settings.vocab_size, rngs=rngs)
         if not settings.understanding_only:
             self.image_head = ImageHead(settings, rngs=rngs)
-        if settings.style_groups:
+        if settings.style_parts:
             self.style_code = StyleCode(settings, rngs=rngs)
         if settings.grad_reduce_dtype != "compute" and settings.compute_dtype != "float32":
             for _, module in nnx.iter_modules(self):
@@ -353,7 +353,7 @@ class Denoiser(nnx.Module):
         understanding: Stream | None,
         queries: Stream,
         features: Float[Array, "b v e"] | None = None,
-    ) -> tuple[Float[Array, "b n e"], Float[Array, "b _n e"]]:
+    ) -> tuple[Float[Array, "b p e"], Float[Array, "b _p e"]]:
         """Returns the states of the queries of the style code's prior, and of its posterior.
 
         Args:
@@ -363,8 +363,8 @@ class Denoiser(nnx.Module):
         """
         added = self.style_code.of_queries(queries.index.shape[1])
         hidden, _ = self(understanding, queries, features, wanted="generation", added=added)
-        states, groups = hidden["generation"], self.settings.style_groups
-        return states[:, :groups], states[:, groups : 2 * groups]
+        states, parts = hidden["generation"], self.settings.style_parts
+        return states[:, :parts], states[:, parts : 2 * parts]
 
     def step_tables(self, tags: TokenTags, cache: KVCache) -> StepTables:
         """Returns the tables for a pass of the stream that the cache decodes (`stack`)."""

@@ -221,6 +221,13 @@ def constrained(state: T) -> T:
     return over_state(keep, state, mesh)
 
 
+def replicated(arrays: T) -> T:
+    """Keeps arrays whole on every device, inside a program."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return arrays
+    return jax.lax.with_sharding_constraint(arrays, PartitionSpec())
+
+
 def row_parts(mesh: Mesh) -> int:
     """Returns how many parts the rows of a batch are split into."""
     return math.prod(mesh.shape[axis] for axis in _row_axes(mesh))

@@ -402,8 +402,8 @@ def styled(inputs: Sequence[SampleInput], prompt: Prompt) -> tuple[Any, ...] | N
         return None
     full = jax.tree.map(lambda x: x[-len(inputs) :], dataclasses.replace(prompt, pixels=None))
     requests = [one.request for one in inputs]
-    groups = max(one.style_groups for one in inputs)
-    fixed = np.array([one.style_code or (-1,) * groups for one in requests], np.int32)
+    values = max(1, *(len(one.style_code) for one in requests))
+    fixed = np.array([one.style_code or (-1,) * values for one in requests], np.int32)
     keys = keys_from(requests, "style", 0)
     return dataclasses.replace(full, generation=None), keys, has_style, fixed
 

@@ -189,7 +189,7 @@ class StepSettings:
         head_tile: tokens in a tile of the vocabulary, if text is drawn tile by tile
             (`models/text_head.py`); 0: all logits are computed at once.
         tables_ahead: whether attention tables are made before the loop if possible.
-        style_groups: groups of the style code that images have; 0: they have none.
+        style_parts: of the style code that images have; 0: they have none.
     """
 
     modality: Modality
@@ -204,7 +204,7 @@ class StepSettings:
     greedy: bool = False
     head_tile: int = 0
     tables_ahead: bool = True
-    style_groups: int = 0
+    style_parts: int = 0
 
     @functools.cached_property
     def uses_cache(self) -> bool:
@@ -269,7 +269,7 @@ def step_settings(
         top_p=sampling.text.top_p if is_text else sampling.top_p,
         released=is_text and sampling.released.text_behaviour,
         head_tile=text_head.tile_of(model.vocab_size) if is_text and not filtered else 0,
-        style_groups=model.style_groups if styled else 0,
+        style_parts=model.style_parts if styled else 0,
     )
 
 

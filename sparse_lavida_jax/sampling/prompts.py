@@ -93,7 +93,7 @@ class SampleInput:
         text, image: prompt, and given tokens unless steps pass them (`Preset.given_in_steps`).
         response_position: position of the first response token.
         length: L, where register positions start.
-        style_groups: groups of its style code; 0: it has none.
+        style_parts: of its style code; 0: it has none.
     """
 
     example: Example
@@ -102,14 +102,14 @@ class SampleInput:
     image: tuple[StreamRow, ...]
     response_position: int
     length: int
-    style_groups: int = 0
+    style_parts: int = 0
 
     @property
     def prompt_tokens(self) -> PromptTokens:
         """The tokens of its prompt."""
         pairs = zip(self.text, self.image, strict=True)
         rows = tuple(len(text.index) + len(image.index) for text, image in pairs)
-        return PromptTokens(rows, rows[-1] + self.style_groups if self.style_groups else 0)
+        return PromptTokens(rows, rows[-1] + self.style_parts if self.style_parts else 0)
 
 
 def sample_input(
@@ -138,7 +138,7 @@ def sample_input(
             image[-1] = image[-1].followed_by(example.response[known], known, at)
     # Where the prompt shows some of an image, the style is given.
     shows = len(image[-1].index) or example.given.any() or (text[-1].index != NO_FEATURE).any()
-    layout = row.response_position, row.length, 0 if shows else settings.style_groups
+    layout = row.response_position, row.length, 0 if shows else settings.style_parts
     return SampleInput(example, request, tuple(text), tuple(image), *layout)
 
 

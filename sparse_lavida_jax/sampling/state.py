@@ -240,7 +240,7 @@ def draw_styles(
     prompt: Prompt,
     keys: Key[Array, " b"],
     has_style: Bool[AnyArray, " b"],
-    fixed: Int[AnyArray, "b n"],
+    fixed: Int[AnyArray, "b _n"],
 ) -> Float[Array, "b n c"]:
     """Returns a style code for each row, drawn from what its prompt leaves open.
 
@@ -248,7 +248,7 @@ def draw_styles(
         prompt: of the rows that are not guided.
         keys: of their noise.
         has_style: which rows have a code; the others get zeros.
-        fixed: values of codes that are not drawn; -1: to be drawn.
+        fixed: as in `StyleCode.drawn`.
     """
     asked = queries(model.settings, prompt.length)
     hidden, _ = model.style_states(prompt.understanding, asked)

@@ -66,7 +66,7 @@ def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work
     last = {"understanding", "generation"} if batch.predicts == "both" else {batch.predicts}
     products, pairs = _of_a_pass(held, last, model)
     products += sum(with_loss[name] * head_size(name, model) for name in held)
-    if model.style_groups and batch.predicts == "generation":
+    if model.style_parts and batch.predicts == "generation":
         asked = held | {"generation": style.asked(batch, model)}
         of_code = _of_a_pass(asked, last, model)
         products, pairs = products + of_code[0], pairs + of_code[1]

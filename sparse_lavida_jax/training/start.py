@@ -21,7 +21,7 @@ from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import optimizer, states
 from sparse_lavida_jax.training.step import TrainState
 
-ADDED = ("style_groups", "sequential_codes")  # settings of modules that a run may add to a model
+ADDED = ("style_parts", "sequential_codes")  # settings of modules that a run may add to a model
 # Settings of a model that its parameters are made for.
 OF_BASE = ("vocab_size", "text_mask_id", "width", "mlp_hidden", "num_layers", "num_heads", "vision")
 

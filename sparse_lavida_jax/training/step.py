@@ -129,7 +129,7 @@ def loss(
     over: Denominators | None = None,
     chunk: int = 0,
     draws: style.StyleDraws | None = None,
-    style_weight: Float[Array, ""] | float = 1.0,
+    warmth: style.Warmth = style.WARM,
     taught: distil.Teaching | None = None,
     teacher: Denoiser | None = None,
     distil_weight: float = 0.0,
@@ -142,7 +142,7 @@ def loss(
         over: of the whole batch, if this one is a part; by default this one is whole.
         chunk: tokens per row whose logits exist at a time; 0: by size.
         draws: for the style codes of images; None: they have none.
-        style_weight: of what the codes cost (`training.style`).
+        warmth: of the codes (`training.style`).
         taught, teacher: by whom images are taught (`training.distil`); None: by nobody.
         distil_weight: of what it teaches.
     """
@@ -150,9 +150,9 @@ def loss(
     features = None if batch.pixels is None else params.see(batch.pixels)
     total, logged, code = jnp.float32(0), {}, None
     if draws is not None and batch.predicts != "understanding":
-        code, divergence, _ = style.coded(params, batch, features, draws)
+        code, divergence, _ = style.coded(params, batch, features, draws, warmth.hardness)
         logged["style_nll"] = divergence.sum() / over["image"][0]
-        total += style_weight * logged["style_nll"]
+        total += warmth.weight * logged["style_nll"]
     streams = batch.understanding, batch.generation
     hidden, _ = params(*streams, features, wanted=batch.predicts, style=code)
     for modality, stream, target, weight in (
@@ -192,7 +192,7 @@ def gradient(
     microbatches: int = 1,
     chunk: int = 0,
     draws: style.StyleDraws | None = None,
-    style_weight: Float[Array, ""] | float = 1.0,
+    warmth: style.Warmth = style.WARM,
     taught: distil.Teaching | None = None,
     teacher: Denoiser | None = None,
     distil_weight: float = 0.0,
@@ -206,7 +206,7 @@ def gradient(
     Args:
         frozen: the part of the model that gets no gradient, if `params` are not all of it.
         microbatches: number of parts that are processed in turn; it divides the number of rows.
-        draws, style_weight, taught, distil_weight: as in `loss`.
+        draws, warmth, taught, distil_weight: as in `loss`.
         teacher: as in `loss`; like `params`, without the part of `frozen`.
     """
     over = denominators(batch)
@@ -216,7 +216,7 @@ def gradient(
     def loss_of(params: Denoiser, rows: tuple[Any, ...]):
         batch, draws, taught = rows
         whole = parameters.joined(params, frozen)
-        styled = draws, style_weight
+        styled = draws, warmth
         return loss(whole, batch, over, chunk, *styled, taught, whole_teacher, distil_weight)
 
     part_of = jax.value_and_grad(loss_of, has_aux=True)
@@ -275,7 +275,6 @@ def train_step(
     now = state.state if isinstance(state, HeldState) else state
     microbatches = microbatches or default_microbatches(batch)
     draws = style.draws(now.params.settings, now.step, len(batch.image_total))
-    warm = (1 + now.step) / max(settings.style_warmup_steps, 1)
     value, logged, found = gradient(
         now.params,
         batch,
@@ -283,7 +282,7 @@ def train_step(
         microbatches=microbatches,
         chunk=loss_chunk,
         draws=draws,
-        style_weight=jnp.minimum(1.0, warm),
+        warmth=style.warmth(settings, now.step),
         taught=distil.teaching(now.step, len(batch.image_total)) if settings.distil else None,
         teacher=now.ema,
         distil_weight=settings.distil,

@@ -364,7 +364,7 @@ def test_image_tokenizers_of_another_kind_are_refused(changes, told):
     [
         ("model", {"cell_positions": True}, "learned positions of cells"),
         ("model", {"sequential_codes": True, "codes_per_token": 4}, "codes drawn in turn"),
-        ("model", {"style_groups": 2}, "style codes"),
+        ("model", {"style_parts": 2}, "style codes"),
         ("vq", {"norm": "pixel"}, "norms over single pixels"),
         ("vq", {"upsampling": "shuffle"}, "shuffled pixels"),
     ],

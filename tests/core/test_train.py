@@ -33,7 +33,7 @@ from sparse_lavida_jax.models import lora, parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import shapes as denoiser_shapes
 from sparse_lavida_jax.programs import side_by_side
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
-from sparse_lavida_jax.training import metrics, optimizer, runs, start, states
+from sparse_lavida_jax.training import metrics, optimizer, runs, start, states, style
 from sparse_lavida_jax.training import step as training_step
 
 
@@ -601,6 +601,32 @@ def test_a_run_with_adapters_resumes_and_leaves_them_and_a_merged_model(
         near = {"rtol": 2**-8, "atol": error * np.abs(before).max()}  # in bfloat16 on disk
         np.testing.assert_allclose(ours, theirs, **near)
         np.testing.assert_allclose(ours, before, **near)  # this step trains nothing
+
+
+def test_the_run_that_adds_a_style_code_measures_what_it_sees(loop, tmp_path, monkeypatch):
+    monkeypatch.setattr(style, "MEASURED", 16)
+    loop.leaves_model, measured, measure = True, [], style.measured
+    new = {"style_code/seen_mean": np.zeros(stand_ins.settings().model.generation_width)}
+    made = lambda settings, rngs: parameters.replaced(tiny.denoiser(settings), new)  # noqa: E731
+    monkeypatch.setattr(train, "Denoiser", made)
+    monkeypatch.setattr(style, "measured", lambda *a: measured.append(measure(*a)) or measured[-1])
+    model = dataclasses.replace(stand_ins.settings().model, style_parts=2, style_groups=2)
+    given = {
+        "model": model,
+        "data": {"tasks": {"draw": 1.0}, "given": 0.0},
+        "diffusion": {"blocks": "plan", "plan_steps": (2,)},
+        "optimizer": {"ema": 0.9},
+    }
+    for folder, base in (loop.folder, ""), (tmp_path / "next", str(loop.folder)):
+        train_settings = {"init_from": base, "train_steps": 1}
+        settings = stand_ins.settings(**given, train=train_settings)
+        with runs.Run(folder, settings) as opened:
+            train.train(settings, opened)
+        code = model_folder.load_model(folder).model.style_code
+        assert len(measured) == 1
+        for name, leaf in measured[0].items():
+            np.testing.assert_allclose(getattr(code, name.rpartition("/")[2])[...], leaf, rtol=1e-6)
+    assert np.abs(measured[0]["style_code/seen_mean"]).max() > 0.1
 
 
 def test_a_model_of_full_attention_is_known_as_such(loop):

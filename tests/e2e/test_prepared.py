@@ -90,7 +90,7 @@ def test_a_converted_model_learns_to_draw_in_few_steps(given, tmp_path, capsys):
                 name: getattr(few.optimizer, name)
                 for name in ("style_warmup_steps", "distil", "frozen_dtype")
             } | {"learning_rate": 0.1, "warmup_steps": 0, "ema": min(few.optimizer.ema, 0.5)},
-            "model": {"style_groups": 2, "style_values": 4},
+            "model": {"style_parts": 2, "style_values": 4},
             "train": {"init_from": str(folders.get("style", base)), "train_steps": 2},
         }  # fmt: skip
         folders[way] = tmp_path / way

@@ -12,7 +12,7 @@ from sparse_lavida_jax.inference import revision
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.scenes import world
-from sparse_lavida_jax.tags import FIRST_BLOCK, GIVEN_BLOCK
+from sparse_lavida_jax.tags import FIRST_BLOCK
 
 HOW = {"steps": 3, "temperature": 1.0, "layout": False}
 
@@ -25,12 +25,19 @@ def pipe():
         yield SparseLaViDa(*parts, 4)
 
 
-def test_earlier_cells_and_those_of_the_last_step_take_turns():
-    decoded_at = np.array([GIVEN_BLOCK, FIRST_BLOCK, FIRST_BLOCK + 2, FIRST_BLOCK + 1])
-    assert revision.redrawn(decoded_at, 0).tolist() == [False, True, False, True]
-    assert revision.redrawn(decoded_at, 1).tolist() == [False, False, True, False]
-    for number in range(2):  # all in one step: no cell saw others
-        assert not revision.redrawn(np.array([GIVEN_BLOCK, FIRST_BLOCK]), number).any()
+@pytest.mark.parametrize(
+    ("revisions", "reach"), [(1, [(0, 1)]), (3, [(0, 1)]), (4, [(0, 1), (1, 1)])]
+)
+def test_no_cell_is_drawn_again_together_with_a_neighbour(revisions, reach):
+    """Of fewer than four revisions two draw every cell; of four, each draws a quarter."""
+    grid, turn = (4, 5), 4 if revisions >= 4 else 2
+    found = [revision.chosen(grid, i, revisions).reshape(grid) for i in range(2 * turn)]
+    np.testing.assert_array_equal(np.sum(found[:turn], axis=0), np.ones(grid))
+    np.testing.assert_array_equal(found[:turn], found[turn:])
+    for cells in found:
+        for down, right in reach:
+            assert not (cells[down:, right:] & cells[: 4 - down, : 5 - right]).any()
+        assert not (cells[1:] & cells[:-1]).any()
 
 
 @pytest.mark.parametrize("guidance", [0.0, 1.5])
@@ -42,8 +49,8 @@ def test_a_revision_takes_the_most_probable_codes_given_all_other_cells(pipe, gu
     drawn = run.engine.sample([example], asked, run.sampling, stage="image")
     (before,), (decoded_at,) = drawn.responses, drawn.decoded_at
     (after,) = pipe.generate("a red circle", seed=3, guidance=guidance, revisions=1, **HOW).tokens
-    again = revision.redrawn(decoded_at, 0)
-    assert 0 < again.sum() < len(again)
+    again = revision.chosen((6, 6), 0, 1)
+    assert (decoded_at >= FIRST_BLOCK).all() and len(again) == 36
     np.testing.assert_array_equal(after[~again], before[~again])
 
     masked = np.where(again[:, None], pipe.settings.model.image_mask_id, before)

@@ -39,7 +39,7 @@ def stacked_shapes(settings):
         tiny.model_settings(codes_per_token=4),
         tiny.model_settings(codes_per_token=1, image_head="embed"),
         tiny.model_settings(understanding_only=True),
-        tiny.model_settings(codes_per_token=4, sequential_codes=True, style_groups=2),
+        tiny.model_settings(codes_per_token=4, sequential_codes=True, style_parts=2),
         config.Model(),
         RELEASE,
     ],

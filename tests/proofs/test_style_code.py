@@ -14,7 +14,8 @@ import traces
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.inference.engine import Engine
-from sparse_lavida_jax.models.style_code import part_of, queries
+from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.models.style_code import part_of, queries, seen
 from sparse_lavida_jax.sampling import calls
 from sparse_lavida_jax.sampling.presets import RowRequest
 from sparse_lavida_jax.tags import FIRST_BLOCK
@@ -22,7 +23,7 @@ from sparse_lavida_jax.training import step, style
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TOLERANCE = 2e-5
-GROUPS, VALUES = 2, 3
+PARTS, VALUES = 2, 3
 CODES = np.stack(
     [np.eye(VALUES, dtype=np.float32)[list(one)] for one in itertools.product(range(3), repeat=2)]
 )
@@ -31,7 +32,17 @@ CODES = np.stack(
 @pytest.fixture(scope="module")
 def model():
     return tiny.denoiser(
-        tiny.model_settings(codes_per_token=4, style_groups=GROUPS, style_values=VALUES)
+        tiny.model_settings(
+            codes_per_token=4, style_parts=PARTS, style_groups=1, style_values=VALUES
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    """A model with three groups of values for each of its parts."""
+    return tiny.denoiser(
+        tiny.model_settings(codes_per_token=4, style_parts=2, style_groups=3, style_values=2)
     )
 
 
@@ -72,7 +83,7 @@ def test_the_sampler_with_a_code_has_the_logits_of_training(model, monkeypatch):
     plan = traces.plan(requests, settings, 4)
     steps, _ = traces.moments(model, requests, plan, settings)
     (code,) = codes
-    np.testing.assert_array_equal(code.sum(axis=(1, 2)), [GROUPS, 0, 0])
+    np.testing.assert_array_equal(code.sum(axis=(1, 2)), [PARTS, 0, 0])
 
     def largest_difference(code) -> float:
         def coded(*streams, **how):
@@ -173,7 +184,7 @@ def test_the_objective_bounds_the_likelihood_and_its_cost_is_a_divergence(model)
 
     # `coded` draws from the posterior, and its cost is KL(q || p) on average over the draws.
     count = 4000
-    noise = jax.random.gumbel(jax.random.key(0), (count, GROUPS, VALUES))
+    noise = jax.random.gumbel(jax.random.key(0), (count, PARTS, VALUES))
     rows = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), 2, axis=0), batch)
 
     @jax.jit
@@ -184,7 +195,7 @@ def test_the_objective_bounds_the_likelihood_and_its_cost_is_a_divergence(model)
     codes, costs = jax.lax.map(drawn, noise, batch_size=200)
     np.testing.assert_array_equal(codes[:, 1], 0)
     np.testing.assert_array_equal(costs[:, 1], 0)
-    shares = jnp.einsum("tnc,znc->zt", codes[:, 0], every) > GROUPS - 0.5
+    shares = jnp.einsum("tnc,znc->zt", codes[:, 0], every) > PARTS - 0.5
     np.testing.assert_allclose(shares.mean(axis=1), jnp.exp(posterior), atol=0.03)
     divergence = (jnp.exp(posterior) * (posterior - prior)).sum()
     np.testing.assert_allclose(costs[:, 0].mean(), divergence, rtol=0.05)
@@ -194,17 +205,18 @@ def test_every_parameter_of_a_code_gets_a_gradient_whatever_the_microbatches(mod
     requests = [*asked(model, 3), tiny.request("image", model.settings, 3, words=3, source=True)]
     batch, _ = plan_batch(model, requests, [one.response for one in requests])
     draws = style.StyleDraws(
-        jax.random.gumbel(jax.random.key(1), (4, GROUPS, VALUES)),
+        jax.random.gumbel(jax.random.key(1), (4, PARTS, VALUES)),
         jnp.array([True, True, False, True]),
     )
     found = []
     for parts in (1, 4):
         value, logged, gradient = step.gradient(
-            model, batch, microbatches=parts, draws=draws, style_weight=0.5
+            model, batch, microbatches=parts, draws=draws, warmth=style.Warmth(1.0, 0.5)
         )
         assert logged["style_nll"] > 0
-        found.append((value, jax.tree.leaves(gradient.style_code)))
-    assert all(np.abs(leaf).max() > 0 for leaf in found[0][1])
+        found.append((value, parameters.by_name(gradient.style_code)))
+    moves = {name: np.abs(leaf).max() > 0 for name, leaf in found[0][1].items()}
+    assert {name for name, does in moves.items() if not does} == {"seen_mean", "seen_whitening"}
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
@@ -227,7 +239,8 @@ def test_a_posterior_knows_nothing_but_what_it_sees_of_the_image(model):
     hidden = dataclasses.replace(
         cells, tags=dataclasses.replace(cells.tags, block=jnp.full_like(cells.index, PAD_BLOCK))
     )
-    assert np.abs(logits(queries(model.settings, start, hidden))).max() < 0.1
+    one, other = logits(queries(model.settings, start, hidden))
+    assert np.abs(one - other).max() < 0.1
 
 
 def test_a_group_says_what_its_part_of_the_image_is(model):
@@ -243,22 +256,86 @@ def test_a_group_says_what_its_part_of_the_image_is(model):
     one, other = np.asarray(model.style_code.posterior_logits(*states))
     np.testing.assert_array_equal(one[0], other[0])
     assert np.abs(one[1] - other[1]).max() > 0.5
-    six = dataclasses.replace(model.settings, style_groups=6, grid_size=4)
+    six = dataclasses.replace(model.settings, style_parts=6, grid_size=4)
     found = np.asarray(part_of(six, np.arange(16))).reshape(4, 4)
     np.testing.assert_array_equal(found, [[0, 0, 1, 2]] * 2 + [[3, 3, 4, 5]] * 2)
 
 
-def test_registers_carry_the_whole_code_and_masked_cells_that_of_their_part(model):
-    requests = asked(model, 1)
-    batch, masked = plan_batch(model, requests, [requests[0].response])
-    codes = [jnp.array([np.eye(VALUES)[[first, second]]]) for first, second in [(0, 0), (0, 1)]]
-    stream = batch.generation
-    one, other = (
-        np.asarray(model.style_code.carried(model.settings, code, stream))[0] for code in codes
-    )
-    differs = (one != other).any(axis=-1)
+@pytest.mark.parametrize("group", range(6))
+def test_registers_carry_the_whole_code_and_masked_cells_that_of_their_part(grouped, group):
+    """A group of three, of the first part or of the second, has another value."""
+    requests = asked(grouped, 1)
+    batch, masked = plan_batch(grouped, requests, [requests[0].response])
+    stream, values = batch.generation, np.array([0, 1, 1, 0, 1, 0])
+    code = np.eye(2)[values]
+    other = np.eye(2)[np.where(np.arange(6) == group, 1 - values, values)]
+    added = [
+        np.asarray(grouped.style_code.carried(grouped.settings, jnp.array(each[None]), stream))[0]
+        for each in (code, other)
+    ]
+    differs = (added[0] != added[1]).any(axis=-1)
     block, index = np.asarray(stream.tags.block)[0], np.asarray(stream.index)[0]
     is_masked = (block >= min(masked[0])) & (block < 100)
-    in_second = np.asarray(part_of(model.settings, index)) == 1
-    np.testing.assert_array_equal(differs, is_masked & ((index < 0) | in_second))
-    np.testing.assert_array_equal(model.style_code.carried(model.settings, 0 * codes[0], stream), 0)
+    is_in_part = np.asarray(part_of(grouped.settings, index)) == group // 3
+    np.testing.assert_array_equal(differs, is_masked & ((index < 0) | is_in_part))
+    nothing = grouped.style_code.carried(grouped.settings, jnp.zeros((1, 6, 2)), stream)
+    np.testing.assert_array_equal(nothing, 0)
+
+
+def test_a_code_is_drawn_group_by_group(grouped):
+    """Each group's value is the likeliest given those before it, with its own noise."""
+    code, rows = grouped.style_code, 40
+    hidden = jax.random.normal(jax.random.key(0), (rows, 2, grouped.settings.generation_width))
+    keys, free = jax.random.split(jax.random.key(1), rows), np.full((rows, 1), -1)
+    drawn = np.asarray(code.drawn(hidden, keys, free))
+    noise = np.stack([jax.random.gumbel(key, (6, 2)) for key in keys])
+    scores = np.asarray(code.prior_logits(hidden, jnp.array(drawn))) + noise
+    np.testing.assert_array_equal(drawn, np.eye(2)[scores.argmax(axis=-1)])
+    assert 0.3 < drawn.mean(axis=(0, 1))[0] < 0.7
+    fixed = np.array([[1, -1, 0, -1, -1, 1]] * rows)
+    values = np.asarray(code.drawn(hidden, keys, fixed)).argmax(axis=-1)
+    np.testing.assert_array_equal(values[:, [0, 2, 5]], [[1, 0, 1]] * rows)
+    assert 0 < values[:, 1].mean() < 1
+
+
+def test_what_queries_see_is_whitened_by_what_was_measured(grouped, monkeypatch):
+    monkeypatch.setattr(style, "MEASURED", 12)
+    made = [
+        plan_batch(grouped, requests, [np.roll(one.response, shift, 0) for one in requests])[0]
+        for shift, requests in enumerate([asked(grouped, 4)] * 9)
+    ]
+    batches = iter(made)
+    found = style.measured(grouped, batches)
+    assert len([*batches]) == 6  # three were enough
+    rows = []
+    for batch in made[:3]:
+        states = grouped.style_states(batch.understanding, style.asked(batch, grouped.settings))
+        rows.append(np.asarray(seen(*states)).reshape(-1, grouped.settings.generation_width))
+    rows = np.concatenate(rows).astype(float)
+    mean, whitening = found["style_code/seen_mean"], found["style_code/seen_whitening"]
+    np.testing.assert_allclose(mean, rows.mean(axis=0), atol=1e-5)
+    sizes = np.linalg.eigvalsh(np.cov(rows.T, bias=True))
+    white = np.linalg.eigvalsh(np.cov((rows @ whitening).T, bias=True))
+    np.testing.assert_allclose(white.mean(), 1, rtol=1e-3)
+    assert sizes[-1] / sizes.mean() > 2 * white[-1]  # no direction has most of the variance
+    # Rows that show an image have no code: they are not counted.
+    shown = [tiny.request("image", grouped.settings, 0, words=4, source=True)]
+    assert not style.measured(grouped, [plan_batch(grouped, shown, [shown[0].response])[0]])
+
+
+def test_draws_harden_before_codes_have_their_full_cost(model):
+    found = [
+        style.warmth(config.Optimizer(style_warmup_steps=100), jnp.int32(step))
+        for step in (0, 39, 66, 89, 99, 500)
+    ]
+    np.testing.assert_allclose([one.hardness for one in found], [0, 0, 0.54, 1, 1, 1], atol=1e-6)
+    np.testing.assert_allclose([one.weight for one in found], [0, 0, 0.01, 0.7, 1, 1], atol=1e-5)
+    assert style.warmth(config.Optimizer(), jnp.int32(0)) == style.WARM
+    requests = asked(model, 2)
+    batch, _ = plan_batch(model, requests, [one.response for one in requests])
+    noise = jax.random.gumbel(jax.random.key(1), (2, PARTS, VALUES))
+    draws = style.StyleDraws(noise, jnp.array([True, True]))
+    soft, hard = (style.coded(model, batch, None, draws, hardness).code for hardness in (0.0, 1.0))
+    np.testing.assert_allclose(soft.sum(axis=-1), 1, rtol=1e-6)
+    assert (soft.max(axis=-1) < 0.999).all()
+    np.testing.assert_allclose(np.sort(hard, axis=-1)[..., -1], 1, rtol=1e-6)
