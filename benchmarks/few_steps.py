@@ -252,7 +252,7 @@ def code_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
                 "bits_of_code": bits["code"].mean(), "bits_without": bits["without"].mean(),
                 "gap": (both - least).mean(), "gap_without": gap.mean(),
                 "gap_error": (both - least).std() / len(both) ** 0.5,
-                "perplexities": [round(float(2**one), 2) for one in entropy],
+                "perplexity": float(np.mean(2**entropy)),  # of a group
                 "note": "a code of the posterior, and its divergence from the prior; temperature 1",
             }  # fmt: skip
 

@@ -169,12 +169,14 @@ def codes_table(rows: Rows) -> str:
             mean_and_spread([row["coherent"] for row in own.get(kind, []) if "coherent" in row], 3)
             for kind in ("prior", "posterior")
         ]
-        bits = mean_and_spread([row["bits_of_code"] for row in coded], 2)
-        lines.append((*about, -steps, bits, mean_and_spread(closed, 2), *drawn))
+        bits, spread = (
+            mean_and_spread([row[name] for row in coded], 2)
+            for name in ("bits_of_code", "perplexity")
+        )
+        lines.append((*about, -steps, bits, spread, mean_and_spread(closed, 2), *drawn))
     heads = ("model", "given", "order", "counts", "steps", "bits of the code")
-    return markdown.table(
-        [*heads, "share of the gap closed", "coherent, prior's codes", "posterior's"], lines
-    )
+    more = "perplexity of a group", "share of the gap closed", "coherent, prior's codes"
+    return markdown.table([*heads, *more, "posterior's"], lines)
 
 
 def draw_gaps(rows: Rows, path: pathlib.Path) -> None:

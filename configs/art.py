@@ -120,12 +120,11 @@ def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
         merge_cells=0,
     )
     c.sampling = dict(
-        num_steps=12,
+        num_steps=4,
         order="layout",
-        schedule="shift",
-        shift=16.0,
+        schedule="linear",
         temperature=0.1,
-        revisions=2,
+        revisions=8,  # what plans draw: docs/few_steps.md
         text=dict(steps=8),
         layout_temperature=0.35,
     )

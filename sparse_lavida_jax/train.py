@@ -124,14 +124,21 @@ class _Loop:
         self._held = HeldState.of(state)
 
     def _measure_style_code(self) -> None:
-        """Measures what a style code sees, if none of the runs before this one has."""
+        """Measures what a style code sees, if none of the runs before this one has.
+
+        Raises:
+            ConfigError: the code is new and not trained.
+        """
         state, mesh = self.state, self._mesh
-        if jax.device_get(state.params.style_code.seen_mean[...]).any():
+        whole = parameters.joined(state.params, state.frozen)
+        if jax.device_get(whole.style_code.seen_mean[...]).any():
             return
-        whole, dataset = (
-            parameters.joined(state.params, state.frozen),
-            self._source.batches.dataset(),
-        )
+        if not any(name.startswith("style_code/") for name in parameters.by_name(state.params)):
+            raise config.ConfigError(
+                f"Model.style_parts={self._settings.model.style_parts} adds a style code, which is"
+                " frozen: train it with Lora.also='^style_code/', or with Optimizer.groups."
+            )
+        dataset = self._source.batches.dataset()
         batches = (cast(Corrupted, dataset[i]) for i in range(MOST_MEASURED))
         with _inside(mesh):
             found = style.measured(whole, map(self._placed, batches))

@@ -57,7 +57,7 @@ def test_a_code_is_compared_with_the_gap_that_it_could_close():
     about = {"given": "words", "order": "layout", "schedule": "linear", "steps": 2}
     rows = [
         {"model": f"style/s{seed}", "id": "code/x", "gap": 1.0, "gap_without": 4.0} | about
-        | {"bits_of_code": 2.0}
+        | {"bits_of_code": 2.0, "perplexity": 1.5}
         for seed in range(2)
     ]  # fmt: skip
     rows += [
@@ -65,7 +65,7 @@ def test_a_code_is_compared_with_the_gap_that_it_could_close():
         for kind, share in (("prior", 0.5), ("posterior", 0.6))
     ]
     (line,) = cells(few_steps_page.codes_table(rows))
-    assert line[4:] == ["2", "2.00 ± 0.00", "0.75 ± 0.00", "0.500", "0.600"]
+    assert line[4:] == ["2", "2.00 ± 0.00", "1.50 ± 0.00", "0.75 ± 0.00", "0.500", "0.600"]
 
 
 def test_the_page_is_that_of_the_committed_rows(tmp_path):

@@ -24,7 +24,7 @@ from sparse_lavida_jax.prompting.gaps import Template, parse_template, words_tem
 from sparse_lavida_jax.prompting.protocol import Grid, PromptFormat
 from sparse_lavida_jax.prompting.request_errors import RequestError, check_characters, check_words
 from sparse_lavida_jax.sampling import presets
-from sparse_lavida_jax.sampling.options import OPTIONS, changed, quality_steps
+from sparse_lavida_jax.sampling.options import OPTIONS, changed, quality_options
 from sparse_lavida_jax.sampling.presets import RowRequest
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class ImageOptions(Options, total=False):
 
     Attributes:
         num_images: images per prompt.
-        quality: "low", "medium" or "high", instead of `steps` (`options.quality_steps`).
+        quality: "low", "medium" or "high", instead of `steps` (`options.quality_options`).
         best_of: draws each image anew until the model, asked whether it shows the prompt, accepts
             it, at most so many times; the last one is the result if it accepts none.
         layout: whether to lay the image out in text first, or the layout to follow, or one per
@@ -303,7 +303,7 @@ class RequestMaker:
             )
         self._check(task, spec, words, shown, given)
         if "quality" in given:
-            given["steps"] = self._steps(given)
+            given = self._quality(given) | given
         sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
         if "style_seed" in given:
             self._check_style(sampling)
@@ -342,13 +342,13 @@ class RequestMaker:
         ]
         return self._warned(made, spec, as_written)
 
-    def _steps(self, given: dict[str, Any]) -> int:
-        """Returns the number of steps that a quality stands for."""
+    def _quality(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options that a quality stands for."""
         if "steps" in given:
             remedy = "{setting} is a number of steps, and steps says another: give one of them."
             raise RequestError(remedy, setting="quality")
         sampling = given.get("sampling") or self.settings.sampling
-        return quality_steps(given["quality"], sampling, self.settings.model.num_cells)
+        return quality_options(given["quality"], sampling, self.settings.model.num_cells)
 
     def _check_style(self, sampling: config.Sampling) -> None:
         """Refuses to choose the style code of images that have none."""

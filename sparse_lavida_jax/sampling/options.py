@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from sparse_lavida_jax import config
+from sparse_lavida_jax import config, schema
 from sparse_lavida_jax.prompting.request_errors import RequestError
 from sparse_lavida_jax.sequence import Modality
 
@@ -124,11 +124,11 @@ ALIASES = {alias: name for name, option in OPTIONS.items() for alias in option.a
 QUALITIES = ("low", "medium", "high")
 
 
-def quality_steps(quality: str, sampling: config.Sampling, cells: int) -> int:
-    """Returns the steps of an image for a quality (docs/serving.md lists what they cost).
+def quality_options(quality: str, sampling: config.Sampling, cells: int) -> dict[str, int]:
+    """Returns the steps and revisions of an image for a quality (docs/serving.md: what they cost).
 
-    "medium" is the model's own number, "low" is `Sampling.low_steps`, or half as many, and "high"
-    twice as many. All use as many registers as in training.
+    "medium" are the model's own numbers, "low" is half of both, with `Sampling.low_steps` instead
+    if the model has it, and "high" twice as many. All use as many registers as in training.
 
     Args:
         cells: of an image.
@@ -136,13 +136,18 @@ def quality_steps(quality: str, sampling: config.Sampling, cells: int) -> int:
     Raises:
         RequestError: `quality` is not one of `QUALITIES`.
     """
-    steps = sampling.num_steps
-    low = sampling.low_steps or max(1, steps // 2)
-    chosen = dict(zip(QUALITIES, (low, steps, max(steps, min(2 * steps, cells))), strict=True))
-    if quality not in chosen:
+    if quality not in QUALITIES:
         allowed = f"choose one of {', '.join(QUALITIES)}"
         raise RequestError(setting="quality", value=repr(quality), allowed=allowed)
-    return chosen[quality]
+    steps, revisions = sampling.num_steps, sampling.revisions
+    if quality == "low":
+        steps, revisions = sampling.low_steps or max(1, steps // 2), -(-revisions // 2)
+    elif quality == "high":
+        steps, revisions = (
+            max(steps, min(2 * steps, cells)),
+            min(2 * revisions, schema.MOST_REVISIONS),
+        )
+    return {"steps": steps} | ({"revisions": revisions} if revisions else {})
 
 
 def changed(sampling: config.Sampling, *, draws: bool, **given: Any) -> config.Sampling:

@@ -627,6 +627,11 @@ def test_the_run_that_adds_a_style_code_measures_what_it_sees(loop, tmp_path, mo
         for name, leaf in measured[0].items():
             np.testing.assert_allclose(getattr(code, name.rpartition("/")[2])[...], leaf, rtol=1e-6)
     assert np.abs(measured[0]["style_code/seen_mean"]).max() > 0.1
+    given["optimizer"]["groups"] = (("^style_code/", 0.0),)
+    settings = stand_ins.settings(**given)
+    with pytest.raises(config.ConfigError, match="adds a style code, which is frozen"):
+        with runs.Run(tmp_path / "frozen", settings) as opened:
+            train.train(settings, opened)
 
 
 def test_a_model_of_full_attention_is_known_as_such(loop):

@@ -199,20 +199,29 @@ def test_an_image_that_is_recorded_must_be_the_same(tmp_path):
         requests.recorded_image({"picture": requests.ShownImage(IMAGE).as_json()}, None)
 
 
-def test_a_quality_is_a_number_of_steps():
+def test_a_quality_is_a_number_of_steps_and_revisions():
+    def found(own, cells):
+        return [options.quality_options(one, own, cells) for one in options.QUALITIES]
+
     own = config.Sampling(num_steps=12)
-    wanted = {"low": 6, "medium": 12, "high": 24}
-    assert {one: options.quality_steps(one, own, 144) for one in options.QUALITIES} == wanted
-    own = dataclasses.replace(own, low_steps=3)
-    assert [options.quality_steps(one, own, 16) for one in options.QUALITIES] == [3, 12, 16]
+    assert found(own, 144) == [{"steps": 6}, {"steps": 12}, {"steps": 24}]
+    own = dataclasses.replace(own, low_steps=3, revisions=9)
+    assert [tuple(one.values()) for one in found(own, 16)] == [(3, 5), (12, 9), (16, 16)]
     with pytest.raises(RequestError, match=r"'best'.*choose one of low, medium, high"):
-        options.quality_steps("best", own, 144)
+        options.quality_options("best", own, 144)
 
 
 def test_a_request_has_a_quality_or_a_number_of_steps():
     pipe = stand_ins.pipe_of_tasks(("draw",), 1)
     (made,) = pipe.requests("generate", "a red circle", quality="low")
-    assert made.sampling.num_steps == max(1, pipe.settings.sampling.num_steps // 2)
+    own = pipe.settings.sampling
+    assert made.sampling.num_steps == max(1, own.num_steps // 2)
+    how = {"sampling": dataclasses.replace(own, revisions=4)}
+    halved, kept = (
+        pipe.requests("generate", "a red circle", quality="low", **how, **more)[0]
+        for more in ({}, {"revisions": 3})
+    )
+    assert (halved.sampling.revisions, kept.sampling.revisions) == (2, 3)
     with pytest.raises(RequestError, match=r"quality is a number of steps.*give one of them"):
         pipe.requests("generate", "a red circle", quality="low", num_inference_steps=3)
     with pytest.raises(RequestError, match="ask takes no quality"):

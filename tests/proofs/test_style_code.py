@@ -14,7 +14,7 @@ import traces
 from sparse_lavida_jax import config, diffusion, orders
 from sparse_lavida_jax.data.corrupted_rows import CorruptedRow
 from sparse_lavida_jax.inference.engine import Engine
-from sparse_lavida_jax.models import parameters
+from sparse_lavida_jax.models import parameters, sharding
 from sparse_lavida_jax.models.style_code import part_of, queries, seen
 from sparse_lavida_jax.sampling import calls
 from sparse_lavida_jax.sampling.presets import RowRequest
@@ -318,6 +318,13 @@ def test_what_queries_see_is_whitened_by_what_was_measured(grouped, monkeypatch)
     white = np.linalg.eigvalsh(np.cov((rows @ whitening).T, bias=True))
     np.testing.assert_allclose(white.mean(), 1, rtol=1e-3)
     assert sizes[-1] / sizes.mean() > 2 * white[-1]  # no direction has most of the variance
+    # Likewise over a mesh.
+    mesh = sharding.automatic({"fsdp": 2, "tensor": -1})
+    spread = sharding.place_state(jax.tree.map(jnp.copy, grouped), mesh)
+    with jax.set_mesh(mesh):
+        same = style.measured(spread, (sharding.place_batch(batch, mesh) for batch in made))
+    np.testing.assert_allclose(same["style_code/seen_mean"], mean, atol=1e-5)
+    np.testing.assert_allclose(same["style_code/seen_whitening"], whitening, atol=1e-3)
     # Rows that show an image have no code: they are not counted.
     shown = [tiny.request("image", grouped.settings, 0, words=4, source=True)]
     assert not style.measured(grouped, [plan_batch(grouped, shown, [shown[0].response])[0]])

@@ -14,7 +14,7 @@ import fastapi
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.sampling.options import quality_steps
+from sparse_lavida_jax.sampling.options import quality_options
 from sparse_lavida_jax.schema import about
 from sparse_lavida_jax.server.openai import asking, bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import BranchBody, ImageBody
@@ -84,7 +84,7 @@ async def _images(
 ):
     settings = client.service.pipe.settings
     if task != BRANCH and asked.quality in ("low", "high"):
-        more["steps"] = quality_steps(asked.quality, settings.sampling, settings.model.num_cells)
+        more |= quality_options(asked.quality, settings.sampling, settings.model.num_cells)
     waiting = await asking.queued(
         client,
         task,
