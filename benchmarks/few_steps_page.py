@@ -22,6 +22,7 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "few_steps.md"
 ALL = "all"  # registers of every step
 PLAIN = "plain"  # what the twin without a code is called
+OWN = "own"  # what a model's own plan is called
 BEGIN, END = "<!-- {} written by benchmarks.few_steps -->", "<!-- up to here -->"
 
 Rows = Sequence[Mapping[str, Any]]
@@ -68,19 +69,27 @@ def registers_table(rows: Rows) -> str:
 
 def plans_table(rows: Rows) -> str:
     """Returns the best plan that was found for each model and number of steps."""
-    best: dict[tuple, Mapping[str, Any]] = {}
-    for row in rows:
-        key = way_of(row), given_of(row), -row["steps"]
-        kept = best.get(key)
-        if row["method"] != "own" and (kept is None or _merit(row) > _merit(kept)):
-            best[key] = row
     lines = [
         (way, given, -steps, _told(row["method"]), row["prompts"], f"{row['share']:.3f}",
          *_coherence([row]))
-        for (way, given, steps), row in sorted(best.items())
+        for (way, given, steps), row in sorted(_best(rows).items())
     ]  # fmt: skip
     heads = ("model", "given", "steps", "best plan", "prompts", "correct")
     return markdown.table([*heads, "coherent", "entropy of styles, bits"], lines)
+
+
+def _best(rows: Rows) -> dict[tuple[str, str, int], Mapping[str, Any]]:
+    """Returns the best row by model, what is given and the negative number of steps.
+
+    Models of several seeds, whose plans were not searched, are left out.
+    """
+    best: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+    for row in rows:
+        key = row["model"], given_of(row), -row["steps"]
+        searched = way_of(row) == row["model"] and row["method"] != OWN
+        if searched and (key not in best or _merit(row) > _merit(best[key])):
+            best[key] = row
+    return best
 
 
 def _merit(row: Mapping[str, Any]) -> tuple[float, float]:
@@ -99,55 +108,63 @@ def _coherence(rows: Rows) -> list[str | None]:
 
 
 def models_table(rows: Rows) -> str:
-    """Returns what models draw with plans of their own, over their seeds."""
+    """Returns what models draw with the same plans, over their seeds."""
+    lines = [
+        (way, given, -steps, _told(method), len(own),
+         mean_and_spread([row["share"] for row in own], 3), *_coherence(own))
+        for (way, given, steps, method), own in sorted(_of_seeds(rows).items())
+    ]  # fmt: skip
+    heads = ("model", "given", "steps", "plan", "seeds", "correct", "coherent")
+    return markdown.table([*heads, "entropy of styles, bits"], lines)
+
+
+def _of_seeds(rows: Rows) -> dict[tuple[str, str, int, str], list[Mapping[str, Any]]]:
+    """Returns rows by model without its seed, what is given, the negative steps and the plan."""
     found = collections.defaultdict[tuple, list[Mapping[str, Any]]](list)
     for row in rows:
-        if row["method"] == "own":
-            found[way_of(row), given_of(row), -row["steps"]].append(row)
-    lines = [
-        (way, given, -steps, len(own), mean_and_spread([row["share"] for row in own], 3),
-         *_coherence(own))
-        for (way, given, steps), own in sorted(found.items())
-    ]  # fmt: skip
-    heads = ("model", "given", "steps", "seeds", "correct", "coherent", "entropy of styles, bits")
-    return markdown.table(heads, lines)
+        if way_of(row) != row["model"]:
+            found[way_of(row), given_of(row), -row["steps"], row["method"]].append(row)
+    return found
 
 
 def claims_table(rows: Rows) -> str:
-    """Returns differences to the most steps and to the plain model, on the same prompts."""
-    own = {
-        (row["model"], given_of(row), row["seed"], row["steps"]): row
+    """Returns differences to a model's own plan and to the plain model, on the same prompts."""
+    each = {
+        (row["model"], given_of(row), row["seed"], row["method"]): row
         for row in rows
-        if row["method"] == "own" and "of_each" in row
+        if "of_each" in row
     }
     found = collections.defaultdict[tuple, list[tuple[Mapping, Mapping]]](list)
-    for (model, given, seed, steps), row in own.items():
-        most = max(key[3] for key in own if key[:3] == (model, given, seed))
+    for (model, given, seed, method), row in each.items():
         twin = re.sub(r"^[^/]+", PLAIN, model)
-        others = {f"{most} steps": (model, given, seed, most), PLAIN: (twin, given, seed, steps)}
+        others = {"its own plan": (model, given, seed, OWN), PLAIN: (twin, given, seed, method)}
         for name, key in others.items():
-            if key in own and own[key] is not row:
-                found[way_of(row), given, -steps, name].append(
-                    (row["of_each"], own[key]["of_each"])
-                )
+            if key in each and each[key] is not row:
+                about = way_of(row), given, -row["steps"], _told(method), name
+                found[about].append((row["of_each"], each[key]["of_each"]))
     lines = []
-    for (way, given, steps, name), pairs in sorted(found.items()):
-        differences = [_difference(kind, pairs) for kind in ("correct", "coherent")]
-        lines.append(
-            (way, given, -steps, name, len(pairs), len(pairs[0][0]["correct"]), *differences)
-        )
-    heads = ("model", "given", "steps", "against", "seeds", "prompts", "correct", "coherent")
-    return markdown.table(heads, lines)
+    for (way, given, steps, told, name), pairs in sorted(found.items()):
+        prompts = min(len(one["correct"]) for pair in pairs for one in pair)
+        differences = [_difference(kind, pairs, prompts) for kind in ("correct", "coherent")]
+        lines.append((way, given, -steps, told, name, len(pairs), prompts, *differences))
+    heads = ("model", "given", "steps", "plan", "against", "seeds", "prompts")
+    return markdown.table([*heads, "correct", "coherent"], lines)
 
 
 def _difference(
-    kind: str, pairs: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]
+    kind: str, pairs: Sequence[tuple[Mapping[str, str], Mapping[str, str]]], prompts: int
 ) -> str | None:
-    """Returns the difference of a share, with its 95 % interval over prompts of all seeds."""
+    """Returns the difference of a share, with its 95 % interval over prompts of all seeds.
+
+    Args:
+        prompts: the first ones of each seed, which all rows have.
+    """
     if any(kind not in one for pair in pairs for one in pair):
         return None
-    ours, theirs = ([float(n) for pair in pairs for n in pair[side][kind]] for side in (0, 1))
-    asked = [int(n) for one, _ in pairs for n in one.get("things", "1" * len(one[kind]))]
+    ours, theirs = (
+        [float(n) for pair in pairs for n in pair[side][kind][:prompts]] for side in (0, 1)
+    )
+    asked = [int(n) for one, _ in pairs for n in one.get("things", "1" * prompts)[:prompts]]
     scale = len(asked) / sum(asked) if kind == "coherent" else 1.0
     mean, low, high = (scale * one for one in paired_difference(ours, theirs))
     return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
@@ -213,15 +230,18 @@ def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
 
 
 def draw_plans(rows: Rows, path: pathlib.Path) -> None:
-    """Draws correct prompts and coherent things against the steps, a line for each model.
+    """Draws correct prompts and coherent things of the best plans against the steps.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     found = collections.defaultdict[tuple, dict[int, list[Mapping[str, Any]]]](dict)
-    for row in rows:
-        if row["method"] == "own":
-            found[way_of(row), given_of(row)].setdefault(row["steps"], []).append(row)
+    for (model, given, steps), row in _best(rows).items():
+        found[model, given][-steps] = [row]
+    for (way, given, steps, _), own in _of_seeds(rows).items():
+        kept = found[way, given].get(-steps)
+        if kept is None or np.mean([*map(_merit, own)]) > np.mean([*map(_merit, kept)]):
+            found[way, given][-steps] = own
     kinds = {"share": "correct prompts", "coherent": "coherent things"}
     size = {"figsize": (9.2, 3.6), "layout": "constrained", "squeeze": False}
     with ablation_report.figure(path, ncols=len(kinds), **size) as panels:
@@ -238,7 +258,7 @@ def draw_plans(rows: Rows, path: pathlib.Path) -> None:
                     panel.errorbar(steps, means, spreads, lw=1, capsize=2, marker=".", label=label)
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter("{x:.0f}")
-            panel.set(xlabel="steps", ylim=(0, 1), title=title)
+            panel.set(xlabel="steps and revisions", ylim=(0, 1), title=title)
             panel.legend(fontsize=7, frameon=False)
 
 
@@ -277,6 +297,5 @@ def write() -> None:
     """
     PAGE.write_text(renewed(PAGE.read_text()))
     draw_gaps(measurements.read_rows("few_steps"), DOCS / "few_steps_gap.png")
-    if any(row["method"] == "own" for row in measurements.read_rows("plan_search")):
-        draw_plans(measurements.read_rows("plan_search"), DOCS / "few_steps_models.png")
+    draw_plans(measurements.read_rows("plan_search"), DOCS / "few_steps_models.png")
     print(PAGE)

@@ -20,37 +20,40 @@ def test_seeds_are_averaged_and_the_best_plan_is_kept():
     rows = [
         plan("style/s0", 3, 0.5, coherent=0.8, entropy_bits=1.5),
         plan("style/s1", 3, 0.7, coherent=0.9, entropy_bits=1.5),
+        plan("style/s1", 3, 0.9, "order=layout"),
         plan("plain/s0", 3, 0.4, coherent=0.7, entropy_bits=1.4),
         plan("art", 6, 0.6, "merge_cells=0,schedule=cosine", coherent=0.5, entropy_bits=1.0),
         plan("art", 6, 0.6, "merge_cells=0,schedule=linear", coherent=0.6, entropy_bits=1.0),
+        plan("art", 6, 0.9),
     ]
     assert cells(few_steps_page.models_table(rows)) == [
-        ["plain", "words", "3", "1", "0.400", "0.700", "1.400"],
-        ["style", "words", "3", "2", "0.600 ± 0.141", "0.850 ± 0.071", "1.500 ± 0.000"],
+        ["plain", "words", "3", "own", "1", "0.400", "0.700", "1.400"],
+        ["style", "words", "3", "order layout", "1", "0.900", "", ""],
+        ["style", "words", "3", "own", "2", "0.600 ± 0.141", "0.850 ± 0.071", "1.500 ± 0.000"],
     ]
     (best,) = cells(few_steps_page.plans_table(rows))
     assert best[3:] == ["schedule linear", "300", "0.600", "0.600", "1.000"]
 
 
 def test_plans_are_compared_on_the_same_prompts():
-    def row(model, steps, correct, coherent):
-        each = {"correct": correct, "coherent": coherent, "things": "22"}
-        return plan(model, steps, 0.5, seed=0, of_each=each)
+    def row(model, steps, method, correct, coherent, things="22"):
+        each = {"correct": correct, "coherent": coherent, "things": things}
+        return plan(model, steps, 0.5, method, seed=0, of_each=each)
 
     rows = [
-        row("style/s0", 12, "11", "22"), row("style/s0", 3, "10", "21"),
-        row("plain/s0", 12, "11", "22"), row("plain/s0", 3, "00", "10"),
-    ]  # fmt: skip
+        row("style/s0", 3, "schedule=linear", "10", "21"),
+        row("plain/s0", 3, "schedule=linear", "00", "10"),
+        row("art", 12, "own", "110", "220", "222"),  # of more prompts
+        row("art", 3, "schedule=linear", "10", "21"),
+    ]
     lines = cells(few_steps_page.claims_table(rows))
-    assert [line[:6] for line in lines] == [
-        ["plain", "words", "3", "12 steps", "1", "2"],
-        ["style", "words", "12", "plain", "1", "2"],
-        ["style", "words", "3", "12 steps", "1", "2"],
-        ["style", "words", "3", "plain", "1", "2"],
+    assert [line[:7] for line in lines] == [
+        ["art", "words", "3", "schedule linear", "its own plan", "1", "2"],
+        ["style", "words", "3", "schedule linear", "plain", "1", "2"],
     ]
     # Of four things one fewer is coherent; of two prompts one fewer is right.
-    assert lines[2][6:] == ["-0.500 (-1.193 to +0.193)", "-0.250 (-0.596 to +0.096)"]
-    assert lines[3][6:] == ["+0.500 (-0.193 to +1.193)", "+0.500 (+0.500 to +0.500)"]
+    assert lines[0][7:] == ["-0.500 (-1.193 to +0.193)", "-0.250 (-0.596 to +0.096)"]
+    assert lines[1][7:] == ["+0.500 (-0.193 to +1.193)", "+0.500 (+0.500 to +0.500)"]
 
 
 def test_a_code_is_compared_with_the_gap_that_it_could_close():
