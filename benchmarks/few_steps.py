@@ -315,10 +315,14 @@ def hole_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
 
 
 def draw_styles(pipe: SparseLaViDa, path: pathlib.Path) -> None:
-    """Draws prompts with the same codes: what a code says, it should say of every prompt."""
+    """Draws prompts with the same codes: what a code says, it should say of every prompt.
+
+    Images are revised twice.
+    """
     here, count = exact.world_of(pipe.settings), STYLED
     prompts = [here.sample("draw", SEED, number, "test").prompt for number in range(count)]
-    how = {"steps": int(STEPS.value[-1]), "temperature": TEMPERATURE.value, "as_written": True}
+    how = {"steps": int(STEPS.value[-1]), "revisions": 2, "as_written": True}
+    how["temperature"] = TEMPERATURE.value
     drawn = [
         pipe.generate(prompts, style_seed=code, seed=[0] * count, **how).pixels
         for code in range(count)

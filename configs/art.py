@@ -120,11 +120,12 @@ def get_config(variant: str = "whole") -> ml_collections.ConfigDict:
         merge_cells=0,
     )
     c.sampling = dict(
-        num_steps=4,
+        num_steps=12,
         order="layout",
-        schedule="linear",
+        schedule="shift",
+        shift=16.0,
         temperature=0.1,
-        revisions=8,  # what plans draw: docs/few_steps.md
+        revisions=4,  # what plans draw: docs/few_steps.md
         text=dict(steps=8),
         layout_temperature=0.35,
     )
