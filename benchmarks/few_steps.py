@@ -24,7 +24,7 @@ prior and, of the same prompts, of the posterior of the true image: where the pr
 no image has, the second are better. `--part=plans` searches the best plan for each number of steps
 (`plan_search.py`); with `--search=` it scores the model's own. With `--split=open` prompts leave
 styles and facings to the model. `--part=styles` draws a figure: a row for each prompt, a column for
-each code, all of one seed.
+each code, all of one seed; the prompts leave styles and facings open.
 """
 
 import dataclasses
@@ -319,8 +319,8 @@ def draw_styles(pipe: SparseLaViDa, path: pathlib.Path) -> None:
 
     Images are revised twice.
     """
-    here, count = exact.world_of(pipe.settings), STYLED
-    prompts = [here.sample("draw", SEED, number, "test").prompt for number in range(count)]
+    samples, count = plan_search.samples_of(pipe.settings, "open"), STYLED
+    prompts = [one.prompt for one in itertools.islice(samples, count)]
     how = {"steps": int(STEPS.value[-1]), "revisions": 2, "as_written": True}
     how["temperature"] = TEMPERATURE.value
     drawn = [

@@ -232,6 +232,8 @@ def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
 def draw_plans(rows: Rows, path: pathlib.Path) -> None:
     """Draws correct prompts and coherent things of the best plans against the steps.
 
+    A plan that draws no more than one of fewer steps is left out.
+
     Raises:
         ConfigError: matplotlib is not installed.
     """
@@ -247,11 +249,11 @@ def draw_plans(rows: Rows, path: pathlib.Path) -> None:
     with ablation_report.figure(path, ncols=len(kinds), **size) as panels:
         for panel, (name, title) in zip(panels[0], kinds.items(), strict=True):
             for (way, given), own in sorted(found.items()):
-                points = [
-                    (steps, np.mean(values), np.std(values))
-                    for steps in sorted(own)
-                    if (values := [row[name] for row in own[steps] if name in row])
-                ]
+                points = list[tuple[int, Any, Any]]()
+                for steps in sorted(own):
+                    values = [row[name] for row in own[steps] if name in row]
+                    if values and (not points or np.mean(values) > points[-1][1]):
+                        points.append((steps, np.mean(values), np.std(values)))
                 if points:
                     steps, means, spreads = zip(*points, strict=True)
                     label = f"{way}, given {given}"

@@ -25,6 +25,7 @@ from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.scenes.task import Sample
 
 SUITE, PROMPT_SEED = "plan_search", 56
+TAUGHT = {"open": "test"}  # the split of the world that prompts are from
 Changes = dict[str, Any]  # of `config.Sampling`
 
 # In the order in which they are searched.
@@ -112,7 +113,7 @@ class Scorer:
     def score(self, sampling: config.Sampling) -> dict[str, Any]:
         """Returns what a plan draws, and the seconds that an image takes."""
         batch = self.pipe.batch_size
-        samples = [*itertools.islice(self._samples(), self.prompts)]
+        samples = [*itertools.islice(samples_of(self.pipe.settings, self.split), self.prompts)]
         drawn, seconds = [], []
         for start in range(0, len(samples), batch):
             requests = [
@@ -124,21 +125,18 @@ class Scorer:
             result = self.pipe.run(requests)
             drawn += result.pixels
             seconds.append(result.seconds["image"] / len(requests))
-        found = judged(self.pipe.settings, samples, drawn, self._taught)
+        found = judged(self.pipe.settings, samples, drawn, TAUGHT.get(self.split, self.split))
         note = f"the image loop, in batches of {batch}, without the first, which compiles"
         return {**found, "image_s": float(np.median(seconds[1:] or seconds)), "note": note}
 
-    @property
-    def _taught(self) -> str:
-        """The split of the world that the prompts are from."""
-        return "test" if self.split == "open" else self.split
 
-    def _samples(self) -> Iterator[Sample]:
-        here = exact.world_of(self.pipe.settings)
-        for number in itertools.count():
-            sample = here.sample("draw", PROMPT_SEED, number, self._taught)
-            if self.split != "open" or here is exact.SCENES or art.is_open(sample):
-                yield sample
+def samples_of(settings: config.Config, split: str) -> Iterator[Sample]:
+    """Yields prompts of a split, which are as in `Scorer`, with their scenes."""
+    here = exact.world_of(settings)
+    for number in itertools.count():
+        sample = here.sample("draw", PROMPT_SEED, number, TAUGHT.get(split, split))
+        if split != "open" or here is exact.SCENES or art.is_open(sample):
+            yield sample
 
 
 def judged(

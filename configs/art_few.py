@@ -5,9 +5,9 @@ r"""The bundled model of real art in few steps, with a style code: 40 minutes of
     python -m sparse_lavida_jax.main --config=configs/art_few.py:plain   # without a code
     python -m sparse_lavida_jax.main --config=configs/art_few.py:distil  # continues the first
 
-Seven of eight images are drawn in one to four steps. `plain` has the same lessons, batches and time:
-what a code is worth is the difference of the two. `distil` learns in one step what the average of
-its parameters decodes in two. Results: docs/few_steps.md.
+Seven of eight images are drawn in one to four steps. `plain` has the same lessons, batches and
+time: what a code is worth is the difference of the two. `distil` learns in one step what the
+average of its parameters decodes in two. Results: docs/few_steps.md.
 """
 
 import art
@@ -34,6 +34,6 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
         c.optimizer.style_warmup_steps = 600
     if way == "distil":
         c.train.init_from = "runs/art_few"
-        c.train.train_steps = 600
+        c.train.train_steps = 300
         c.optimizer.update(learning_rate=8e-4, distil=1.0)
     return c

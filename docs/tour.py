@@ -45,16 +45,16 @@ SCALE = 2  # pixels of the page to a pixel of an image
 EDGE, FONT_SIZE = 12, 12  # of a captioned image, in pixels
 CAPTION = "a lion and a camera in twemoji style"
 LAYOUT = " carrot<LOC_7><LOC_7><LOC_17><LOC_17>"
-SUNNY = "a sun and a carrot in twemoji style"
+PRETZEL = "a pretzel in twemoji style"
 ASKED = (
     f'generate "{CAPTION}" --out out.png',
     'edit out.png "replace the camera with a drum" --out replaced.png',
     'edit out.png "remove the camera" --out removed.png',
     'generate "a penguin and a carrot in twemoji style" --out pair.png',
     'inpaint pair.png "a penguin and a tulip" --box=48,28,96,84 --out inpainted.png',
-    f'generate "{SUNNY}" --seed=1 --out sunny.png',
-    f'generate "{SUNNY}" --seed=1 --crop=32,0,96,64 --out cut.png',
-    f'outpaint cut.png "{SUNNY}" --out outpainted.png',
+    f'generate "{PRETZEL}" --seed=2 --out pretzel.png',
+    f'generate "{PRETZEL}" --seed=2 --crop=16,16,80,80 --out cut.png',
+    f'outpaint cut.png "{PRETZEL}" --out outpainted.png',
     'reflect "a butterfly and a sun" --rounds=3 --out reflected.png',
     'ground out.png "camera" --out boxes.png',
     'ask out.png "how many lions are there?"',

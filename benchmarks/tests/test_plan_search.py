@@ -3,7 +3,6 @@
 
 import itertools
 import pathlib
-import types
 
 import numpy as np
 import pytest
@@ -75,9 +74,7 @@ def test_a_plan_is_scored_by_its_images(monkeypatch, given):
 
 def test_open_prompts_leave_style_and_facing_to_the_model():
     settings = config.read(pathlib.Path(__file__).parents[2] / "configs/art.py")
-    pipe = types.SimpleNamespace(settings=settings)
     for split, is_open in (("open", True), ("held_out", False)):
-        scorer = plan_search.Scorer(pipe, "art", "layout", prompts=3, split=split)
-        samples = [*itertools.islice(scorer._samples(), 12)]
+        samples = [*itertools.islice(plan_search.samples_of(settings, split), 12)]
         assert all(map(art.is_open, samples)) == is_open
         assert len({one.prompt for one in samples}) > 6
