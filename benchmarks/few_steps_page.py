@@ -128,43 +128,42 @@ def _of_seeds(rows: Rows) -> dict[tuple[str, str, int, str], list[Mapping[str, A
 
 
 def claims_table(rows: Rows) -> str:
-    """Returns differences to a model's own plan and to the plain model, on the same prompts."""
-    each = {
-        (row["model"], given_of(row), row["seed"], row["method"]): row
-        for row in rows
-        if "of_each" in row
-    }
+    """Returns differences to a model's own plan and to the plain model, on the same prompts.
+
+    Rows of fewer prompts explored; they are not compared.
+    """
+    each, own = {}, {}
+    for row in rows:
+        if "of_each" in row:
+            about = row["model"], given_of(row), row["seed"]
+            each[about, row["method"], row["steps"]] = row
+            if row["method"] == OWN:
+                own[about] = row
     found = collections.defaultdict[tuple, list[tuple[Mapping, Mapping]]](list)
-    for (model, given, seed, method), row in each.items():
-        twin = re.sub(r"^[^/]+", PLAIN, model)
-        others = {"its own plan": (model, given, seed, OWN), PLAIN: (twin, given, seed, method)}
-        for name, key in others.items():
-            if key in each and each[key] is not row:
-                about = way_of(row), given, -row["steps"], _told(method), name
-                found[about].append((row["of_each"], each[key]["of_each"]))
+    for (about, method, steps), row in each.items():
+        twin = re.sub(r"^[^/]+", PLAIN, about[0]), *about[1:]
+        others = {"its own plan": own.get(about), PLAIN: each.get((twin, method, steps))}
+        for name, other in others.items():
+            if other is not None and other is not row and other["prompts"] == row["prompts"]:
+                key = way_of(row), about[1], -steps, _told(method), name
+                found[key].append((row["of_each"], other["of_each"]))
     lines = []
     for (way, given, steps, told, name), pairs in sorted(found.items()):
-        prompts = min(len(one["correct"]) for pair in pairs for one in pair)
-        differences = [_difference(kind, pairs, prompts) for kind in ("correct", "coherent")]
+        differences = [_difference(kind, pairs) for kind in ("correct", "coherent")]
+        prompts = len(pairs[0][0]["correct"])
         lines.append((way, given, -steps, told, name, len(pairs), prompts, *differences))
     heads = ("model", "given", "steps", "plan", "against", "seeds", "prompts")
     return markdown.table([*heads, "correct", "coherent"], lines)
 
 
 def _difference(
-    kind: str, pairs: Sequence[tuple[Mapping[str, str], Mapping[str, str]]], prompts: int
+    kind: str, pairs: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]
 ) -> str | None:
-    """Returns the difference of a share, with its 95 % interval over prompts of all seeds.
-
-    Args:
-        prompts: the first ones of each seed, which all rows have.
-    """
+    """Returns the difference of a share, with its 95 % interval over prompts of all seeds."""
     if any(kind not in one for pair in pairs for one in pair):
         return None
-    ours, theirs = (
-        [float(n) for pair in pairs for n in pair[side][kind][:prompts]] for side in (0, 1)
-    )
-    asked = [int(n) for one, _ in pairs for n in one.get("things", "1" * prompts)[:prompts]]
+    ours, theirs = ([float(n) for pair in pairs for n in pair[side][kind]] for side in (0, 1))
+    asked = [int(n) for one, _ in pairs for n in one.get("things", "1" * len(one[kind]))]
     scale = len(asked) / sum(asked) if kind == "coherent" else 1.0
     mean, low, high = (scale * one for one in paired_difference(ours, theirs))
     return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
