@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The bundled model of real art in few steps, with a style code: 40 minutes of one core.
+r"""The bundled model of real art in few steps, with a style code: 50 minutes of one core.
 
     python -m sparse_lavida_jax.main --config=configs/art_few.py
     python -m sparse_lavida_jax.main --config=configs/art_few.py:plain   # without a code

@@ -365,7 +365,7 @@ ARGUMENTS = {
     "no_layout": Argument("--no-layout", "draw without a layout", None, group="layout"),
     "quality": Argument(
         "--quality",
-        f"instead of --steps: {', '.join(options.QUALITIES)}; medium is the model's own",
+        f"instead of --steps: {', '.join(options.QUALITIES)}; medium is the model's own plan",
         choices=options.QUALITIES,
         group="steps",
     ),
