@@ -586,7 +586,7 @@ class Sampling(Section):
     registers: schema.UpTo1024OrAuto = -1
     registers_end: schema.UpTo1024OrAuto = -1
     # Steps after the last one, each of which draws cells of an image again, at temperature 0, with
-    # all others known: every other cell in turn, or from four on a quarter (`inference/revision.py`).
+    # all others known: every other cell, or a quarter of them if there are four or more.
     revisions: schema.Revisions = 0
     style_code: bool = True  # images of a model with `Model.style_parts` have a style code
     layout_temperature: schema.ScaleOrAuto = -1.0  # except in edits; -1: `text.temperature`

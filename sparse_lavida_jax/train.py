@@ -138,6 +138,8 @@ class _Loop:
                 f"Model.style_parts={self._settings.model.style_parts} adds a style code, which is"
                 " frozen: train it with Lora.also='^style_code/', or with Optimizer.groups."
             )
+        if runtime.is_first():
+            print(f"the style code is new: measures what it sees of {style.MEASURED} images")
         dataset = self._source.batches.dataset()
         batches = (cast(Corrupted, dataset[i]) for i in range(MOST_MEASURED))
         with _inside(mesh):
