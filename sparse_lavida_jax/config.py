@@ -167,7 +167,7 @@ class Model(Section):
         yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even number"
         filled = self.num_registers > 0 and self.style_groups > 0 and self.style_values > 1
         carried = self.style_parts == 0 or filled
-        yield "style_parts", carried, "0, or registers, style_groups and style_values above 1"
+        yield "style_parts", carried, "0, or with registers, groups, and values above 1"
         several = not self.sequential_codes or self.codes_per_token > 1
         yield "sequential_codes", several, f"False where {self.codes_per_token=}"
         few = len(self.neighbour_heads) <= self.num_heads

@@ -143,10 +143,8 @@ def quality_options(quality: str, sampling: config.Sampling, cells: int) -> dict
     if quality == "low":
         steps, revisions = sampling.low_steps or max(1, steps // 2), -(-revisions // 2)
     elif quality == "high":
-        steps, revisions = (
-            max(steps, min(2 * steps, cells)),
-            min(2 * revisions, schema.MOST_REVISIONS),
-        )
+        steps = max(steps, min(2 * steps, cells))
+        revisions = min(2 * revisions, schema.MOST_REVISIONS)
     return {"steps": steps} | ({"revisions": revisions} if revisions else {})
 
 

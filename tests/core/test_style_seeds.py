@@ -165,5 +165,5 @@ def test_the_pass_that_asks_for_codes_is_forecast():
 def test_rows_that_do_not_predict_a_whole_image_are_refused(section, changes):
     with pytest.raises(config.ConfigError, match="style_parts=2 needs registers"):
         settings(**{section: changes})
-    with pytest.raises(config.ConfigError, match="0, or registers"):
+    with pytest.raises(config.ConfigError, match="0, or with registers"):
         config.Model(style_parts=1, num_registers=0)
