@@ -9,14 +9,14 @@ from benchmarks import art_speed, measurements
 from sparse_lavida_jax.evals import exact
 
 
-def test_both_methods_take_turns_on_the_same_prompts(monkeypatch, tmp_path, capsys):
+def test_methods_and_plans_take_turns_on_the_same_prompts(monkeypatch, tmp_path, capsys):
     asked = []
 
     class Pipe:
         settings = stand_ins.settings(sampling={"num_steps": 5, "revisions": 2})
 
         def generate(self, words, *, sampling, as_written):
-            asked.append((sampling.preset, sampling.revisions, tuple(words)))
+            asked.append((sampling.preset, sampling.num_steps, sampling.revisions, tuple(words)))
             seconds = {"sparse": 1.0, "dense": 3.0}[sampling.preset]
             return types.SimpleNamespace(seconds={"layout": 0.5, "image": seconds})
 
@@ -27,18 +27,22 @@ def test_both_methods_take_turns_on_the_same_prompts(monkeypatch, tmp_path, caps
     art_speed.main([])
     for batch in art_speed.BATCHES:
         own = [how for *how, words in asked if len(words) == batch]
-        turns = 1 + art_speed.RUNS
-        assert own == [["sparse", 0], ["dense", 0]] * turns + [["sparse", 2], ["dense", 2]] * turns
+        turn = [
+            [preset, *plan]
+            for plan in ((5, 2), (5, 0), (2, 1), (2, 2))
+            for preset in ("sparse", "dense")
+        ]
+        assert own == turn * (1 + art_speed.RUNS)
         assert len({words for *_, words in asked if len(words) == batch}) == 1
     rows = {
-        (row["method"], row["batch"], row["revisions"]): row
+        (row["method"], row["batch"], row["steps"], row["revisions"]): row
         for row in measurements.read_rows("art_speed")
     }
-    assert len(rows) == 4 * len(art_speed.BATCHES)
-    dense = rows["dense_lean", 4, 2]
+    assert len(rows) == 8 * len(art_speed.BATCHES)
+    dense = rows["dense_lean", 4, 5, 2]
     assert dense["seconds"]["image"] == 3.0 and dense["seconds"]["request"] >= 0
     assert (dense["steps"], dense["revisions"]) == (5, 2)
     assert (
-        "4 together, 0 revisions: dense over sparse: layout 1.00, image 3.00"
+        "4 together, low: image 1.00 of its own plan's; dense over sparse: layout 1.00, image 3.00"
         in capsys.readouterr().out
     )
