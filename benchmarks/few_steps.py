@@ -8,6 +8,7 @@ r"""What few steps cost, in bits: the likelihood of images under plans of K step
     python -m benchmarks.few_steps --part=code --model=runs/art_style/model  # with a style code
     python -m benchmarks.few_steps --part=holes --model=runs/art_style/model
     python -m benchmarks.few_steps --part=plans --given=words --images=300
+    python -m benchmarks.few_steps --part=plans --plan=schedule=linear,revisions=2 --steps=4
 
 Cells of one step are drawn independently of each other, so they cannot agree on what is left open.
 What that costs is the *gap*: the bits of an image under a plan of K steps, less those under a plan
@@ -22,7 +23,8 @@ the gap a style code closes: the bits that an image and its code cost together, 
 posterior, against the same model without its code. `--part=holes` draws images with codes of the
 prior and, of the same prompts, of the posterior of the true image: where the prior draws codes that
 no image has, the second are better. `--part=plans` searches the best plan for each number of steps
-(`plan_search.py`); with `--search=` it scores the model's own. With `--split=open` prompts leave
+(`plan_search.py`), of which revisions are some; with `--search=` it scores the model's own, and
+with `--plan` that plan. With `--split=open` prompts leave
 styles and facings to the model. `--part=styles` draws a figure: a row for each prompt, a column for
 each code, all of one seed; the prompts leave styles and facings open.
 """
@@ -67,6 +69,7 @@ GIVEN = flags.DEFINE_list("given", ["words", "layout"], "What is given of an ima
 COUNT = flags.DEFINE_integer("images", 256, "Unseen images.", lower_bound=16)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of images with codes.", lower_bound=0)
 SETTINGS = flags.DEFINE_list("search", [*plan_search.SETTINGS], "Settings of plans to search.")
+PLAN = flags.DEFINE_list("plan", [], "Settings of a plan to score; empty: plans are searched.")
 SPLIT = flags.DEFINE_enum("split", "held_out", ["held_out", "open"], "Prompts of plans.")
 IMAGE_SEED = flags.DEFINE_integer("seed", 0, "Of the images that plans draw.", lower_bound=0)
 DONE = flags.DEFINE_string("finished", "runs/few_steps.jsonl", "File for finished plans.")
@@ -104,10 +107,10 @@ def main(_: list[str]) -> None:
 
 
 def search_plans(pipe: SparseLaViDa) -> None:
-    """Searches the best plan for each number of steps.
+    """Searches the best plan for each number of steps, or scores the given one.
 
     Raises:
-        ConfigError: `--search` has an unknown name.
+        ConfigError: `--search` or `--plan` has an unknown name.
     """
     if unknown := set(filter(None, SETTINGS.value)) - set(plan_search.SETTINGS):
         raise config.ConfigError(
@@ -115,10 +118,14 @@ def search_plans(pipe: SparseLaViDa) -> None:
             f" {', '.join(plan_search.SETTINGS)}."
         )
     asked = [name for name in plan_search.SETTINGS if name in SETTINGS.value]
+    changes = plan_search.changes_of(PLAN.value, pipe.settings.sampling)
     for given in GIVEN.value:
         called = CALLED.value or MODEL.value
         scorer = plan_search.Scorer(pipe, called, given, COUNT.value, IMAGE_SEED.value, SPLIT.value)
         for steps in map(int, STEPS.value):
+            if changes:
+                scorer.scored(steps, changes)
+                continue
             best = plan_search.search(scorer, steps, asked)
             print(f"best of {steps} steps, given {given}: {best}", flush=True)
 

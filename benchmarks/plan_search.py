@@ -64,6 +64,31 @@ def search(scorer: Any, steps: int, settings: Sequence[str]) -> Changes:
     return best
 
 
+def changes_of(told: Iterable[str], own: config.Sampling) -> Changes:
+    """Returns the changes of a plan that is given in words, such as "schedule=linear".
+
+    Args:
+        own: the plan that is changed.
+
+    Raises:
+        ConfigError: a word names no setting with a number or a name, or its value is no number.
+    """
+    changes: Changes = {}
+    for word in told:
+        name, _, value = word.partition("=")
+        kind = type(getattr(own, name, None))
+        try:
+            if kind not in (int, float, str):
+                raise ValueError
+            changes[name] = kind(value)
+        except ValueError as error:
+            raise config.ConfigError(
+                f"--plan={word}: give settings of `sampling` as name=value, with commas between"
+                " them, such as schedule=linear,revisions=2."
+            ) from error
+    return changes
+
+
 @dataclasses.dataclass
 class Scorer:
     """Scores plans on the same prompts.
@@ -107,7 +132,7 @@ class Scorer:
             row |= {"split": self.split, "seed": self.seed, **changes, **self.score(sampling)}
             self._bench.write(name, row)
             self._rows[name] = row
-            print(name, f"{row['share']:.3f}", row.get("coherent", ""), flush=True)
+        print(name, f"{row['share']:.3f}", row.get("coherent", ""), flush=True)
         return row
 
     def score(self, sampling: config.Sampling) -> dict[str, Any]:

@@ -41,6 +41,16 @@ def test_settings_are_searched_one_after_another_from_the_best_so_far():
     assert plan_search.search(fake, 4, []) == {} == fake.tried[-1]
 
 
+def test_a_plan_is_given_in_words():
+    told = "schedule=linear,order=layout,revisions=2,temperature=0"
+    changes = plan_search.changes_of(told.split(","), config.Sampling())
+    assert changes == {"schedule": "linear", "order": "layout", "revisions": 2, "temperature": 0.0}
+    assert isinstance(changes["temperature"], float)
+    for wrong in ("shape=linear", "revisions=two", "revisions", "build=1"):
+        with pytest.raises(config.ConfigError, match=f"--plan={wrong}: give settings"):
+            plan_search.changes_of([wrong], config.Sampling())
+
+
 @pytest.mark.parametrize("given", ["words", "layout"])
 def test_a_plan_is_scored_by_its_images(monkeypatch, given):
     asked = []
