@@ -299,7 +299,7 @@ def hole_rows(pipe: SparseLaViDa) -> Iterator[dict[str, Any]]:
         for (schedule, steps), codes in itertools.product(cut, ("prior", "posterior")):
             how = dataclasses.replace(
                 pipe.settings.sampling, num_steps=steps, order=order, schedule=schedule,
-                order_seed=-1, merge_cells=0, temperature=TEMPERATURE.value,
+                order_seed=-1, merge_cells=0, revisions=0, temperature=TEMPERATURE.value,
             )  # fmt: skip
             run, samples, drawn = pipe.task_run(how), list[Sample](), list[Pixels]()
             for batch in images(pipe, run, given):

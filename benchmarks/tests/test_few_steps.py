@@ -21,8 +21,9 @@ STYLE = {"style_parts": 2, "style_groups": 1, "style_values": 3}
 def pipe():
     model = dataclasses.replace(stand_ins.settings().model, **STYLE)
     given = stand_ins.settings(
-        model=model, diffusion={"blocks": "plan"}, data={"tasks": {"draw": 1.0}}
-    )
+        model=model, diffusion={"blocks": "plan"}, data={"tasks": {"draw": 1.0}},
+        sampling={"revisions": 2},
+    )  # fmt: skip
     flags.FLAGS.mark_as_parsed()
     asked = {"images": 16, "steps": ["1", "3"], "schedules": ["cosine"], "orders": ["halton"]}
     with flagsaver.flagsaver(**asked, given=["words"]), stand_ins.quick_compilation():
@@ -54,13 +55,16 @@ def test_a_figure_shows_prompts_with_the_same_codes(pipe, tmp_path, monkeypatch)
     assert Image.open(tmp_path / "styles.png").size[0] > 2 * pipe.codec.image_size
 
 
-def test_rows_say_what_a_code_costs_and_what_is_drawn_with_it(pipe):
+def test_rows_say_what_a_code_costs_and_what_is_drawn_with_it(pipe, monkeypatch):
     rows = [*few_steps.code_rows(pipe)]
     assert [row["steps"] for row in rows] == [1, 3]
     for row in rows:
         assert row["gap"] - row["gap_without"] == pytest.approx(row["bits"] - row["bits_without"])
         assert 1 <= row["perplexity"] <= 3
+    plans, task_run = [], pipe.task_run
+    monkeypatch.setattr(pipe, "task_run", lambda how: plans.append(how) or task_run(how))
     drawn = [*few_steps.hole_rows(pipe)]
+    assert [how.revisions for how in plans[1:]] == [0] * 4  # after the pass that reads codes
     assert [(row["steps"], row["codes"]) for row in drawn] == [
         (1, "prior"), (1, "posterior"), (3, "prior"), (3, "posterior"),
     ]  # fmt: skip
