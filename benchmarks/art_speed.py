@@ -4,9 +4,9 @@ r"""Seconds of drawing real art, sparse and dense: the layout, the image, and th
     python -m benchmarks.art_speed
 
 Both sample the bundled model, whose weights do not matter for speed, with the same plans: the
-model's own, that without revisions, that of a low quality, and the best of a quarter of its steps
-and revisions. They take turns on the same prompts, so that a machine whose speed drifts affects all
-alike. Both write a layout first.
+model's own, the same without revisions, that of `--quality=low`, and the best that was found for a
+quarter of its steps and revisions. They take turns on the same prompts, so that a machine whose
+speed drifts affects all alike. Both write a layout first.
 """
 
 import time
@@ -63,7 +63,9 @@ def main(_argv: list[str]) -> None:
             sparse, dense = (middle[method, plan] for method in PRESETS)
             ratios = ", ".join(f"{part} {dense[part] / sparse[part]:.2f}" for part in sparse)
             share = f"{sparse['image'] / middle['sparse', OWN]['image']:.2f} of its own plan's"
-            print(f"{batch} together, {plan}: image {share}; dense over sparse: {ratios}")
+            print(
+                f"{batch} together, {plan}: image {share}; dense over sparse: {ratios}", flush=True
+            )
 
 
 def plans(settings: config.Config) -> dict[str, config.Sampling]:

@@ -23,10 +23,10 @@ the gap a style code closes: the bits that an image and its code cost together, 
 posterior, against the same model without its code. `--part=holes` draws images with codes of the
 prior and, of the same prompts, of the posterior of the true image: where the prior draws codes that
 no image has, the second are better. `--part=plans` searches the best plan for each number of steps
-(`plan_search.py`), of which revisions are some; with `--search=` it scores the model's own, and
-with `--plan` that plan. With `--split=open` prompts leave
-styles and facings to the model. `--part=styles` draws a figure: a row for each prompt, a column for
-each code, all of one seed; the prompts leave styles and facings open.
+(`plan_search.py`), counting revisions as steps; with `--search=` it scores the model's own plan,
+and with `--plan` the given one. With `--split=open` prompts leave styles and facings to the model.
+`--part=styles` draws a figure: a row for each prompt, a column for each code, all of one seed; the
+prompts leave styles and facings open.
 """
 
 import dataclasses

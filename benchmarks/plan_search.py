@@ -71,7 +71,7 @@ def changes_of(told: Iterable[str], own: config.Sampling) -> Changes:
         own: the plan that is changed.
 
     Raises:
-        ConfigError: a word names no setting with a number or a name, or its value is no number.
+        ConfigError: a word does not set a number or a string of `sampling`.
     """
     changes: Changes = {}
     for word in told:
