@@ -22,7 +22,10 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "few_steps.md"
 ALL = "all"  # registers of every step
 PLAIN = "plain"  # what the twin without a code is called
+STARTS = {"distil": "style"}  # what the training of a model began with
 OWN = "own"  # what a model's own plan is called
+COLORS = {"linear": "C0", "cosine": "C1", "shift": "C2"}
+LINES = {"stratified": "-", "halton": "--", "random": ":", "layout": "-."}
 BEGIN, END = "<!-- {} written by benchmarks.few_steps -->", "<!-- up to here -->"
 
 Rows = Sequence[Mapping[str, Any]]
@@ -35,15 +38,20 @@ def way_of(row: Mapping[str, Any]) -> str:
 
 def given_of(row: Mapping[str, Any]) -> str:
     """Returns what an image is drawn from, and of which prompts."""
-    return row["given"] + (", open prompts" if row.get("split") == "open" else "")
+    prompts = row.get("split", "held_out").replace("_", "-")
+    return f"{row['given']}, {prompts} prompts"
+
+
+def _gaps(rows: Rows) -> list[Mapping[str, Any]]:
+    """Returns the rows of gaps; those of models of several seeds are in the table of codes."""
+    return [row for row in rows if row["id"].startswith("gap/") and way_of(row) == row["model"]]
 
 
 def gap_table(rows: Rows) -> str:
     """Returns the gap of plans, in bits an image, by their number of steps."""
     found = collections.defaultdict[tuple, dict[int, Mapping[str, Any]]](dict)
-    for row in rows:
-        if row["id"].startswith("gap/"):
-            found[row["model"], row["given"], row["order"], row["schedule"]][row["steps"]] = row
+    for row in _gaps(rows):
+        found[row["model"], row["given"], row["order"], row["schedule"]][row["steps"]] = row
     # That of one cell a step is zero, and stands in a column of its own.
     numbers = sorted({steps for own in found.values() for steps, row in own.items() if row["gap"]})
     lines = []
@@ -128,9 +136,10 @@ def _of_seeds(rows: Rows) -> dict[tuple[str, str, int, str], list[Mapping[str, A
 
 
 def claims_table(rows: Rows) -> str:
-    """Returns differences to a model's own plan and to the plain model, on the same prompts.
+    """Returns differences on the same prompts.
 
-    Rows of fewer prompts explored; they are not compared.
+    They are those to a model's own plan, to the plain model and to the one that its training began
+    with. Rows of fewer prompts explored; they are not compared.
     """
     each, own = {}, {}
     for row in rows:
@@ -141,8 +150,10 @@ def claims_table(rows: Rows) -> str:
                 own[about] = row
     found = collections.defaultdict[tuple, list[tuple[Mapping, Mapping]]](list)
     for (about, method, steps), row in each.items():
-        twin = re.sub(r"^[^/]+", PLAIN, about[0]), *about[1:]
-        others = {"its own plan": own.get(about), PLAIN: each.get((twin, method, steps))}
+        others = {"its own plan": own.get(about)}
+        for way in (PLAIN, STARTS.get(way_of(row), PLAIN)):
+            twin = re.sub(r"^[^/]+", way, about[0]), *about[1:]
+            others[way] = each.get((twin, method, steps))
         for name, other in others.items():
             if other is not None and other is not row and other["prompts"] == row["prompts"]:
                 key = way_of(row), about[1], -steps, _told(method), name
@@ -170,29 +181,37 @@ def _difference(
 
 
 def codes_table(rows: Rows) -> str:
-    """Returns what a code costs, what it wins, and what images are with codes of each kind."""
+    """Returns what a code costs, what it wins, and what images are with codes of each kind.
+
+    A model without a code has the bits of its plans only.
+    """
     found = collections.defaultdict[tuple, dict[str, list[Mapping[str, Any]]]](dict)
     for row in rows:
         kind = row["id"].partition("/")[0]
-        if kind in ("code", "holes"):
+        of_twin = kind == "gap" and way_of(row) != row["model"] and row["gap"]
+        if kind in ("code", "holes") or of_twin:
             key = way_of(row), row["given"], row["order"], row["schedule"], -row["steps"]
             found[key].setdefault(row.get("codes", kind), []).append(row)
     lines = []
     for (*about, steps), own in sorted(found.items()):
         coded = own.get("code", [])
+        least = [row["bits"] - row["gap"] for row in coded or own.get("gap", [])]
+        without = [row["bits_without"] for row in coded] or [row["bits"] for row in own["gap"]]
         closed = [1 - row["gap"] / row["gap_without"] for row in coded if row["gap_without"]]
+        bits, code, spread = (
+            mean_and_spread([row[name] for row in coded], digits)
+            for name, digits in (("bits", 0), ("bits_of_code", 1), ("perplexity", 2))
+        )
         drawn = [
-            mean_and_spread([row["coherent"] for row in own.get(kind, []) if "coherent" in row], 3)
+            mean_and_spread([row["coherent"] for row in own.get(kind, []) if "coherent" in row], 2)
             for kind in ("prior", "posterior")
         ]
-        bits, spread = (
-            mean_and_spread([row[name] for row in coded], 2)
-            for name in ("bits_of_code", "perplexity")
-        )
-        lines.append((*about, -steps, bits, spread, mean_and_spread(closed, 2), *drawn))
-    heads = ("model", "given", "order", "counts", "steps", "bits of the code")
-    more = "perplexity of a group", "share of the gap closed", "coherent, prior's codes"
-    return markdown.table([*heads, *more, "posterior's"], lines)
+        base, bare = mean_and_spread(least, 0), mean_and_spread(without, 0)
+        closed = mean_and_spread(closed, 2)
+        lines.append((*about, -steps, base, bare, bits, code, spread, closed, *drawn))
+    heads = ("model", "given", "order", "counts", "steps", "bits at one cell a step", "in K steps")
+    more = "with the code", "of them the code", "perplexity of a group", "share of the gap closed"
+    return markdown.table([*heads, *more, "coherent, prior's codes", "posterior's"], lines)
 
 
 def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
@@ -201,7 +220,7 @@ def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    rows = [row for row in rows if row["id"].startswith("gap/")]
+    rows = _gaps(rows)
     kinds = sorted({(row["model"], row["given"]) for row in rows}, reverse=True)
     lines = -(-len(kinds) // 2)
     size = {"nrows": lines, "figsize": (9.2, 3.6 * lines), "layout": "constrained"}
@@ -215,52 +234,71 @@ def draw_gaps(rows: Rows, path: pathlib.Path) -> None:
                 points = sorted(
                     (row["steps"], row["gap"], row["gap_error"])
                     for row in own
-                    if row["order"] == order and (row["schedule"] == schedule or row["steps"] == 1)
+                    # Counts differ neither in one step nor with one cell a step.
+                    if row["order"] == order
+                    and (row["schedule"] == schedule or row["steps"] == 1 or not row["gap"])
                 )
                 steps, gaps, errors = zip(*points, strict=True)
-                panel.errorbar(steps, gaps, errors, lw=1, capsize=2, label=f"{order}, {schedule}")
+                look = {"color": COLORS[schedule], "ls": LINES[order], "lw": 1, "capsize": 2}
+                panel.errorbar(steps, gaps, errors, label=f"{order}, {schedule}", **look)
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter("{x:.0f}")
             panel.axhline(0, color="0.8", lw=0.8)
             panel.set_yscale("symlog", linthresh=1)  # linear below one bit
-            panel.set(xlabel="steps", ylabel="bits an image above one cell a step")
+            panel.set(xlabel="steps", ylabel="bits an image above one cell a step; log from 1")
             panel.set_title(f"{model}, given: words{' and layout' * (given == 'layout')}")
             panel.legend(fontsize=7, frameon=False)
 
 
 def draw_plans(rows: Rows, path: pathlib.Path) -> None:
-    """Draws correct prompts and coherent things of the best plans against the steps.
+    """Draws correct prompts and coherent things of all plans against their steps.
 
-    A plan that draws no more than one of fewer steps is left out.
+    A line of panels for each kind of prompts. Lines go through the best plans of at most as many
+    steps; stars are the models' own plans.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    found = collections.defaultdict[tuple, dict[int, list[Mapping[str, Any]]]](dict)
-    for (model, given, steps), row in _best(rows).items():
-        found[model, given][-steps] = [row]
-    for (way, given, steps, _), own in _of_seeds(rows).items():
-        kept = found[way, given].get(-steps)
-        if kept is None or np.mean([*map(_merit, own)]) > np.mean([*map(_merit, kept)]):
-            found[way, given][-steps] = own
+    found = collections.defaultdict[str, dict[str, list[Rows]]](
+        lambda: collections.defaultdict(list)
+    )
+    plans = collections.defaultdict[tuple, list[Mapping[str, Any]]](list)
+    for row in rows:
+        plans[given_of(row), way_of(row), row["steps"], row["method"]].append(row)
+    for (given, way, *_), seeds in sorted(plans.items()):
+        found[given][way].append(seeds)
     kinds = {"share": "correct prompts", "coherent": "coherent things"}
-    size = {"figsize": (9.2, 3.6), "layout": "constrained", "squeeze": False}
+    size = {"figsize": (9.2, 3.2 * len(found)), "layout": "constrained", "squeeze": False}
+    size |= {"nrows": len(found), "sharex": True, "sharey": True}
     with ablation_report.figure(path, ncols=len(kinds), **size) as panels:
-        for panel, (name, title) in zip(panels[0], kinds.items(), strict=True):
-            for (way, given), own in sorted(found.items()):
-                points = list[tuple[int, Any, Any]]()
-                for steps in sorted(own):
-                    values = [row[name] for row in own[steps] if name in row]
-                    if values and (not points or np.mean(values) > points[-1][1]):
-                        points.append((steps, np.mean(values), np.std(values)))
-                if points:
-                    steps, means, spreads = zip(*points, strict=True)
-                    label = f"{way}, given {given}"
-                    panel.errorbar(steps, means, spreads, lw=1, capsize=2, marker=".", label=label)
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter("{x:.0f}")
-            panel.set(xlabel="steps and revisions", ylim=(0, 1), title=title)
-            panel.legend(fontsize=7, frameon=False)
+        for line, (given, models) in zip(panels, sorted(found.items()), strict=True):
+            for panel, (name, title) in zip(line, kinds.items(), strict=True):
+                for number, (way, own) in enumerate(models.items()):
+                    _draw_model(panel, name, way, own, f"C{number}")
+                panel.set_xscale("log", base=2)
+                panel.xaxis.set_major_formatter("{x:.0f}")
+                panel.set(ylim=(0, 1), title=f"{title}, given {given}")
+                panel.set_xlabel("steps and revisions")
+                panel.xaxis.set_tick_params(labelbottom=True)
+                panel.legend(fontsize=7, frameon=False)
+
+
+def _draw_model(panel: Any, name: str, way: str, plans: Sequence[Rows], color: str) -> None:
+    best = list[tuple[int, float, float]]()
+    for own in plans:
+        steps, values = own[0]["steps"], [row[name] for row in own if name in row]
+        if not values:
+            continue
+        star = own[0]["method"] == OWN
+        mean, spread = float(np.mean(values)), float(np.std(values))
+        panel.plot(steps, mean, "*" if star else ".", color=color, ms=11 if star else 4)
+        if not star and (not best or mean > best[-1][1]):
+            if best and best[-1][0] == steps:
+                best.pop()
+            best.append((steps, mean, spread))
+    if best:
+        steps, means, spreads = zip(*best, strict=True)
+        panel.errorbar(steps, means, spreads, color=color, lw=1, capsize=2, label=way)
 
 
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {

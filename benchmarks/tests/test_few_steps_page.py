@@ -27,9 +27,18 @@ def test_seeds_are_averaged_and_the_best_plan_is_kept():
         plan("art", 6, 0.9),
     ]
     assert cells(few_steps_page.models_table(rows)) == [
-        ["plain", "words", "3", "own", "1", "0.400", "0.700", "1.400"],
-        ["style", "words", "3", "order layout", "1", "0.900", "", ""],
-        ["style", "words", "3", "own", "2", "0.600 ± 0.141", "0.850 ± 0.071", "1.500 ± 0.000"],
+        ["plain", "words, held-out prompts", "3", "own", "1", "0.400", "0.700", "1.400"],
+        ["style", "words, held-out prompts", "3", "order layout", "1", "0.900", "", ""],
+        [
+            "style",
+            "words, held-out prompts",
+            "3",
+            "own",
+            "2",
+            "0.600 ± 0.141",
+            "0.850 ± 0.071",
+            "1.500 ± 0.000",
+        ],
     ]
     (best,) = cells(few_steps_page.plans_table(rows))
     assert best[3:] == ["schedule linear", "300", "0.600", "0.600", "1.000"]
@@ -49,8 +58,8 @@ def test_plans_are_compared_on_the_same_prompts():
     ]
     lines = cells(few_steps_page.claims_table(rows))
     assert [line[:7] for line in lines] == [
-        ["art", "words", "3", "schedule linear", "its own plan", "1", "2"],
-        ["style", "words", "3", "schedule linear", "plain", "1", "2"],
+        ["art", "words, held-out prompts", "3", "schedule linear", "its own plan", "1", "2"],
+        ["style", "words, held-out prompts", "3", "schedule linear", "plain", "1", "2"],
     ]
     # Of four things one fewer is coherent; of two prompts one fewer is right.
     assert lines[0][7:] == ["-0.500 (-1.193 to +0.193)", "-0.250 (-0.596 to +0.096)"]
@@ -60,16 +69,21 @@ def test_plans_are_compared_on_the_same_prompts():
 def test_a_code_is_compared_with_the_gap_that_it_could_close():
     about = {"given": "words", "order": "layout", "schedule": "linear", "steps": 2}
     rows = [
-        {"model": f"style/s{seed}", "id": "code/x", "gap": 1.0, "gap_without": 4.0} | about
-        | {"bits_of_code": 2.0, "perplexity": 1.5}
+        {"model": f"style/s{seed}", "id": "code/x", "gap": 10.0, "gap_without": 40.0} | about
+        | {"bits": 60.0, "bits_without": 90.0, "bits_of_code": 2.0, "perplexity": 1.5}
         for seed in range(2)
     ]  # fmt: skip
     rows += [
         {"model": "style/s0", "id": "holes/x", "codes": kind, "coherent": share} | about
         for kind, share in (("prior", 0.5), ("posterior", 0.6))
     ]
-    (line,) = cells(few_steps_page.codes_table(rows))
-    assert line[4:] == ["2", "2.00 ± 0.00", "1.50 ± 0.00", "0.75 ± 0.00", "0.500", "0.600"]
+    twin = {"model": "plain/s0", "id": "gap/x"} | about
+    rows += [twin | {"bits": 90.0, "gap": 30.0}, twin | {"steps": 4, "bits": 60.0, "gap": 0.0}]
+    plain, style = cells(few_steps_page.codes_table(rows))
+    assert plain[4:] == ["2", "60", "90", "", "", "", "", "", ""]
+    code = ["60 ± 0", "2.0 ± 0.0", "1.50 ± 0.00", "0.75 ± 0.00", "0.50", "0.60"]
+    assert style[4:] == ["2", "50 ± 0", "90 ± 0", *code]
+    assert few_steps_page.gap_table(rows) == few_steps_page.gap_table([])
 
 
 def test_the_page_is_that_of_the_committed_rows(tmp_path):
@@ -79,5 +93,6 @@ def test_the_page_is_that_of_the_committed_rows(tmp_path):
         few_steps_page.renewed(page.replace(few_steps_page.END, ""))
     few_steps_page.draw_gaps(measurements.read_rows("few_steps"), tmp_path / "gap.png")
     rows = [plan(f"a/s{seed}", steps, 0.5, coherent=0.6) for seed in (0, 1) for steps in (2, 4)]
+    rows += [plan("a/s0", 2, 0.4, "order=layout", coherent=0.5)]
     few_steps_page.draw_plans(rows, tmp_path / "plans.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("gap.png", "plans.png"))
