@@ -180,7 +180,7 @@ def bits_of(
     pipe: SparseLaViDa, given: str, order: str, schedule: str, steps: int, registers_end: int = -1
 ) -> Float[np.ndarray, " n"]:
     """Returns the bits of each image under a plan."""
-    key = f"{MODEL.value} {given} {order} {schedule} {steps}"
+    key = f"{pipe.source.sha256} {given} {order} {schedule} {steps}"
     key += f" {registers_end}" if registers_end >= 0 else ""
     path = pathlib.Path(DONE.value)
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
@@ -230,7 +230,7 @@ def _bits(
     how = surprise.sampling_of(pipe.settings.sampling, pipe.settings.model)
     how = dataclasses.replace(
         how, num_steps=steps, order=order, schedule=schedule, merge_cells=0, cell_passes=1,
-        style_code=False, registers_end=registers_end,
+        registers_end=registers_end,
     )  # fmt: skip
     run, found = pipe.task_run(how), list[float]()
     for numbers, _, examples, codes in images(pipe, run, given):

@@ -6,8 +6,8 @@ r"""The bundled model of real art in few steps, with a style code: 50 minutes of
     python -m sparse_lavida_jax.main --config=configs/art_few.py:distil  # continues the first
 
 Seven of eight images are drawn in one to four steps. `plain` has the same lessons, batches and
-time: what a code is worth is the difference of the two. `distil` learns in one step what the
-average of its parameters decodes in two. Results: docs/few_steps.md.
+time: what a code is worth is the difference of the two. `distil` learns to decode in one step what
+the average of its parameters decodes in two. Results: docs/few_steps.md.
 """
 
 import art

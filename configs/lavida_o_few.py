@@ -6,9 +6,9 @@ r"""LaViDa-O drawn in few steps: LoRA, with a style code that the cells of an im
     python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:plain   # without a code
     python -m sparse_lavida_jax.main --config=configs/lavida_o_few.py:distil  # continues the first
 
-Half of the image rows are drawn in one to four steps (docs/method.md); `distil` learns in one step
-what the average of its parameters decodes in two. It has not been tried at full size: rank and
-learning rate are those of `configs/lavida_o_lora.py`.
+Half of the image rows are drawn in one to four steps (docs/method.md); `distil` learns to decode
+in one step what the average of its parameters decodes in two. It has not been tried at full size:
+rank and learning rate are those of `configs/lavida_o_lora.py`.
 """
 
 import lavida_o_lora
@@ -28,7 +28,7 @@ def get_config(way: str = "style") -> ml_collections.ConfigDict:
         c.model.update(style_parts=9, style_groups=8, style_values=2)
         c.lora.also = "^(register_|style_code/)"
     if way == "style":
-        c.optimizer.style_warmup_steps = 1000
+        c.optimizer.style_warmup_steps = 500
     if way == "distil":
         c.train.init_from = "runs/lavida_o_few"
         c.optimizer.update(distil=1.0, ema=0.999)

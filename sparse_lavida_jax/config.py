@@ -8,6 +8,7 @@ choices as a `Literal`, ranges as an `Allowed`. Constraints between several sett
 """
 
 import dataclasses
+import math
 import pathlib
 import typing
 from collections.abc import Iterator
@@ -168,6 +169,8 @@ class Model(Section):
         filled = self.num_registers > 0 and self.style_groups > 0 and self.style_values > 1
         carried = self.style_parts == 0 or filled
         yield "style_parts", carried, "0, or with registers, groups, and values above 1"
+        held = not self.style_parts or max(self.parts_down_and_across) <= self.grid_size
+        yield "style_parts", held, f"rows and columns of them fit into {self.grid_size=}"
         several = not self.sequential_codes or self.codes_per_token > 1
         yield "sequential_codes", several, f"False where {self.codes_per_token=}"
         few = len(self.neighbour_heads) <= self.num_heads
@@ -178,6 +181,13 @@ class Model(Section):
         yield "generation_width", self.generation_width <= most, shared
         for name in ("end_of_text_id", "text_mask_id"):
             yield name, 0 <= getattr(self, name) < self.vocab_size, f"below {self.vocab_size=}"
+
+    @property
+    def parts_down_and_across(self) -> tuple[int, int]:
+        """How many parts of a style code an image has, as square as their number allows."""
+        parts = self.style_parts
+        down = max(n for n in range(1, math.isqrt(parts) + 1) if parts % n == 0)
+        return down, parts // down
 
     @property
     def num_joint_layers(self) -> int:
@@ -677,10 +687,16 @@ class Config(Section):
             " it takes neither Data.packing nor Data.length_buckets.",
         )
         yield (
-            optimizer.distil and not (optimizer.ema and carries[:2] == ("step_causal", "plan")),
+            optimizer.distil
+            and not (
+                optimizer.ema
+                and carries[:2] == ("step_causal", "plan")
+                and data.packing == 1
+                and self.diffusion.partial_cells == 0
+            ),
             f"Optimizer.distil={optimizer.distil} teaches with the average of the parameters, by"
-            ' steps of plans: it needs Optimizer.ema above 0, Diffusion.attention="step_causal" and'
-            ' blocks="plan".',
+            " steps over whole cells of one plan: it needs Optimizer.ema above 0, Diffusion."
+            'attention="step_causal", blocks="plan" and partial_cells=0, and Data.packing=1.',
         )
         yield (
             self.model.sequential_codes

@@ -25,7 +25,7 @@ from sparse_lavida_jax.models import parameters, quantize, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.programs import jax_settings, side_by_side
 from sparse_lavida_jax.training import flops, lengths, metrics, optimizer, runs, sources, style
-from sparse_lavida_jax.training.start import init_state
+from sparse_lavida_jax.training.start import added_modules, init_state
 from sparse_lavida_jax.training.step import HeldState, TrainState, train_step
 
 BYTES_PER_MB = 10**6
@@ -127,19 +127,21 @@ class _Loop:
         """Measures what a style code sees, if none of the runs before this one has.
 
         Raises:
-            ConfigError: the code is new and not trained.
+            ConfigError: the code is new, and not trained or never seen.
         """
         state, mesh = self.state, self._mesh
         whole = parameters.joined(state.params, state.frozen)
         if jax.device_get(whole.style_code.seen_mean[...]).any():
             return
-        if not any(name.startswith("style_code/") for name in parameters.by_name(state.params)):
+        of_code = {name for name in parameters.by_name(whole) if name.startswith("style_code/")}
+        if of_code - parameters.by_name(state.params).keys():
             raise config.ConfigError(
-                f"Model.style_parts={self._settings.model.style_parts} adds a style code, which is"
-                " frozen: train it with Lora.also='^style_code/', or with Optimizer.groups."
+                f"Model.style_parts={self._settings.model.style_parts} adds a style code, some of"
+                " which is frozen: train all of it, with Lora.also='^style_code/' or"
+                " Optimizer.groups."
             )
         if runtime.is_first():
-            print(f"the style code is new: measures what it sees of {style.MEASURED} images")
+            print(f"the style code is new: measures what it sees of up to {style.MEASURED} images")
         dataset = self._source.batches.dataset()
         batches = (cast(Corrupted, dataset[i]) for i in range(MOST_MEASURED))
         with _inside(mesh):
@@ -388,7 +390,10 @@ class _Loop:
             few = f"only {self.step} steps fitted into {settings.train.seconds:g} seconds"
             print(f"{few}: to go on, type the command again with a larger --config.train.seconds")
         print(f"{run.model_folder}: the {'trained model' if is_enough else 'model so far'}")
-        if settings.lora.rank:
+        if settings.lora.rank and (names := added_modules(settings)):
+            what = " and ".join(f"Model.{name}" for name in names)
+            print(f"no adapters by themselves: {what} added a module that the base lacks")
+        elif settings.lora.rank:
             folder = run.folder / "adapters"
             adapters.save(folder, trained, settings, base=settings.train.init_from)
             print(f"{folder}: what was trained of it")

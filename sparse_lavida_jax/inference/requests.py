@@ -7,6 +7,7 @@
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -306,7 +307,7 @@ class RequestMaker:
             given = self._quality(given) | given
         sampling, columns = sampling_of(spec.draws, given, self.settings.sampling)
         if "style_seed" in given:
-            self._check_style(sampling)
+            self._check_style(sampling, given.get("size"))
         copies = given.get("num_images", 1)
         words = "caption" if words is None else words
         pairs = paired(words, shown, copies, given.get("together"), spec.words)
@@ -348,14 +349,20 @@ class RequestMaker:
             remedy = "{setting} is a number of steps, and steps says another: give one of them."
             raise RequestError(remedy, setting="quality")
         sampling = given.get("sampling") or self.settings.sampling
-        return quality_options(given["quality"], sampling, self.settings.model.num_cells)
+        grid = grid_of(given.get("size"), self.side, self.settings.model)
+        return quality_options(given["quality"], sampling, math.prod(grid))
 
-    def _check_style(self, sampling: config.Sampling) -> None:
+    def _check_style(self, sampling: config.Sampling, size: tuple[int, int] | None) -> None:
         """Refuses to choose the style code of images that have none."""
-        remedy = ""
-        if not self.settings.model.style_parts:
+        model, remedy = self.settings.model, ""
+        if not model.style_parts:
             remedy = "this model has no style code: leave out {setting}."
-        elif not presets.step_settings(sampling, self.settings.model, "image").style_parts:
+        elif math.prod(grid_of(size, self.side, model)) < model.num_cells:
+            remedy = (
+                f"only images of {self.side}x{self.side} pixels have a style code: leave out"
+                " {setting}, or the size."
+            )
+        elif not presets.step_settings(sampling, model, "image").style_parts:
             remedy = (
                 "without registers, with a dense sampler or with sampling.style_code=False, images"
                 " have no style code: leave out {setting}, or change that."

@@ -48,14 +48,14 @@ def revised(
             (at >= FIRST_BLOCK) & chosen(_grid(one), number, sampling.revisions)
             for one, at in zip(examples, drawn.decoded_at, strict=True)
         ]
-        groups: dict[Bucket, list[int]] = {}
+        groups: dict[tuple[Bucket, int], list[int]] = {}
         for row, cells in enumerate(again):
             if cells.any():
-                groups.setdefault(drawn.buckets[row], []).append(row)
-        for bucket, rows in groups.items():
+                groups.setdefault((drawn.buckets[row], len(cells)), []).append(row)
+        for (bucket, of_image), rows in groups.items():
             words, cells = bucket.prompt_len
             # The same for every revision of an image of this bucket, whatever shares its batch.
-            most = rounded_up(cells + len(again[rows[0]]))
+            most = rounded_up(cells + of_image)
             padded = dataclasses.replace(bucket, prompt_len=(words, most))
             shown = [
                 dataclasses.replace(examples[i], response=responses[i], given=~again[i])

@@ -85,7 +85,7 @@ class Surprise:
 
 
 def sampling_of(given: config.Sampling, model: config.Model) -> config.Sampling:
-    """Returns the settings of the plans, without guidance and filters.
+    """Returns the settings of the plans, without guidance, filters and style codes.
 
     Raises:
         RequestError: there is no plan before the draws, or a step sees more than its own masks.
@@ -98,7 +98,7 @@ def sampling_of(given: config.Sampling, model: config.Model) -> config.Sampling:
         )
     return dataclasses.replace(
         given, order_seed=-1, top_k=0, top_p=1.0, temperature=1.0, guidance=0.0, guidance_edit=-1.0,
-        guidance_image=0.0,
+        guidance_image=0.0, style_code=False,
         released=dataclasses.replace(given.released, temperature_schedule="constant"),
     )  # fmt: skip
 

@@ -11,8 +11,6 @@ Two distributions of the code come from one pass of the denoiser, in which regis
 the prior of those that see the prompt, the posterior of those that see a part of the image too.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -195,10 +193,9 @@ def part_of(settings: config.Model, cell: Int[AnyArray, "..."]) -> Int[Array, ".
     The parts are in raster order, and as square as their number allows: six are two rows of three.
 
     Args:
-        cell: its index in raster order; `NO_CELL` lies in the first part.
+        cell: its index in raster order, in an image of the largest size; `NO_CELL` lies in the
+            first part.
     """
-    parts, side = settings.style_parts, settings.grid_size
-    down = max(one for one in range(1, math.isqrt(parts) + 1) if parts % one == 0)
+    (down, across), side = settings.parts_down_and_across, settings.grid_size
     row, column = jnp.divmod(jnp.maximum(cell, 0), side)
-    across = parts // down
     return row * down // side * across + column * across // side

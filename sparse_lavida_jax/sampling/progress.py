@@ -20,7 +20,7 @@ class Progress:
     """The state of a batch before its first step, or between two phases.
 
     Attributes:
-        stage: what is being made: "layout", "image" or "text".
+        stage: what is being made: "layout", "image", "revision" or "text".
         steps, total: forward passes done so far, and in the whole plan.
         responses: ids or codes; `mask_id` where nothing is decoded yet.
         decoded_at: the block that decoded each token (`SamplerState`).

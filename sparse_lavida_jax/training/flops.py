@@ -52,7 +52,7 @@ def peak(device_kind: str) -> float | None:
 
 
 def work_of(batch: Corrupted, model: config.Model, trained: float = 1.0) -> Work:
-    """Counts the work in a batch on the host.
+    """Counts the work in a batch on the host, without that of distillation (`training/distil.py`).
 
     Args:
         trained: share of the numbers in matrices that are trained, from 0 to 1.

@@ -40,7 +40,7 @@ from sparse_lavida_jax.kernels.sharded import BATCH_AXES
 from sparse_lavida_jax.models import lora, parameters, sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.tags import Stream, TokenTags
-from sparse_lavida_jax.training import loss, optimizer, start, step, style
+from sparse_lavida_jax.training import distil, loss, optimizer, start, step, style
 
 GB = 1e9
 HEADS = ("text_head/kernel", "image_head/logits/kernel")
@@ -248,10 +248,16 @@ def kept(settings: config.Config, batch: BatchSize) -> int:
     trained, frozen = jax.eval_shape(lambda: parts(settings))
 
     def way_back(trained, frozen):
+        whole = parameters.joined(trained, frozen)
+
         def loss_of(part):
             model, given = parameters.joined(part, frozen), rows(settings.model, batch)
-            draws = style.draws(settings.model, jnp.int32(0), batch.rows)
-            return step.loss(model, given, chunk=settings.train.loss_chunk, draws=draws)[0]
+            how: dict[str, Any] = {"chunk": settings.train.loss_chunk}
+            how["draws"] = style.draws(settings.model, jnp.int32(0), batch.rows)
+            if settings.optimizer.distil:
+                how |= {"taught": distil.teaching(jnp.int32(0), batch.rows), "teacher": whole}
+                how["distil_weight"] = settings.optimizer.distil
+            return step.loss(model, given, **how)[0]
 
         return jax.vjp(loss_of, trained)[1]
 

@@ -22,7 +22,8 @@ from sparse_lavida_jax.training import muon
 
 T = TypeVar("T")  # a module: a pytree of parameters, or of their gradients
 
-VECTORS = ("norm", "bias", "register")  # words in the names of parameters with a single axis
+# Words in the names of parameters that do not decay: with a single axis, or measured.
+NOT_DECAYED = ("norm", "bias", "register", "seen_")
 
 
 def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:
@@ -204,7 +205,7 @@ def _muon(settings: config.Optimizer) -> optax.GradientTransformation:
 
 def _decays(params):
     def decays(name, leaf):
-        return leaf.ndim >= 2 and not any(word in name for word in VECTORS)
+        return leaf.ndim >= 2 and not any(word in name for word in NOT_DECAYED)
 
     return parameters.mapped(decays, params)
 

@@ -101,11 +101,10 @@ def has_own_tokenizers(settings: config.Config) -> bool:
     return model_folder.read_config(model_folder.find_model(base)).prompts != settings.prompts
 
 
-def _without_additions(settings: config.Config) -> config.Config:
-    """Returns the settings without the modules that `init_from` lacks and a run may add."""
+def added_modules(settings: config.Config) -> list[str]:
+    """Returns the settings of modules that a run adds to the model that it starts from."""
     base = model_folder.read_config(model_folder.find_model(settings.train.init_from)).model
-    lacking = {name: getattr(base, name) for name in ADDED if not getattr(base, name)}
-    return config.changed(settings, {"model": lacking}) if lacking else settings
+    return [n for n in ADDED if getattr(settings.model, n) and not getattr(base, n)]
 
 
 def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoiser:
@@ -120,14 +119,15 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
     if has_own_tokenizers(settings):
         return _taken_over(settings, model_folder.find_model(base))
     if base:
-        bare = _without_additions(settings)
+        lacking = {name: type(getattr(settings.model, name))() for name in added_modules(settings)}
+        bare = config.changed(settings, {"model": lacking})
         found = model_folder.load_model(
             base,
             make_model=lambda _: model_folder.make_denoiser(bare),
             sharding=None if mesh is None else sharding.over(mesh),
             dtype=optimizer.dtypes(settings),
         ).model
-        if bare.model == settings.model:
+        if not lacking:
             return found
         taken = parameters.by_name(found)
         return parameters.mapped(lambda name, leaf: taken.get(name, leaf), make(settings))
@@ -155,7 +155,8 @@ def _with_vision(file: str, params: Denoiser) -> Denoiser:
 def _taken_over(settings: config.Config, base: pathlib.Path) -> Denoiser:
     """Returns random parameters with those of a model with other tokenizers, where they fit.
 
-    Text embeddings are taken for the tokens that both have, all else where the shapes are equal.
+    Text embeddings are taken for the tokens that both have, all else where the shapes are equal,
+    but not what a style code measured of other images.
     """
     widths = model_folder.read_config(base).model.width, settings.model.width
     if widths[0] != widths[1]:
@@ -176,7 +177,8 @@ def _taken_over(settings: config.Config, base: pathlib.Path) -> Denoiser:
             return leaf.at[here].set(found[name][there])
         if name == "text_head/kernel":
             return leaf.at[:, here].set(found[name][:, there])
-        return leaf if taken is None or taken.shape != leaf.shape else taken
+        is_measured = name.startswith("style_code/seen_")
+        return leaf if taken is None or taken.shape != leaf.shape or is_measured else taken
 
     return parameters.mapped(choose, model_folder.make_denoiser(settings))
 

@@ -177,7 +177,7 @@ def loss(
         of_weighted, of_plain = over[modality]
         total += weighted / of_weighted
         logged[f"{modality}_nll"] = plain / of_plain
-    if taught is not None and teacher is not None and batch.predicts == "generation":
+    if taught is not None and teacher is not None and batch.predicts != "understanding":
         each = distil.loss(params, teacher, batch, features, code, taught)
         logged["distil_nll"] = (each * taught.share).sum()
         total += distil_weight * logged["distil_nll"]

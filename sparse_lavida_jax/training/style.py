@@ -25,7 +25,7 @@ from sparse_lavida_jax.data.corrupted_rows import Corrupted
 from sparse_lavida_jax.models import sharding
 from sparse_lavida_jax.models.denoiser import Denoiser
 from sparse_lavida_jax.models.style_code import queries, seen, whitening_of
-from sparse_lavida_jax.tags import GIVEN_BLOCK, PROMPT_BLOCK, Stream, make_tags
+from sparse_lavida_jax.tags import GIVEN_BLOCK, NO_FEATURE, PROMPT_BLOCK, Stream, make_tags
 from sparse_lavida_jax.visibility import PAD_BLOCK
 
 TEMPERATURE = 0.67  # of the relaxed draws through which the posterior gets its gradient
@@ -119,7 +119,7 @@ def coded(
     prior = jax.nn.log_softmax(params.style_code.prior_logits(of_prior, hard), axis=-1)
     posterior = jax.nn.log_softmax(logits, axis=-1)
     divergence = (jnp.exp(posterior) * (posterior - prior)).sum(axis=(1, 2))
-    has_code = given.coded & ~shows_image(batch.generation)
+    has_code = given.coded & ~shows_image(batch)
     return Coded(code * has_code[:, None, None], divergence * has_code, jnp.exp(posterior))
 
 
@@ -128,7 +128,10 @@ def measured(params: Denoiser, batches: Iterable[Corrupted]) -> dict[str, Float[
 
     Args:
         params: the whole model.
-        batches: of training, as many as are needed; without images nothing is returned.
+        batches: of training, as many as are needed.
+
+    Raises:
+        ConfigError: no row predicts an image without showing one.
     """
     total, most = None, MEASURED * params.settings.style_parts
     for batch in batches:
@@ -139,7 +142,11 @@ def measured(params: Denoiser, batches: Iterable[Corrupted]) -> dict[str, Float[
         if total[0] >= most:
             break
     if total is None or not total[0]:
-        return {}
+        raise config.ConfigError(
+            f"Model.style_parts={params.settings.style_parts} adds a style code, and the first"
+            " batches of this run draw no image that it could be measured on: teach the model to"
+            " draw first, and start from it with Train.init_from."
+        )
     count, first, second = total
     mean = first / count
     whitening = whitening_of(jnp.asarray(second / count - np.outer(mean, mean)))
@@ -156,7 +163,7 @@ def _sums(params: Denoiser, batch: Corrupted) -> tuple[Float[Array, "*_n"], ...]
     features = None if batch.pixels is None else params.see(batch.pixels)
     stream = asked(batch, params.settings)
     what = seen(*params.style_states(batch.understanding, stream, features))
-    weight = jnp.broadcast_to(~shows_image(batch.generation)[:, None], what.shape[:2])
+    weight = jnp.broadcast_to(~shows_image(batch)[:, None], what.shape[:2])
     weighted = what * weight[..., None]
     second = jnp.einsum("bpe,bpf->ef", weighted, what, precision="highest")
     sums = weight.sum().astype(jnp.float32), weighted.sum(axis=(0, 1)), second
@@ -170,10 +177,13 @@ def asked(batch: Corrupted, model: config.Model) -> Stream:
     return queries(model, start, predicted_cells(batch, model.num_cells))
 
 
-def shows_image(stream: Stream) -> Bool[Array, " b"]:
-    """Returns which rows show cells before the first step: a source's, or given ones."""
-    block = jnp.asarray(stream.tags.block)
-    return ((block == PROMPT_BLOCK) | (block == GIVEN_BLOCK)).any(axis=1)
+def shows_image(batch: Corrupted) -> Bool[Array, " b"]:
+    """Returns which rows show an image before the first step: cells of it, or its features."""
+    assert batch.generation is not None
+    block = jnp.asarray(batch.generation.tags.block)
+    shows = ((block == PROMPT_BLOCK) | (block == GIVEN_BLOCK)).any(axis=1)
+    words = batch.understanding
+    return shows if words is None else shows | (words.index != NO_FEATURE).any(axis=1)
 
 
 def first_register(stream: Stream, model: config.Model) -> Int[Array, " b"]:

@@ -11,10 +11,12 @@ import tiny
 
 from sparse_lavida_jax import config, train
 from sparse_lavida_jax.checkpoints import model_folder
+from sparse_lavida_jax.inference.requests import RequestMaker
 from sparse_lavida_jax.models import parameters
 from sparse_lavida_jax.pipeline import SparseLaViDa
 from sparse_lavida_jax.prompting.request_errors import RequestError
-from sparse_lavida_jax.sampling.presets import RowRequest
+from sparse_lavida_jax.sampling.presets import RowRequest, step_settings
+from sparse_lavida_jax.sampling.prompts import sample_input
 from sparse_lavida_jax.sampling.state import keys_from
 from sparse_lavida_jax.scenes.tokenizer import SHIPPED
 from sparse_lavida_jax.training import flops, memory, sources, style
@@ -96,9 +98,27 @@ def test_without_its_code_a_model_draws_as_one_that_never_had_any(pipe):
         plain = SparseLaViDa(model, bare, stand_ins.prompts(bare), stand_ins.Codec(), 2)
         same = plain.generate("a red circle", **asked)
     np.testing.assert_array_equal(without.pixels, same.pixels)
+    # An image has no more and no fewer bits than to that model.
+    image = without.pixels[0]
+    bits = [one.surprise(image, "a red circle", num_plans=1).bits for one in (pipe, plain)]
+    np.testing.assert_array_equal(*bits)
     # The pass that draws a code is counted.
     more = pipe.generate("a red circle", **asked).passed[0] - without.passed[0]
     assert more == sum(without.prompted[0]) + STYLE["style_parts"]
+
+
+def test_smaller_images_have_no_code(pipe):
+    model = dataclasses.replace(pipe.settings.model, cell_positions=False)
+    given, side = dataclasses.replace(pipe.settings, model=model), pipe.codec.image_size
+    run = dataclasses.replace(pipe.task_run(given.sampling), settings=given)
+    maker, parts = RequestMaker(given, pipe.prompts, side), []
+    for size in (side, side), (side // 2, side):
+        (made,) = maker.make("generate", "a red circle", None, {"size": size})
+        how = step_settings(made.sampling, model, "image")
+        parts.append(sample_input(run.image_example(made), made, model, how).style_parts)
+    assert parts == [STYLE["style_parts"], 0]
+    with pytest.raises(RequestError, match=f"only images of {side}x{side} pixels have a style"):
+        maker.make("generate", "a red circle", None, {"size": size, "style_seed": 1})
 
 
 def test_a_model_without_a_code_refuses_a_style_seed():
@@ -122,7 +142,8 @@ def test_a_run_adds_a_code_to_a_model_without_one(tmp_path):
 
 def test_steps_train_a_code(monkeypatch):
     stand_ins.without_waiting(monkeypatch)
-    given = settings(optimizer={"style_warmup_steps": 4}, train={"batch_size": 8})
+    optimizer = {"style_warmup_steps": 4, "weight_decay": 0.1}
+    given = settings(optimizer=optimizer, train={"batch_size": 8})
     model = tiny.denoiser(given.model)
     batch = sources.open_source(given, model).batches.dataset()[0]
     state = init_state(given, model)
@@ -167,3 +188,5 @@ def test_rows_that_do_not_predict_a_whole_image_are_refused(section, changes):
         settings(**{section: changes})
     with pytest.raises(config.ConfigError, match="0, or with registers"):
         config.Model(style_parts=1, num_registers=0)
+    with pytest.raises(config.ConfigError, match="rows and columns of them fit into"):
+        config.Model(style_parts=11, style_groups=1, style_values=2, grid_size=6)

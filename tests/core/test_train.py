@@ -629,8 +629,14 @@ def test_the_run_that_adds_a_style_code_measures_what_it_sees(loop, tmp_path, mo
     assert np.abs(measured[0]["style_code/seen_mean"]).max() > 0.1
     given["optimizer"]["groups"] = (("^style_code/", 0.0),)
     settings = stand_ins.settings(**given)
-    with pytest.raises(config.ConfigError, match="adds a style code, which is frozen"):
+    with pytest.raises(config.ConfigError, match="adds a style code, some of which is frozen"):
         with runs.Run(tmp_path / "frozen", settings) as opened:
+            train.train(settings, opened)
+    monkeypatch.setattr(train, "MOST_MEASURED", 1)
+    given |= {"data": {"tasks": {"answer": 1.0}}, "optimizer": {}}
+    settings = stand_ins.settings(**given)
+    with pytest.raises(config.ConfigError, match="draw no image that it could be measured on"):
+        with runs.Run(tmp_path / "unseen", settings) as opened:
             train.train(settings, opened)
 
 

@@ -100,6 +100,8 @@ def test_a_converted_model_learns_to_draw_in_few_steps(given, tmp_path, capsys):
         folders[way] /= "run"
         lines = metrics.read_metrics(folders[way] / "metrics.jsonl")
         assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line)
+        # What a module adds to its base is no adapter of it.
+        assert (folders[way] / "adapters").exists() == (way == "distil")
     before, after = (model_folder.load_model(folders[way]).model for way in folders)
     tables = [model.style_code.values[...] for model in (before, after)]
     assert (np.asarray(tables[0]) != np.asarray(tables[1])).any()

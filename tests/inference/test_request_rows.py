@@ -224,5 +224,11 @@ def test_a_request_has_a_quality_or_a_number_of_steps():
     assert (halved.sampling.revisions, kept.sampling.revisions) == (2, 3)
     with pytest.raises(RequestError, match=r"quality is a number of steps.*give one of them"):
         pipe.requests("generate", "a red circle", quality="low", num_inference_steps=3)
+    small = config.changed(pipe.settings, {"model": {"cell_positions": False}})
+    smaller = requests.RequestMaker(small, pipe.prompts, pipe.codec.image_size)
+    cell = pipe.codec.image_size // small.model.grid_size
+    asked = {"quality": "high", "size": (cell, 3 * cell)}
+    (made,) = smaller.make("generate", "a red circle", None, asked)
+    assert made.sampling.num_steps == 3 < 2 * own.num_steps
     with pytest.raises(RequestError, match="ask takes no quality"):
         pipe.requests("ask", "how many?", quality="low")

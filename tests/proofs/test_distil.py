@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_ins
 import tiny
 
 from sparse_lavida_jax import config, diffusion, orders
@@ -130,3 +131,8 @@ def test_a_student_that_is_its_teacher_learns_marginals_whatever_the_microbatche
 def test_a_config_that_has_no_teacher_or_no_steps_is_refused():
     with pytest.raises(config.ConfigError, match=r"needs Optimizer\.ema above 0"):
         config.Config(optimizer=config.Optimizer(distil=1.0, ema=0.0))
+    for name, changes in {"data": {"packing": 2}, "diffusion": {"partial_cells": 0.5}}.items():
+        given = {"optimizer": {"distil": 1.0, "ema": 0.9}, "diffusion": {"blocks": "plan"}}
+        given[name] = given.get(name, {}) | changes
+        with pytest.raises(config.ConfigError, match="by steps over whole cells of one plan"):
+            stand_ins.settings(**given)

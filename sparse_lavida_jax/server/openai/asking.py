@@ -234,8 +234,8 @@ async def queued(
     if task not in (SURPRISE, PROOF):
         more["seed"] = secrets.randbelow(LARGEST_SEED // 2) if asked.seed is None else asked.seed
     given = asked.model_dump(include=OPTIONS, exclude_none=True)
-    if "num_inference_steps" in given:
-        more.pop("steps", None)
+    if {"steps", "num_inference_steps"} & given.keys():
+        more.pop("quality", None)
     service = client.service
     with http_errors.refusing(asked.sent), service.place(client.address):
         shown = None

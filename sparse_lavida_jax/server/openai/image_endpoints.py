@@ -14,7 +14,6 @@ import fastapi
 
 from sparse_lavida_jax.data import image_files
 from sparse_lavida_jax.inference.results import Result
-from sparse_lavida_jax.sampling.options import quality_options
 from sparse_lavida_jax.schema import about
 from sparse_lavida_jax.server.openai import asking, bodies, http_errors
 from sparse_lavida_jax.server.openai.bodies import BranchBody, ImageBody
@@ -82,9 +81,8 @@ async def _images(
     decode: Callable[[], tuple[Any, dict[str, Any]]] = lambda: (None, {}),
     **more: Any,
 ):
-    settings = client.service.pipe.settings
     if task != BRANCH and asked.quality in ("low", "high"):
-        more |= quality_options(asked.quality, settings.sampling, settings.model.num_cells)
+        more["quality"] = asked.quality
     waiting = await asking.queued(
         client,
         task,
