@@ -155,7 +155,7 @@ def test_a_dry_run_goes_through_every_part_and_ends_with_the_table(tmp_path):
         if done.returncode == 0:
             break
     assert done.returncode == 0, done.stdout[-4000:]
-    assert list(parts(results)) == PARTS
+    assert parts(results).keys() == set(PARTS)  # one that is repeated comes last
     assert "| first image, cold, s | not measured | <= 20 |" in done.stdout
     rows = {path.parent.name for path in (results / "cpu").rglob("*.json")}
     assert rows >= {
