@@ -127,7 +127,7 @@ class _Loop:
         """Measures what a style code sees, if none of the runs before this one has.
 
         Raises:
-            ConfigError: the code is new, and not trained or never seen.
+            ConfigError: the code is new, and some of it is frozen or no batch draws an image.
         """
         state, mesh = self.state, self._mesh
         whole = parameters.joined(state.params, state.frozen)

@@ -136,7 +136,7 @@ def sample_input(
             text[-1] = text[-1].followed_by(tokens, no_feature, at)
         else:
             image[-1] = image[-1].followed_by(example.response[known], known, at)
-    # Where the prompt shows some of an image, the style is given. No smaller image was ever coded.
+    # Where the prompt shows some of an image, the style is given. Training has no smaller images.
     shows = len(image[-1].index) or example.given.any() or (text[-1].index != NO_FEATURE).any()
     is_coded = not shows and len(example.response) == model.num_cells
     layout = row.response_position, row.length, settings.style_parts if is_coded else 0

@@ -23,7 +23,7 @@ from sparse_lavida_jax.training import muon
 T = TypeVar("T")  # a module: a pytree of parameters, or of their gradients
 
 # Words in the names of parameters that do not decay: with a single axis, or measured.
-NOT_DECAYED = ("norm", "bias", "register", "seen_")
+NOT_DECAYED = ("norm", "bias", "register", "whitening")
 
 
 def make_optimizer(settings: config.Optimizer) -> optax.GradientTransformation:

@@ -21,7 +21,8 @@ from sparse_lavida_jax.scenes.tokenizer import Tokenizer
 from sparse_lavida_jax.training import optimizer, states
 from sparse_lavida_jax.training.step import TrainState
 
-ADDED = ("style_parts", "sequential_codes")  # settings of modules that a run may add to a model
+# Settings of modules that a run may add to a model, with their values in models without them.
+ADDED = {"style_parts": 0, "sequential_codes": False}
 # Settings of a model that its parameters are made for.
 OF_BASE = ("vocab_size", "text_mask_id", "width", "mlp_hidden", "num_layers", "num_heads", "vision")
 
@@ -119,7 +120,7 @@ def _base(settings: config.Config, params: Denoiser, mesh: Mesh | None) -> Denoi
     if has_own_tokenizers(settings):
         return _taken_over(settings, model_folder.find_model(base))
     if base:
-        lacking = {name: type(getattr(settings.model, name))() for name in added_modules(settings)}
+        lacking = {name: ADDED[name] for name in added_modules(settings)}
         bare = config.changed(settings, {"model": lacking})
         found = model_folder.load_model(
             base,

@@ -98,7 +98,7 @@ def test_without_its_code_a_model_draws_as_one_that_never_had_any(pipe):
         plain = SparseLaViDa(model, bare, stand_ins.prompts(bare), stand_ins.Codec(), 2)
         same = plain.generate("a red circle", **asked)
     np.testing.assert_array_equal(without.pixels, same.pixels)
-    # An image has no more and no fewer bits than to that model.
+    # Both give an image the same bits.
     image = without.pixels[0]
     bits = [one.surprise(image, "a red circle", num_plans=1).bits for one in (pipe, plain)]
     np.testing.assert_array_equal(*bits)

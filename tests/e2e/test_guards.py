@@ -376,16 +376,19 @@ def test_a_client_that_accepts_nothing_is_left(monkeypatch, reads):
             assert not reads or time.monotonic() - began > 1
 
 
-def test_a_body_in_too_many_chunks_is_refused(door):
+def test_a_body_in_too_many_chunks_is_refused(monkeypatch):
+    monkeypatch.setattr(guards, "CHUNKS", 2 * guards.FEW_CHUNKS)
     with serving() as free:
         head = hostile.request(hostile.GENERATIONS, b"", "application/json")
         head = head.replace(b"GET", b"POST").replace(
             b"Content-Length: 0", b"Transfer-Encoding: chunked"
         )
-        for number, codes in ((guards.CHUNKS, [400]), (guards.CHUNKS + 1, [400])):
-            got = hostile.reply(*free, head + b"1\r\n \r\n" * number + b"0\r\n\r\n")
-            assert [int(part[:3]) for part in got.split(b"HTTP/1.1 ")[1:]] == codes
-            assert (b"cannot be read as JSON" in got) == (number == guards.CHUNKS)
+        for size, most in (1, guards.FEW_CHUNKS), (guards.CHUNK_BYTES, guards.CHUNKS):
+            for number in most, most + 1:
+                chunk = b"%x\r\n%b\r\n" % (size, b" " * size)
+                got = hostile.reply(*free, head + chunk * number + b"0\r\n\r\n")
+                assert [int(part[:3]) for part in got.split(b"HTTP/1.1 ")[1:]] == [400]
+                assert (b"cannot be read as JSON" in got) == (number == most)
 
 
 def test_large_bodies_are_read_at_a_bounded_rate(monkeypatch):

@@ -100,7 +100,7 @@ def test_a_converted_model_learns_to_draw_in_few_steps(given, tmp_path, capsys):
         folders[way] /= "run"
         lines = metrics.read_metrics(folders[way] / "metrics.jsonl")
         assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line)
-        # What a module adds to its base is no adapter of it.
+        # The first run adds the code, which a base without one could not load as an adapter.
         assert (folders[way] / "adapters").exists() == (way == "distil")
     before, after = (model_folder.load_model(folders[way]).model for way in folders)
     tables = [model.style_code.values[...] for model in (before, after)]

@@ -327,7 +327,8 @@ def test_what_queries_see_is_whitened_by_what_was_measured(grouped, monkeypatch)
     np.testing.assert_allclose(same["style_code/seen_whitening"], whitening, atol=1e-3)
     # Rows that show an image have no code: they are not counted.
     shown = [tiny.request("image", grouped.settings, 0, words=4, source=True)]
-    assert not style.measured(grouped, [plan_batch(grouped, shown, [shown[0].response])[0]])
+    with pytest.raises(config.ConfigError, match="draw no image that it could be measured on"):
+        style.measured(grouped, [plan_batch(grouped, shown, [shown[0].response])[0]])
 
 
 def test_draws_harden_before_codes_have_their_full_cost(model):

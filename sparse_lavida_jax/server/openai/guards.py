@@ -31,7 +31,9 @@ READS = ("GET", "HEAD", "OPTIONS")
 HEADER_SECONDS = 15.0  # for the header of a request, or the rest of a body that was refused
 RATE = 2**26  # bytes a second of all large bodies: reading them leaves time for other requests
 REST = 2**18  # bytes that are read of a body that was refused
-CHUNKS = 2**12  # of a body in chunks; each takes time, however small
+# Of a body in chunks, each of which takes time, however small: so many, and one for each further
+# 512 bytes, but no more than the last.
+FEW_CHUNKS, CHUNK_BYTES, CHUNKS = 2**8, 2**9, 2**12
 WRITE_SECONDS = 60.0  # in which a client has to accept something of a response
 CONNECTIONS = 512  # at once; a process may usually have 1024 open files
 SHARE = 4  # one address has at most a quarter of the connections, and of the bytes of bodies
@@ -213,17 +215,20 @@ class Guard:
 class _Strict(h11.Connection):
     """Refuses headers that other servers may read otherwise, and bodies in too many chunks."""
 
-    _chunks = 0
+    _chunks = _bytes = 0  # of the body so far
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:
-            self._chunks, came = 0, self.trailing_data[0]
+            self._chunks = self._bytes = 0
+            came = self.trailing_data[0]
             end = HEADER_END.search(came)
             if AMBIGUOUS.search(came[: end.end()] if end else came.removesuffix(b"\r")):
                 raise h11.RemoteProtocolError("lines of the header are ambiguous")
         event = super().next_event()
-        self._chunks += isinstance(event, h11.Data) and event.chunk_start
-        if self._chunks > CHUNKS:
+        if isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+        if self._chunks > min(FEW_CHUNKS + self._bytes // CHUNK_BYTES, CHUNKS):
             raise h11.RemoteProtocolError("there are too many chunks")
         return event
 
