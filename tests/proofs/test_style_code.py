@@ -2,6 +2,7 @@
 """A style code keeps the sampler exact, and its objective bounds the likelihood of images."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -170,7 +171,8 @@ def test_the_objective_bounds_the_likelihood_and_its_cost_is_a_divergence(model)
     posterior = jax.nn.log_softmax(model.style_code.posterior_logits(of_prior, of_posterior))
     posterior = (posterior * every).sum(axis=(1, 2))
 
-    def nats(code) -> float:
+    @jax.jit
+    def nats(code):
         """Returns -log p(x | z) of the whole image."""
         hidden, _ = model(batch.understanding, batch.generation, wanted="generation", style=code)
         logits = jax.nn.log_softmax(model.image_logits(hidden["generation"]))
@@ -210,8 +212,9 @@ def test_every_parameter_of_a_code_gets_a_gradient_whatever_the_microbatches(mod
     )
     found = []
     for parts in (1, 4):
-        value, logged, gradient = step.gradient(
-            model, batch, microbatches=parts, draws=draws, warmth=style.Warmth(1.0, 0.5)
+        gradient_of = jax.jit(functools.partial(step.gradient, microbatches=parts))
+        value, logged, gradient = gradient_of(
+            model, batch, draws=draws, warmth=style.Warmth(1.0, 0.5)
         )
         assert logged["style_nll"] > 0
         found.append((value, parameters.by_name(gradient.style_code)))
