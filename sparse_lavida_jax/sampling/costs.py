@@ -14,7 +14,8 @@ from sparse_lavida_jax.tags import FIRST_BLOCK
 # Repeated word for word wherever numbers are shown.
 DEFINITION = (
     "Tokens are those that pass through the network: in all steps and all guidance rows, with"
-    " prompt and registers, without padding. A layout comes first and is counted separately."
+    " prompt and registers, without padding. A layout (what is where) comes first and is counted"
+    " separately."
 )
 
 
